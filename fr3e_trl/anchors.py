@@ -1,0 +1,141 @@
+"""
+First Return: which base trajectories to explore, and from where.
+
+A position is an index into a completion's token ids, from 0. Branching at position p keeps the prefix
+`completion_ids[:p]` and samples token p, and all that follow, anew: the uncertain choice is made again. Position 0 is
+the prompt's own state, and never an anchor. (The paper counts tokens from 1: its a_j is p + 1.)
+
+Notation used for tensor shapes:
+    - L: length of a completion
+"""
+
+import math
+import random
+
+import torch
+
+
+def select_bases(rewards: list[float], selection: str, rng: random.Random) -> list[int]:
+    """
+    Choose the base trajectories to explore.
+
+    Args:
+        rewards (`list[float]`):
+            Reward of each base trajectory, NaN where it is unscorable. Only scorable ones are chosen, unless none is.
+        selection (`str`):
+            `"mixed"` (one of the best-scored and one of the worst-scored when the scores differ, one at random when
+            they do not), `"best"`, `"worst"` or `"random"`.
+        rng (`random.Random`):
+            Decides among equals.
+
+    Returns:
+        `list[int]`: Indices of the one or two chosen trajectories, the better one first.
+    """
+    scorable = [i for i, reward in enumerate(rewards) if not math.isnan(reward)]
+    if not scorable:
+        return [rng.randrange(len(rewards))]
+    best = max(rewards[i] for i in scorable)
+    worst = min(rewards[i] for i in scorable)
+    wanted = {"mixed": [best, worst], "best": [best], "worst": [worst], "random": []}[selection]
+    if best == worst or not wanted:
+        return [rng.choice(scorable)]
+    return [rng.choice([i for i in scorable if rewards[i] == reward]) for reward in wanted]
+
+
+def anchor_scores(score: str, entropies: torch.Tensor, logprobs: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    """
+    How much each position of a trajectory calls for exploration.
+
+    Args:
+        score (`str`):
+            `"entropy"`, `"surprisal"` or `"random"`.
+        entropies (`torch.Tensor` of shape (L,)):
+            Entropy of the next-token distribution at each position, in nats.
+        logprobs (`torch.Tensor` of shape (L,)):
+            Log-probability of each token, in nats.
+        rng (`random.Random`):
+            Draws the random scores.
+
+    Returns:
+        `torch.Tensor` of shape (L,): The higher, the better an anchor.
+    """
+    if score == "entropy":
+        return entropies
+    if score == "surprisal":
+        return -logprobs
+    return torch.tensor([rng.random() for _ in range(len(entropies))])
+
+
+def eligible_positions(
+    entropies: torch.Tensor, budget: int, min_budget: int = 1, quantile: float | None = None
+) -> torch.Tensor:
+    """
+    Positions of a trajectory that may become anchors.
+
+    Args:
+        entropies (`torch.Tensor` of shape (L,)):
+            Entropy of the next-token distribution at each position, in nats.
+        budget (`int`):
+            Longest completion allowed, in tokens.
+        min_budget (`int`):
+            Least number of tokens that an anchor must leave of `budget`.
+        quantile (`float`, *optional*):
+            Only positions whose entropy is above this quantile of `entropies` are eligible.
+
+    Returns:
+        `torch.Tensor` of shape (L,): Boolean mask. Position 0 is never eligible.
+    """
+    positions = torch.arange(len(entropies))
+    eligible = (positions > 0) & (budget - positions >= min_budget)
+    if quantile is not None:
+        eligible &= entropies > torch.quantile(entropies, quantile)
+    return eligible
+
+
+def rank_anchors(scores: torch.Tensor, eligible: torch.Tensor, num_anchors: int, min_gap: int = 1) -> list[int]:
+    """
+    Positions with the highest scores, best first, ties going to the earlier one.
+
+    Args:
+        scores (`torch.Tensor` of shape (L,)):
+            Score of each position.
+        eligible (`torch.Tensor` of shape (L,)):
+            Boolean mask of the positions that may be chosen.
+        num_anchors (`int`):
+            How many to choose at most.
+        min_gap (`int`):
+            A position closer than this, in tokens, to a better anchor is not chosen.
+
+    Returns:
+        `list[int]`: At most `num_anchors` positions; fewer if no more are eligible.
+    """
+    anchors: list[int] = []
+    for position in torch.argsort(scores, descending=True, stable=True).tolist():
+        if len(anchors) == num_anchors:
+            break
+        if eligible[position] and all(abs(position - anchor) >= min_gap for anchor in anchors):
+            anchors.append(position)
+    return anchors
+
+
+def share_anchors(ranked: list[list[int]], num_anchors: int) -> list[list[int]]:
+    """
+    Divide a prompt's anchors among the chosen trajectories as evenly as they allow, the odd one to the better.
+
+    Args:
+        ranked (`list[list[int]]`):
+            For each of one or two trajectories, the better first: its anchors, best first.
+        num_anchors (`int`):
+            Anchors of the prompt.
+
+    Returns:
+        `list[list[int]]`: For each trajectory its anchors, sorted by position. What one cannot use goes to the other;
+        fewer than `num_anchors` in all if both are too short.
+    """
+    if len(ranked) == 1:
+        return [sorted(ranked[0][:num_anchors])]
+    better, worse = ranked
+    num_worse = min(num_anchors // 2, len(worse))
+    num_better = min(num_anchors - num_worse, len(better))
+    num_worse = min(num_anchors - num_better, len(worse))
+    return [sorted(better[:num_better]), sorted(worse[:num_worse])]

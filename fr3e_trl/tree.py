@@ -1,0 +1,242 @@
+"""The two stages of FR3E: a tree of rollouts grown from each prompt."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .anchors import anchor_scores, eligible_positions, rank_anchors, select_bases, share_anchors
+from .config import FR3EConfig
+from .sampling import Sampler, SamplingRequest
+
+
+@dataclass(frozen=True)
+class Score:
+    """
+    What the reward functions made of a completion.
+
+    Args:
+        rewards (`list[float]`):
+            Reward by each of them, NaN where it gave none.
+        reward (`float`):
+            Their weighted sum, NaN if none gave any: the completion is unscorable.
+        logs (`dict[str, Any]`):
+            What they logged of it.
+    """
+
+    rewards: list[float]
+    reward: float
+    logs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Rollout:
+    """
+    A continuation of a state's prefix.
+
+    Args:
+        token_ids (`list[int]`):
+            The tokens that were sampled, without the prefix.
+        logprobs (`list[float]`, *optional*):
+            Their log-probabilities under the distribution that they were sampled from, if the sampler gave them.
+        score (`Score`):
+            What its whole completion scored, prefix included.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float] | None = None
+    score: Score = Score([], float("nan"))
+
+
+@dataclass
+class State:
+    """
+    A point to which exploration returns: the prompt and the first tokens of a base trajectory.
+
+    Args:
+        prefix_ids (`list[int]`):
+            Tokens of the base trajectory before the anchor, passed on as ids. Empty for S_0, the prompt alone.
+        parent (`int`, *optional*):
+            Index, in the tree, of the state before it in its chain. `None` for S_0.
+        base (`int`, *optional*):
+            Index of the base trajectory that it lies on. `None` for S_0.
+        entropy (`float`, *optional*):
+            Entropy of the policy at the anchor, in nats. `None` for S_0.
+        rollouts (`list[Rollout]`):
+            What was sampled from it.
+        value (`float`):
+            V, the mean reward of its rollouts, NaN if none is scorable.
+        modulation (`float`):
+            α, the factor on the advantages of its rollouts.
+        rejected (`bool`):
+            Whether its rollouts leave the loss.
+    """
+
+    prefix_ids: list[int] = field(default_factory=list)
+    parent: int | None = None
+    base: int | None = None
+    entropy: float | None = None
+    rollouts: list[Rollout] = field(default_factory=list)
+    value: float = float("nan")
+    modulation: float = 1.0
+    rejected: bool = False
+
+
+@dataclass
+class Tree:
+    """
+    What was explored of one prompt.
+
+    Args:
+        prompt_ids (`list[int]`):
+            The prompt.
+        budget (`int`):
+            Longest completion allowed, in tokens, prefix included.
+        bases (`list[Rollout]`):
+            Base trajectories. They are S_0's first rollouts too, unless they were thrown away.
+        entropies (`list[torch.Tensor]`):
+            Entropies along each base trajectory, of shape (L,), in nats.
+        states (`list[State]`):
+            S_0, then the anchors' states, each after the one before it in its chain.
+    """
+
+    prompt_ids: list[int]
+    budget: int
+    bases: list[Rollout] = field(default_factory=list)
+    entropies: list[torch.Tensor] = field(default_factory=list)
+    states: list[State] = field(default_factory=lambda: [State()])
+
+    def branch(self, base: int, positions: list[int]) -> None:
+        """Add the chain of states at `positions`, sorted, of a base trajectory."""
+        parent = 0
+        for position in positions:
+            prefix_ids = self.bases[base].token_ids[:position]
+            self.states.append(State(prefix_ids, parent, base, self.entropies[base][position].item()))
+            parent = len(self.states) - 1
+
+
+def rollouts_of(trees: list[Tree]) -> list[tuple[Tree, State, Rollout]]:
+    """The rows of a batch: the rollouts of every state of every tree, with what they belong to."""
+    return [(tree, state, rollout) for tree in trees for state in tree.states for rollout in state.rollouts]
+
+
+def chains_of(trees: list[Tree]) -> tuple[list[State], list[int | None]]:
+    """The states of a batch, and for each the index of the state before it in its chain, `None` for an S_0."""
+    states: list[State] = []
+    parents: list[int | None] = []
+    for tree in trees:
+        parents += [None if state.parent is None else len(states) + state.parent for state in tree.states]
+        states += tree.states
+    return states, parents
+
+
+# Scores completions: (index of each one's tree, their whole token ids) to what they scored.
+Scorer = Callable[[list[int], list[list[int]]], list[Score]]
+
+# The policy's view of completions: (prompts, completions) to log-probs and entropies of their tokens, each (L,).
+TokenStatistics = Callable[[list[list[int]], list[list[int]]], list[tuple[torch.Tensor, torch.Tensor]]]
+
+
+def explore(
+    trees: list[Tree],
+    args: FR3EConfig,
+    sampler: Sampler,
+    score: Scorer,
+    token_statistics: TokenStatistics,
+    seed: tuple[int, ...],
+) -> None:
+    """
+    Grow `trees`, each to `num_generations` rollouts, all of them together in each stage.
+
+    Args:
+        trees (`list[Tree]`):
+            One for each prompt, with nothing but its prompt and budget.
+        args (`FR3EConfig`):
+            Settings.
+        sampler (`Sampler`):
+            Draws the rollouts.
+        score (`Scorer`):
+            Scores them. Each is scored once, on its whole completion.
+        token_statistics (`TokenStatistics`):
+            Gives the entropies at which to look for anchors.
+        seed (`tuple[int, ...]`):
+            Decides, with the sampled tokens, every choice made at random: not the order or number of trees.
+    """
+    _first_return(trees, args, sampler, score)
+    if args.num_anchors:
+        _place_anchors(trees, args, token_statistics, seed)
+    _explore(trees, args, sampler, score)
+
+
+def _first_return(trees: list[Tree], args: FR3EConfig, sampler: Sampler, score: Scorer) -> None:
+    """Sample and score the base trajectories."""
+    requests = [SamplingRequest(tree.prompt_ids, args.num_bases, tree.budget, args.temperature) for tree in trees]
+    for tree, samples in zip(trees, sampler.sample(requests), strict=True):
+        tree.bases = [Rollout(sample.token_ids, sample.logprobs) for sample in samples]
+        if args.reuse_base:
+            tree.states[0].rollouts = list(tree.bases)
+    _score([(i, [], base) for i, tree in enumerate(trees) for base in tree.bases], score)
+
+
+def _place_anchors(
+    trees: list[Tree], args: FR3EConfig, token_statistics: TokenStatistics, seed: tuple[int, ...]
+) -> None:
+    """Select base trajectories, and branch at their most uncertain positions."""
+    num_anchors = args.num_states - 1
+    statistics = iter(
+        token_statistics(
+            [tree.prompt_ids for tree in trees for _ in tree.bases],
+            [base.token_ids for tree in trees for base in tree.bases],
+        )
+    )
+    for tree in trees:
+        of_bases = [next(statistics) for _ in tree.bases]
+        tree.entropies = [entropies for _, entropies in of_bases]
+        # Seeded by the tree itself, so that a prompt's anchors do not depend on what shares its batch
+        rng = random.Random(repr((seed, tree.prompt_ids, [base.token_ids for base in tree.bases])))
+        chosen = select_bases([base.score.reward for base in tree.bases], args.base_selection, rng)
+        ranked = []
+        for i in chosen:
+            logprobs, entropies = of_bases[i]
+            scores = anchor_scores(args.anchor_score, entropies, logprobs, rng)
+            eligible = eligible_positions(entropies, tree.budget, args.anchor_min_budget, args.anchor_quantile)
+            ranked.append(rank_anchors(scores, eligible, num_anchors, args.anchor_min_gap))
+        for i, positions in zip(chosen, share_anchors(ranked, num_anchors), strict=True):
+            tree.branch(i, positions)
+
+
+def _explore(trees: list[Tree], args: FR3EConfig, sampler: Sampler, score: Scorer) -> None:
+    """Sample and score the rollouts of every state. Those of anchors that no position could be found for go to S_0."""
+    explore_temperature = args.temperature * args.explore_temperature_scale
+    requests, targets = [], []
+    for i, tree in enumerate(trees):
+        for state in tree.states:
+            is_root = state.parent is None
+            size = args.num_generations - args.num_rollouts * (len(tree.states) - 1) if is_root else args.num_rollouts
+            if size > len(state.rollouts):
+                requests.append(
+                    SamplingRequest(
+                        prefix_ids=tree.prompt_ids + state.prefix_ids,
+                        num_samples=size - len(state.rollouts),
+                        max_new_tokens=tree.budget - len(state.prefix_ids),
+                        temperature=args.temperature if is_root else explore_temperature,
+                    )
+                )
+                targets.append((i, state))
+    if not requests:
+        return
+    scored: list[tuple[int, list[int], Rollout]] = []
+    for (i, state), samples in zip(targets, sampler.sample(requests), strict=True):
+        rollouts = [Rollout(sample.token_ids, sample.logprobs) for sample in samples]
+        state.rollouts.extend(rollouts)
+        scored.extend((i, state.prefix_ids, rollout) for rollout in rollouts)
+    _score(scored, score)
+
+
+def _score(rollouts: list[tuple[int, list[int], Rollout]], score: Scorer) -> None:
+    """Score rollouts, given with their tree's index and their prefix, and keep what they got."""
+    scores = score([i for i, _, _ in rollouts], [prefix + rollout.token_ids for _, prefix, rollout in rollouts])
+    for (_, _, rollout), rollout_score in zip(rollouts, scores, strict=True):
+        rollout.score = rollout_score
