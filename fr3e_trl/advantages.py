@@ -1,0 +1,293 @@
+"""
+Values, modulation, advantages and rejection, as functions of tensors and plain values.
+
+A batch is given as rows that each name their state, and states that each name the state before them in their chain.
+Nothing is inferred from the order of rows or from how many a state has.
+
+Notation used for tensor shapes:
+    - R: rows of the batch, the completions that are trained on
+    - S: states of the batch, over all prompts
+    - F: reward functions
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """
+    What the rewards of a batch make of its states and rows.
+
+    Args:
+        values (`torch.Tensor` of shape (S,)):
+            V of each state, NaN for one with no scorable row.
+        factors (`torch.Tensor` of shape (S,)):
+            α of each state.
+        rejected (`torch.Tensor` of shape (S,)):
+            Whether each state leaves the loss.
+        advantages (`torch.Tensor` of shape (R,)):
+            A' of each row, modulated.
+    """
+
+    values: torch.Tensor
+    factors: torch.Tensor
+    rejected: torch.Tensor
+    advantages: torch.Tensor
+
+
+def compute_advantages(
+    rewards: torch.Tensor,
+    states: torch.Tensor,
+    parents: list[int | None],
+    modulation: str = "exp",
+    modulation_clip: float = 5.0,
+    scale: str = "none",
+    prior_strength: float = 0.0,
+    reject: bool = True,
+) -> Advantages:
+    """
+    Values, modulation, advantages and rejection of a batch.
+
+    Values, and with them the modulation, are over all rollouts of a state, before any state is rejected, so that a
+    rejected neighbour still has its value.
+
+    Args:
+        rewards (`torch.Tensor` of shape (R,)):
+            Rewards, NaN where unscorable.
+        states (`torch.Tensor` of shape (R,)):
+            State of each row, as an index.
+        parents (`list[int | None]`):
+            For each of S states, the index of the state before it in its chain, which must come before its own;
+            `None` for an S_0.
+        modulation, modulation_clip:
+            See [`modulation_factors`].
+        scale (`str`):
+            See [`row_advantages`].
+        prior_strength (`float`):
+            See [`row_baselines`].
+        reject (`bool`):
+            Whether states that teach nothing leave the loss: the degenerate ones, or with a prior those whose
+            advantages are all 0.
+
+    Returns:
+        `Advantages`: What they come to.
+    """
+    num_states = len(parents)
+    values = state_values(rewards, states, num_states)
+    factors = modulation_factors(values, parents, modulation, modulation_clip)
+    baselines = row_baselines(rewards, states, parents, prior_strength)
+    advantages = row_advantages(rewards, states, baselines, num_states, scale)
+    if prior_strength == 0:
+        uninformative = degenerate_states(rewards, states, num_states)
+        advantages = advantages.masked_fill(uninformative[states], 0)  # exactly, where the mean is rounded
+    else:
+        uninformative = _state_sums(advantages.abs(), states, num_states) == 0
+    return Advantages(values, factors, uninformative & reject, advantages * factors[states])
+
+
+def weighted_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """
+    Weighted sum of the reward functions, as GRPO takes it.
+
+    Args:
+        rewards_per_func (`torch.Tensor` of shape (R, F)):
+            Rewards, NaN where a function gave none.
+        weights (`torch.Tensor` of shape (F,)):
+            Weight of each function.
+
+    Returns:
+        `torch.Tensor` of shape (R,): Rewards, NaN where no function gave any: the row is unscorable.
+    """
+    rewards = (rewards_per_func * weights).nansum(dim=1)
+    return rewards.masked_fill(rewards_per_func.isnan().all(dim=1), torch.nan)
+
+
+def state_values(rewards: torch.Tensor, states: torch.Tensor, num_states: int) -> torch.Tensor:
+    """
+    V(S_j): mean reward of a state's rollouts, unscorable ones left out.
+
+    Args:
+        rewards (`torch.Tensor` of shape (R,)):
+            Rewards, NaN where unscorable.
+        states (`torch.Tensor` of shape (R,)):
+            State of each row, as an index.
+        num_states (`int`):
+            S.
+
+    Returns:
+        `torch.Tensor` of shape (S,): Values, NaN for a state with no scorable row.
+    """
+    return _state_sums(rewards.nan_to_num(0), states, num_states) / _state_sizes(rewards, states, num_states)
+
+
+def modulation_factors(
+    values: torch.Tensor, parents: list[int | None], modulation: str, clip: float = 5.0
+) -> torch.Tensor:
+    """
+    α_j: by how much the advantages of a state are scaled, given how the value moved into it along its chain.
+
+    With `"exp"`, the paper's form, α_j = exp(-(V(S_j) - V(S_{j-1}))), its exponent clamped, and α_0 = 1. With
+    `"sharpened"`, that of the authors' released code, δ_0 = 1 - V(S_0), δ_j = V(S_j) - V(S_{j-1}) and
+    α_j = exp(-sign(δ_j) |δ_j|^1.5 / Σ_i |δ_i|^1.5), the sum over the states of the chain; an S_0 that starts two chains
+    takes the mean of its two exponents. A value that does not exist moves nothing: its differences count as 0.
+
+    Args:
+        values (`torch.Tensor` of shape (S,)):
+            V of each state, NaN where it has none.
+        parents (`list[int | None]`):
+            For each state, the index of the state before it in its chain; `None` for an S_0.
+        modulation (`str`):
+            `"exp"`, `"sharpened"` or `"none"`.
+        clip (`float`):
+            Bound on the absolute value of the exponent in `"exp"`.
+
+    Returns:
+        `torch.Tensor` of shape (S,): Factors.
+
+    Source: arXiv 2507.07017.
+    """
+    if modulation == "none":
+        return torch.ones_like(values)
+    if modulation == "exp":
+        before = values[[state if parent is None else parent for state, parent in enumerate(parents)]]
+        return torch.exp(-(values - before).nan_to_num(0).clamp(-clip, clip))
+    moves = torch.stack(
+        [
+            1 - values[state] if parent is None else values[state] - values[parent]
+            for state, parent in enumerate(parents)
+        ]
+    ).nan_to_num(0)
+    members, chains = torch.tensor(list(_chain_members(parents))).T
+    powers = moves[members].abs() ** 1.5
+    shares = moves[members].sign() * powers / powers.new_zeros(len(parents)).index_add(0, chains, powers)[chains]
+    exponents = _state_sums(shares.nan_to_num(0), members, len(parents))
+    return torch.exp(-exponents / _state_sums(torch.ones_like(shares), members, len(parents)))
+
+
+def _chain_members(parents: list[int | None]) -> Iterator[tuple[int, int]]:
+    """Pairs of (state, chain that it is in); a chain goes from an S_0 to a state that nothing follows."""
+    last_states = set(range(len(parents))) - set(parents)
+    for chain, last in enumerate(sorted(last_states)):
+        state: int | None = last
+        while state is not None:
+            yield state, chain
+            state = parents[state]
+
+
+def row_baselines(
+    rewards: torch.Tensor, states: torch.Tensor, parents: list[int | None], prior_strength: float = 0.0
+) -> torch.Tensor:
+    """
+    What each row's reward is compared with.
+
+    Without a prior this is V of its state. With a prior of strength κ > 0 the baseline of a row is shrunk towards it,
+    and leaves the row itself out: (κ prior + Σ of the state's other rewards) / (κ + n - 1), for n scorable rows. The
+    prior is the shrunk value of the state before it in its chain, (κ prior + Σ rewards) / (κ + n), and for S_0 the
+    mean of V(S_0) over the batch's other prompts: their anchors' rollouts start from prefixes that were chosen, and say
+    less of how hard prompts are. Where there is no prior, because the batch has one prompt, κ counts as 0.
+
+    Args:
+        rewards (`torch.Tensor` of shape (R,)):
+            Rewards, NaN where unscorable.
+        states (`torch.Tensor` of shape (R,)):
+            State of each row, as an index.
+        parents (`list[int | None]`):
+            For each of S states, the index of the state before it in its chain, which must come before its own;
+            `None` for an S_0.
+        prior_strength (`float`):
+            κ, in rollouts.
+
+    Returns:
+        `torch.Tensor` of shape (R,): Baselines, NaN where there is none.
+    """
+    values = state_values(rewards, states, len(parents))
+    if prior_strength == 0:
+        return values[states]
+    sizes = _state_sizes(rewards, states, len(parents))
+    sums = _state_sums(rewards.nan_to_num(0), states, len(parents))
+    roots = torch.tensor([parent is None for parent in parents]) & (sizes > 0)
+    num_others = roots.sum() - roots.long()
+    priors = torch.full_like(values, torch.nan)
+    strengths = torch.zeros_like(values)
+    shrunk = torch.full_like(values, torch.nan)
+    for state, parent in enumerate(parents):
+        if parent is None:
+            priors[state] = (values[roots].sum() - values[state].nan_to_num(0)) / num_others[state]
+        else:
+            priors[state] = shrunk[parent]
+        if not priors[state].isnan():
+            strengths[state] = prior_strength
+        shrunk[state] = (strengths[state] * priors[state].nan_to_num(0) + sums[state]) / (
+            strengths[state] + sizes[state]
+        )
+    pulls = (strengths * priors.nan_to_num(0))[states]
+    return (pulls + sums[states] - rewards) / (strengths[states] + sizes[states] - 1)
+
+
+def row_advantages(
+    rewards: torch.Tensor, states: torch.Tensor, baselines: torch.Tensor, num_states: int, scale: str = "none"
+) -> torch.Tensor:
+    """
+    A: reward of each row minus its baseline, before modulation.
+
+    Args:
+        rewards (`torch.Tensor` of shape (R,)):
+            Rewards, NaN where unscorable.
+        states (`torch.Tensor` of shape (R,)):
+            State of each row, as an index.
+        baselines (`torch.Tensor` of shape (R,)):
+            What each row is compared with, see [`row_baselines`].
+        num_states (`int`):
+            S.
+        scale (`str`):
+            `"none"`; `"group"` divides by the standard deviation of the state's rewards, `"batch"` by that of all
+            rewards (with Bessel's correction, plus 1e-4, as GRPO does).
+
+    Returns:
+        `torch.Tensor` of shape (R,): Advantages, 0 for unscorable rows.
+    """
+    advantages = (rewards - baselines).nan_to_num(0)
+    if scale == "group":
+        deviations = rewards - state_values(rewards, states, num_states)[states]
+        sizes = _state_sizes(rewards, states, num_states)
+        variances = _state_sums(deviations.nan_to_num(0) ** 2, states, num_states) / (sizes - 1).clamp(min=1)
+        advantages = advantages / (variances.sqrt()[states] + 1e-4)
+    elif scale == "batch":
+        scorable = rewards[~rewards.isnan()]
+        advantages = advantages / (scorable.std() + 1e-4) if len(scorable) > 1 else advantages
+    return advantages
+
+
+def degenerate_states(rewards: torch.Tensor, states: torch.Tensor, num_states: int) -> torch.Tensor:
+    """
+    States that teach nothing: their scorable rewards are all exactly equal, or fewer than two.
+
+    Args:
+        rewards (`torch.Tensor` of shape (R,)):
+            Rewards, NaN where unscorable.
+        states (`torch.Tensor` of shape (R,)):
+            State of each row, as an index.
+        num_states (`int`):
+            S.
+
+    Returns:
+        `torch.Tensor` of shape (S,): Boolean mask.
+    """
+    lowest = rewards.new_full((num_states,), math.inf)
+    lowest = lowest.scatter_reduce(0, states, rewards.nan_to_num(math.inf), "amin")
+    highest = rewards.new_full((num_states,), -math.inf)
+    highest = highest.scatter_reduce(0, states, rewards.nan_to_num(-math.inf), "amax")
+    return ~(lowest < highest)
+
+
+def _state_sums(x: torch.Tensor, states: torch.Tensor, num_states: int) -> torch.Tensor:
+    return x.new_zeros(num_states).index_add(0, states, x)
+
+
+def _state_sizes(rewards: torch.Tensor, states: torch.Tensor, num_states: int) -> torch.Tensor:
+    """Scorable rows of each state, (S,)."""
+    return _state_sums((~rewards.isnan()).to(rewards.dtype), states, num_states)

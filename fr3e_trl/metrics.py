@@ -1,0 +1,82 @@
+"""What a generation step logs, beside GRPO's own metrics."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from .tree import State, Tree
+
+
+def tree_metrics(trees: list[Tree], advantages: torch.Tensor) -> dict[str, float]:
+    """
+    Metrics of what was explored in a step.
+
+    A completion is right when its reward is above 0. A metric of which a step has no instance, such as the share of
+    failed prompts that were rescued when none failed, is left out.
+
+    Args:
+        trees (`list[Tree]`):
+            The step's trees, with the value, modulation and rejection of every state.
+        advantages (`torch.Tensor` of shape (R,)):
+            Modulated advantages of the rows in the loss.
+
+    Returns:
+        `dict[str, float]`: Metrics by name.
+    """
+    states = [state for tree in trees for state in tree.states]
+    anchors = [state for state in states if state.parent is not None]
+    failed = [tree for tree in trees if not any(base.score.reward > 0 for base in tree.bases)]
+    num_generated = sum(_num_generated(tree) for tree in trees)
+    metrics = {
+        "fr3e/value/S0": _mean(tree.states[0].value for tree in trees),
+        "fr3e/value/anchors": _mean(state.value for state in anchors),
+        "fr3e/value_gain": _mean(
+            state.value - tree.states[state.parent].value
+            for tree in trees
+            for state in tree.states
+            if state.parent is not None
+        ),
+        "fr3e/alpha/mean": _mean(state.modulation for state in states),
+        "fr3e/alpha/min": min(state.modulation for state in states),
+        "fr3e/alpha/max": max(state.modulation for state in states),
+        "fr3e/anchor/entropy": _mean(state.entropy for state in anchors if state.entropy is not None),
+        "fr3e/entropy": _mean(entropy for tree in trees for along in tree.entropies for entropy in along.tolist()),
+        "fr3e/anchor/position": _mean(
+            (len(state.prefix_ids) + 1) / len(tree.bases[state.base].token_ids)
+            for tree in trees
+            for state in tree.states
+            if state.base is not None
+        ),
+        "fr3e/anchor/count": len(anchors) / len(trees),
+        "fr3e/states/all_right": _mean(_all_scorable(state, right=True) for state in states),
+        "fr3e/states/all_wrong": _mean(_all_scorable(state, right=False) for state in states),
+        "fr3e/states/rejected": _mean(state.rejected for state in states),
+        "fr3e/prompts/rescued": _mean(
+            any(rollout.score.reward > 0 for state in tree.states[1:] for rollout in state.rollouts) for tree in failed
+        ),
+        "fr3e/tokens/generated": num_generated,
+        "fr3e/tokens/per_row": num_generated / sum(len(state.rollouts) for state in states),
+        "fr3e/advantage/mean": advantages.mean().item(),
+        "fr3e/advantage/std": advantages.std(correction=0).item(),
+    }
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
+
+
+def _num_generated(tree: Tree) -> int:
+    """Tokens that were sampled for a tree, base trajectories that were thrown away included."""
+    rollouts = [rollout for state in tree.states for rollout in state.rollouts]
+    kept = {id(rollout) for rollout in rollouts}
+    rollouts += [base for base in tree.bases if id(base) not in kept]
+    return sum(len(rollout.token_ids) for rollout in rollouts)
+
+
+def _all_scorable(state: State, right: bool) -> bool:
+    """Whether a state has scorable rollouts, and all of them are right (or wrong)."""
+    rewards = [rollout.score.reward for rollout in state.rollouts if not math.isnan(rollout.score.reward)]
+    return bool(rewards) and all((reward > 0) == right for reward in rewards)
+
+
+def _mean(x: Iterable[float]) -> float:
+    values = [value for value in x if not math.isnan(value)]
+    return sum(values) / len(values) if values else math.nan
