@@ -1,0 +1,312 @@
+"""FR3E in the place of GRPO."""
+
+import logging
+import textwrap
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from datasets import Dataset, IterableDataset
+from huggingface_hub import ModelCard
+from transformers import (
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+)
+from trl import GRPOConfig
+from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
+from trl.trainer.utils import get_config_model_id
+
+from .advantages import compute_advantages, weighted_rewards
+from .config import FR3EConfig
+from .metrics import tree_metrics
+from .sampling import ContinuousBatchingSampler, GenerateSampler, Sampler
+from .tree import Score, Tree, chains_of, explore, rollouts_of
+from .trl_seams import Rows, RowsGRPOTrainer
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+logger = logging.getLogger(__name__)
+
+
+class FR3ETrainer(RowsGRPOTrainer):
+    """
+    Trainer for FR3E, [First Return, Entropy-Eliciting Explore](https://huggingface.co/papers/2507.07017).
+
+    The difference from [`~trl.GRPOTrainer`]: a prompt's completions are not all sampled from the prompt, but some of
+    them from the positions where the policy was most uncertain, and each is compared with those from the same position.
+
+    The constructor takes what [`~trl.GRPOTrainer`]'s takes. With `num_anchors=0` the trainer is `GRPOTrainer`.
+
+    Example:
+
+    ```python
+    >>> from datasets import load_dataset
+    >>> from fr3e_trl import FR3EConfig, FR3ETrainer
+    >>> from trl.rewards import accuracy_reward
+
+    >>> trainer = FR3ETrainer(
+    ...     model="Qwen/Qwen2.5-0.5B-Instruct",
+    ...     reward_funcs=accuracy_reward,
+    ...     args=FR3EConfig(num_generations=16, per_device_train_batch_size=16),
+    ...     train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+    ... )
+    >>> trainer.train()
+    ```
+
+    Args:
+        args ([`FR3EConfig`] or [`~trl.GRPOConfig`], *optional*):
+            Configuration. To a plain `GRPOConfig`, FR3E's settings are added. If `None`, a default one is used.
+
+        All others are those of [`~trl.GRPOTrainer`]. While exploring, `tools`, `rollout_func`, `environment_factory`
+        and images are not supported.
+
+    Attributes:
+        sampler ([`Sampler`]):
+            Draws the rollouts.
+        trees (`list[Tree]`):
+            What the last generation step explored, one tree for each prompt.
+
+    Raises:
+        NotImplementedError: What is asked for does not work with exploration yet.
+        ValueError: The configuration is impossible, or the dataset empty.
+    """
+
+    _tag_names: ClassVar = ["trl", "fr3e"]
+    _name = "FR3E"
+    _paper: ClassVar = {
+        "title": "First Return, Entropy-Eliciting Explore",
+        "id": "2507.07017",
+        # docstyle-ignore
+        "citation": textwrap.dedent("""\
+            @article{zheng2025first,
+                title        = {{First Return, Entropy-Eliciting Explore}},
+                author       = {Tianyu Zheng and Tianshun Xing and Qingshui Gu and Taoran Liang and Xingwei Qu and Xin Zhou and Yizhi Li and Zhoufutu Wen and Chenghua Lin and Wenhao Huang and Qian Liu and Ge Zhang and Zejun Ma},
+                year         = 2025,
+                eprint       = {arXiv:2507.07017},
+            }"""),  # noqa: E501
+    }
+
+    args: FR3EConfig
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | PeftModel",
+        reward_funcs: RewardFunc | list[RewardFunc] | None = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: "PeftConfig | None" = None,
+        tools: list[Callable[..., Any]] | None = None,
+        rollout_func: RolloutFunc | None = None,
+        environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
+    ):
+        if args is None:
+            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = FR3EConfig(f"{model_name.split('/')[-1]}-FR3E")
+        elif not isinstance(args, FR3EConfig):
+            args, added = FR3EConfig.from_grpo(args)
+            logger.warning(
+                "Added to the GRPOConfig: %s. Use FR3EConfig to set them.",
+                ", ".join(f"{name}={value!r}" for name, value in added.items()),
+            )
+        if not args.is_plain_grpo:
+            _refuse_unsupported(args, tools, rollout_func, environment_factory)
+            if train_dataset is not None:
+                _check_dataset(train_dataset, args)
+        super().__init__(
+            model=model,
+            reward_funcs=reward_funcs,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+        if args.is_plain_grpo:
+            return
+        if self._is_vlm:
+            raise NotImplementedError(
+                "FR3ETrainer does not support multimodal processors yet. To train a model on text alone, pass its "
+                "tokenizer as `processing_class`; set num_anchors=0 to train with plain GRPO."
+            )
+        self.trees: list[Tree] = []
+        self.sampler: Sampler
+        if self.use_transformers_continuous_batching:
+            self.sampler = ContinuousBatchingSampler(
+                self.generation_model, self.generation_config, self.continuous_batching_config
+            )
+        else:
+            self.sampler = GenerateSampler(self.generation_model, self.generation_config)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        if self.args.is_plain_grpo or not self.model.training:
+            return super()._generate_and_score_completions(inputs)
+        examples = inputs[:: self.num_generations]  # TRL repeats each of them for its group
+        self.trees = self._grow_trees(examples)
+        batch = self.assemble(self._to_rows(examples))
+        advantages, in_loss = self._compute_advantages()
+        self.set_advantages(batch, advantages.to(batch["advantages"]), in_loss.to(batch["advantages"].device))
+        if self.args.explore_temperature_scale != 1:
+            explored = torch.tensor([state.parent is not None for _, state, _ in rollouts_of(self.trees)])
+            temperature = self.temperature * self.args.explore_temperature_scale
+            self.set_behaviour_logprobs(batch, explored.to(batch["advantages"].device), temperature)
+        for name, value in tree_metrics(self.trees, advantages[in_loss]).items():
+            self._metrics["train"][name].append(value)
+        return batch
+
+    def _grow_trees(self, examples: list[dict[str, Any]]) -> list[Tree]:
+        """Explore from the prompt of each example."""
+        trees = [
+            Tree(prompt_ids, self._budget(prompt_ids))
+            for prompt_ids in self.tokenize_prompts([example["prompt"] for example in examples])
+        ]
+
+        def score(owners: list[int], completion_ids: list[list[int]]) -> list[Score]:
+            rewards_per_func, logs = self.score(
+                [examples[i] for i in owners], [trees[i].prompt_ids for i in owners], completion_ids
+            )
+            rewards = weighted_rewards(rewards_per_func, self.reward_weights.to(rewards_per_func.device))
+            return [
+                Score(*scores, {column: values[row] for column, values in logs.items()})
+                for row, scores in enumerate(zip(rewards_per_func.tolist(), rewards.tolist(), strict=True))
+            ]
+
+        seed = (self.args.seed, self.state.global_step)
+        explore(trees, self.args, self.sampler, score, self.token_statistics, seed)
+        return trees
+
+    def _budget(self, prompt_ids: list[int]) -> int:
+        """Longest completion of a prompt, in tokens: `max_completion_length`, or what the model's context leaves."""
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if context is None:
+            return self.max_completion_length
+        if len(prompt_ids) >= context:
+            raise ValueError(
+                f"A prompt has {len(prompt_ids)} tokens, and the model's context {context}. Prompts must be shorter, "
+                "to leave room for a completion: filter the dataset by length. The prompt begins with "
+                f"{self.processing_class.decode(prompt_ids[:20])!r}."
+            )
+        return min(self.max_completion_length, context - len(prompt_ids))
+
+    def _to_rows(self, examples: list[dict[str, Any]]) -> Rows:
+        """The rollouts of every state, as TRL's rows."""
+        rollouts = rollouts_of(self.trees)
+        logprobs = [
+            [*[None] * len(state.prefix_ids), *rollout.logprobs]
+            for _, state, rollout in rollouts
+            if rollout.logprobs is not None
+        ]
+        columns = {column: None for _, _, rollout in rollouts for column in rollout.score.logs}
+        return Rows(
+            inputs=[example for example in examples for _ in range(self.num_generations)],
+            prompt_ids=[tree.prompt_ids for tree, _, _ in rollouts],
+            completion_ids=[state.prefix_ids + rollout.token_ids for _, state, rollout in rollouts],
+            loss_mask=[[0] * len(state.prefix_ids) + [1] * len(rollout.token_ids) for _, state, rollout in rollouts],
+            logprobs=logprobs if len(logprobs) == len(rollouts) else None,
+            rewards_per_func=torch.tensor([r.score.rewards for _, _, r in rollouts], device=self.accelerator.device),
+            extra_logs={column: [r.score.logs.get(column) for _, _, r in rollouts] for column in columns},
+        )
+
+    def _compute_advantages(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Give every state its value, modulation and rejection.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: For each row its modulated advantage, and whether it is in the loss.
+        """
+        states, parents = chains_of(self.trees)
+        row_states = torch.tensor([i for i, state in enumerate(states) for _ in state.rollouts])
+        result = compute_advantages(
+            torch.tensor([r.score.reward for _, _, r in rollouts_of(self.trees)], dtype=torch.float64),
+            row_states,
+            parents,
+            modulation=self.args.modulation if self.args.num_anchors else "none",
+            modulation_clip=self.args.modulation_clip,
+            scale=self.args.scale_rewards,
+            prior_strength=self.args.value_prior_strength,
+            reject=bool(self.args.reject_degenerate_states),
+        )
+        for state, value, factor, rejected in zip(
+            states, result.values.tolist(), result.factors.tolist(), result.rejected.tolist(), strict=True
+        ):
+            state.value, state.modulation, state.rejected = value, factor, rejected
+        return result.advantages, ~result.rejected[row_states]
+
+    def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None):
+        super().create_model_card(model_name, dataset_name, tags)
+        path = Path(self.args.output_dir) / "README.md"
+        if self.args.is_plain_grpo or not self.is_world_process_zero():
+            return
+        card = ModelCard.load(path)
+        rows = "".join(f"| `{name}` | `{getattr(self.args, name)}` |\n" for name in CARD_SETTINGS)
+        settings = f"### FR3E settings\n\n| setting | value |\n|---|---|\n{rows}\n"
+        card.text = card.text.replace("### Framework versions", settings + "### Framework versions")
+        card.save(path)
+
+
+# What the model card tells of a run
+CARD_SETTINGS = [
+    *(field.name for field in fields(FR3EConfig) if field.name not in GRPOConfig.__dataclass_fields__),
+    "num_generations",
+    "max_completion_length",
+    "temperature",
+    "epsilon",
+    "epsilon_high",
+    "loss_type",
+    "scale_rewards",
+    "beta",
+    "learning_rate",
+]
+
+
+def _refuse_unsupported(args: FR3EConfig, tools: Any, rollout_func: Any, environment_factory: Any) -> None:
+    unsupported = {
+        "tools": bool(tools),
+        "a rollout_func": rollout_func is not None,
+        "an environment_factory": environment_factory is not None,
+        "vLLM (use_vllm=True)": args.use_vllm,
+        f"training in {args.world_size} processes": args.world_size > 1,
+    }
+    for what, given in unsupported.items():
+        if given:
+            raise NotImplementedError(
+                f"FR3ETrainer does not support {what} yet. Leave it out, or set num_anchors=0 to train with plain GRPO."
+            )
+
+
+def _check_dataset(dataset: Dataset | IterableDataset, args: FR3EConfig) -> None:
+    example = next(iter(dataset), None)
+    if example is None:
+        raise ValueError("train_dataset is empty. It must have at least one example, with a 'prompt'.")
+    if "prompt" not in example:
+        raise ValueError(f"train_dataset has the columns {sorted(example)}. It must have one named 'prompt'.")
+    if "image" in example or "images" in example:
+        raise NotImplementedError(
+            "FR3ETrainer does not support images yet. Remove the dataset's image column, or set num_anchors=0 to train "
+            "with plain GRPO."
+        )
+    num_prompts = args.generation_batch_size // args.num_generations
+    if isinstance(dataset, Dataset) and len(dataset) < num_prompts:
+        raise ValueError(
+            f"train_dataset has {len(dataset)} examples, and one generation batch takes {num_prompts} "
+            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}). Use a "
+            "larger dataset or a smaller batch."
+        )

@@ -1,0 +1,336 @@
+"""
+The one place that depends on TRL's inside.
+
+[`RowsGRPOTrainer`] is a [`~trl.GRPOTrainer`] that can be handed rows which are already generated and scored, and of
+which some leave the loss. `tests/test_trl_contract.py` names everything that it relies on, so that a new version of TRL
+that moves any of it fails there first.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import nn
+from trl import GRPOTrainer
+from trl.chat_template_utils import parse_response
+from trl.data_utils import is_conversational
+from trl.extras.profiling import profiling_context
+from trl.models import unwrap_model_for_generation
+from trl.trainer.grpo_trainer import RewardFunc, RolloutFunc
+from trl.trainer.utils import add_fused_lm_head, is_async_callable, pad
+
+# Keys of TRL's batch that hold its tokens
+BATCH_TOKENS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+
+# Losses that TRL averages over rows rather than over tokens
+ROW_MEAN_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")
+
+
+@dataclass
+class Rows:
+    """
+    A batch of finished completions.
+
+    Notation used for tensor shapes:
+        - R: rows of the batch
+        - F: reward functions
+
+    Args:
+        inputs (`list[dict]`):
+            The dataset's example that each row belongs to.
+        prompt_ids, completion_ids (`list[list[int]]`):
+            Token ids of each row.
+        loss_mask (`list[list[int]]`):
+            For each token of each completion, 1 if it counts in the loss and 0 if it is only context.
+        logprobs (`list[list[float | None]]`, *optional*):
+            Log-probability of each token of each completion under the distribution that it was sampled from, `None`
+            for a token that is only context.
+        rewards_per_func (`torch.Tensor` of shape (R, F)):
+            Rewards, NaN where a function gave none.
+        extra_logs (`dict[str, list]`):
+            Columns of R values that the reward functions logged.
+    """
+
+    inputs: list[dict[str, Any]]
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    loss_mask: list[list[int]]
+    logprobs: list[list[float | None]] | None
+    rewards_per_func: torch.Tensor
+    extra_logs: dict[str, list[Any]] = field(default_factory=dict)
+
+
+class RowsGRPOTrainer(GRPOTrainer):
+    """[`~trl.GRPOTrainer`] that can train on rows generated and scored before it assembles a batch."""
+
+    beta: float
+    reward_funcs: list[RewardFunc]
+    rollout_func: RolloutFunc | None
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._rows: Rows | None = None  # set while a batch is assembled from finished rows
+        self.reward_funcs = [
+            func if isinstance(func, nn.Module) else _checked_reward_func(func, name)
+            for func, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
+        ]
+
+    # Before the batch: what is needed to generate and score
+
+    @contextmanager
+    def generation_model(self) -> Iterator[Any]:
+        """Enter generation mode as TRL does, and yield the model to generate with."""
+        training = self.model.training
+        with (
+            profiling_context(self, "transformers.generate"),
+            unwrap_model_for_generation(
+                self.model_wrapped,
+                self.accelerator,
+                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+                generation_kwargs=self.generation_kwargs,
+                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+            ) as model,
+            torch.no_grad(),
+            self._dist.summon_full_params(self.model_wrapped, recurse=False),
+        ):
+            if self.use_transformers_continuous_batching and (self.args.bf16 or self.args.fp16):
+                # As TRL does, for good: the engine's attention kernels take no float32
+                model.to(torch.bfloat16 if self.args.bf16 else torch.float16)
+                if self.args.cast_lm_head_to_fp32:
+                    model.lm_head.to(torch.float32)
+            try:
+                yield model
+            finally:
+                self.model.train(training)  # continuous batching leaves it in evaluation mode
+
+    def tokenize_prompts(self, prompts: list[Any]) -> list[list[int]]:
+        """Token ids of prompts, standard or conversational."""
+        prompt_ids, images, _ = self._tokenize_prompts(prompts)
+        if images is not None:
+            raise NotImplementedError(
+                "FR3ETrainer does not support images yet, and a prompt has some. Remove them, or set num_anchors=0 to "
+                "train with plain GRPO."
+            )
+        return prompt_ids
+
+    def score(
+        self, inputs: list[dict[str, Any]], prompt_ids: list[list[int]], completion_ids: list[list[int]]
+    ) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+        """
+        Score N completions with the trainer's F reward functions.
+
+        Returns:
+            `tuple[torch.Tensor, dict[str, list]]`: Rewards of shape (N, F), NaN where a function gave none, and the
+            columns that the functions logged, N values each.
+        """
+        prompts = [example["prompt"] for example in inputs]
+        completions = self._decode(prompts, prompt_ids, completion_ids)
+        rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids)
+        logs = {column: v for column, v in self._pending_extra_logs.items() if len(v) == len(inputs)}
+        self._pending_extra_logs.clear()
+        return rewards_per_func, logs
+
+    def _decode(self, prompts: list[Any], prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[Any]:
+        """Completions as reward functions receive them, the same as those that TRL decodes."""
+        if not is_conversational({"prompt": prompts[0]}):
+            return self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+        if any(getattr(self._tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
+            return [
+                [parse_response(self._tokenizer, ids, prefix=prefix, tools=self.tools)]
+                for prefix, ids in zip(prompt_ids, completion_ids, strict=True)
+            ]
+        contents = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+        return [[{"role": "assistant", "content": content}] for content in contents]
+
+    @torch.no_grad()
+    def token_statistics(
+        self, prompt_ids: list[list[int]], completion_ids: list[list[int]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """
+        Log-probabilities and entropies of completions under the policy, at the sampling temperature.
+
+        Returns:
+            `list[tuple[torch.Tensor, torch.Tensor]]`: For each completion of L tokens, the log-probability of each
+            token and the entropy of the distribution that it was drawn from, both of shape (L,), on the CPU, in nats.
+        """
+        prompt_mask, completion_mask = ([torch.ones(len(ids)) for ids in rows] for rows in (prompt_ids, completion_ids))
+        pad_id = self._tokenizer.pad_token_id
+        input_ids = torch.cat(
+            [
+                pad([torch.tensor(ids) for ids in prompt_ids], padding_value=pad_id, padding_side="left"),
+                pad([torch.tensor(ids) for ids in completion_ids], padding_value=pad_id),
+            ],
+            dim=1,
+        )
+        attention_mask = torch.cat([pad(prompt_mask, padding_side="left"), pad(completion_mask)], dim=1).long()
+        training = self.model.training
+        self.model.eval()  # dropout would blur the entropies
+        logprobs, entropies, _ = self._get_per_token_logps_and_entropies(
+            self.model,
+            input_ids.to(self.accelerator.device),
+            attention_mask.to(self.accelerator.device),
+            logits_to_keep=max(map(len, completion_ids)),
+            batch_size=self.args.per_device_train_batch_size,
+            compute_entropy=True,
+        )
+        self.model.train(training)
+        lengths = [len(ids) for ids in completion_ids]
+        return [
+            (row_logprobs[:length], row_entropies[:length])
+            for row_logprobs, row_entropies, length in zip(
+                logprobs.float().cpu(), entropies.float().cpu(), lengths, strict=True
+            )
+        ]
+
+    # The batch
+
+    def assemble(self, rows: Rows) -> dict[str, torch.Tensor]:
+        """Have TRL make its batch of `rows`: padding, log-probs of the old and the reference policy, logs."""
+        self._rows = rows
+        self.rollout_func = lambda prompts, trainer: {
+            "prompt_ids": rows.prompt_ids,
+            "completion_ids": rows.completion_ids,
+            "logprobs": rows.logprobs,
+        }
+        self._pending_extra_logs.update(rows.extra_logs)
+        try:
+            return super()._generate_and_score_completions(rows.inputs)
+        finally:
+            self._rows = None
+            self.rollout_func = None
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        output = super()._generate(prompts)
+        if self._rows is None:
+            return output
+        # The mask goes in here, and not by `rollout_func`, for TRL to log the lengths of whole completions
+        prompt_ids, completion_ids, _, *rest = output
+        return prompt_ids, completion_ids, self._rows.loss_mask, *rest
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
+        if self._rows is None:
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        return self._rows.rewards_per_func
+
+    def set_advantages(self, batch: dict[str, torch.Tensor], advantages: torch.Tensor, in_loss: torch.Tensor) -> None:
+        """
+        Replace the advantages of an assembled batch, and take rows out of its loss.
+
+        Args:
+            batch (`dict[str, torch.Tensor]`):
+                What [`assemble`] returned, changed in place.
+            advantages (`torch.Tensor` of shape (R,)):
+                Advantages.
+            in_loss (`torch.Tensor` of shape (R,)):
+                Boolean mask. Rows outside leave the loss, numerator and denominator both.
+        """
+        batch["advantages"] = advantages
+        batch["in_loss"] = in_loss
+        batch["num_rows_in_loss"] = in_loss.sum()
+        batch["tool_mask"] = batch["tool_mask"] * in_loss.unsqueeze(1)
+        # TRL counted the tokens of all rows
+        batch["num_items_in_batch"] = (batch["completion_mask"] * batch["tool_mask"]).sum()
+        logged = self._logs["advantages"]
+        for _ in range(min(len(advantages), len(logged))):
+            logged.pop()
+        logged.extend(advantages.tolist())
+
+    @torch.no_grad()
+    def set_behaviour_logprobs(self, batch: dict[str, torch.Tensor], rows: torch.Tensor, temperature: float) -> None:
+        """
+        Take the importance ratio of some rows against the policy at another temperature, at which they were sampled.
+
+        Args:
+            batch (`dict[str, torch.Tensor]`):
+                What [`assemble`] returned, changed in place.
+            rows (`torch.Tensor` of shape (R,)):
+                Boolean mask of the rows.
+            temperature (`float`):
+                Their sampling temperature.
+        """
+        if "old_per_token_logps" not in batch:
+            batch["old_per_token_logps"] = self._logprobs(batch)
+        if rows.any():
+            with self._scoring_temperature(temperature):
+                behaviour = self._logprobs({key: batch[key][rows] for key in BATCH_TOKENS})
+            batch["old_per_token_logps"][rows] = behaviour
+
+    def _logprobs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self._get_per_token_logps_and_entropies(
+            self.model,
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+            logits_to_keep=batch["completion_ids"].size(1),
+            batch_size=self.args.per_device_train_batch_size,
+        )[0]
+
+    @contextmanager
+    def _scoring_temperature(self, temperature: float) -> Iterator[None]:
+        """Score log-probs at another temperature: TRL's LM head has its own built in, so it gets another head."""
+        model = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        forward = model.forward
+        add_fused_lm_head(model, temperature=temperature, cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32)
+        try:
+            yield
+        finally:
+            model.forward = forward
+
+    # The loss
+
+    def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Leave rows that are not in the loss out of the forward pass, and out of what TRL divides by."""
+        if "in_loss" not in inputs:
+            return super()._compute_loss(model, inputs)
+        in_loss = inputs["in_loss"]
+        num_rows = in_loss.sum()
+        keep = in_loss if num_rows > 0 else torch.arange(len(in_loss), device=in_loss.device) == 0
+        inputs = {key: value[keep] if value.dim() > 0 else value for key, value in inputs.items()}
+        if self.loss_type not in ROW_MEAN_LOSSES:
+            return super()._compute_loss(model, inputs)
+        # TRL averages these over the rows of a micro-batch, and micro-batches now differ in how many they have: weigh
+        # each by its rows. The policy term is linear in the advantages, and the KL term in beta.
+        weight = num_rows * self.args.steps_per_generation / inputs["num_rows_in_loss"].clamp(min=1)
+        inputs["advantages"] = inputs["advantages"] * weight
+        beta, self.beta = self.beta, self.beta * weight.item()
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self.beta = beta
+
+
+def _checked_reward_func(func: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A reward function that raises on a reward that is no number, and says which function raised."""
+
+    def check(rewards: Any) -> list[float | None]:
+        rewards = list(rewards)
+        for i, reward in enumerate(rewards):
+            if reward is not None and not math.isfinite(reward):
+                raise ValueError(
+                    f"The reward function '{name}' returned {reward} for completion {i} of {len(rewards)}. A reward "
+                    "must be a finite number, or None for a completion that cannot be scored."
+                )
+        return rewards
+
+    if is_async_callable(func):
+
+        async def checked_async(*args: Any, **kwargs: Any) -> list[float | None]:
+            try:
+                return check(await func(*args, **kwargs))
+            except Exception as error:
+                error.add_note(f"In the reward function '{name}'.")
+                raise
+
+        return checked_async
+
+    def checked(*args: Any, **kwargs: Any) -> list[float | None]:
+        try:
+            return check(func(*args, **kwargs))
+        except Exception as error:
+            error.add_note(f"In the reward function '{name}'.")
+            raise
+
+    return checked

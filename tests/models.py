@@ -1,0 +1,52 @@
+"""Tiny models and tokenizers, built here: nothing is downloaded."""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of single characters."""
+    vocab = [
+        "<pad>",
+        "<eos>",
+        "<|user|>",
+        "<|assistant|>",
+        "<|system|>",
+        *"0123456789+-*=() abcdefghijklmnopqrstuvwxyz?.\n",
+    ]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocab)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        additional_special_tokens=["<|user|>", "<|assistant|>", "<|system|>"],
+        chat_template=CHAT_TEMPLATE,
+        padding_side="left",
+    )
+
+
+def make_model(seed: int = 0, **overrides) -> Qwen3ForCausalLM:
+    """A Qwen3 of two layers, with sharpened logits: its entropies differ from one position to the next."""
+    set_seed(seed)
+    settings = {
+        "vocab_size": len(make_tokenizer()),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+    model = Qwen3ForCausalLM(Qwen3Config(**settings | overrides))
+    model.lm_head.weight.data.mul_(20)
+    return model
