@@ -85,6 +85,8 @@ def compute_advantages(
         uninformative = degenerate_states(rewards, states, num_states)
         advantages = advantages.masked_fill(uninformative[states], 0)  # exactly, where the mean is rounded
     else:
+        rounding = 1000 * torch.finfo(rewards.dtype).eps * rewards.abs().nan_to_num(0)
+        advantages = advantages.masked_fill(advantages.abs() <= rounding, 0)
         uninformative = _state_sums(advantages.abs(), states, num_states) == 0
     return Advantages(values, factors, uninformative & reject, advantages * factors[states])
 

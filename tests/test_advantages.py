@@ -1,0 +1,271 @@
+"""Values, modulation, advantages and rejection, worked out by hand, and what must not change them."""
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fr3e_trl.advantages import (
+    compute_advantages,
+    degenerate_states,
+    modulation_factors,
+    row_advantages,
+    row_baselines,
+    state_values,
+    weighted_rewards,
+)
+
+NAN = math.nan
+CHAIN = [None, 0, 1]  # S_0 -> S_1 -> S_2
+FORK = [None, 0, 1, 0]  # two trajectories: S_0 -> S_1 -> S_2, and S_0 -> S_3
+
+
+def rows(*states: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rewards (R,) and states (R,) of rows that are given state by state."""
+    rewards = torch.tensor([reward for state in states for reward in state], dtype=torch.float64)
+    return rewards, torch.tensor([i for i, state in enumerate(states) for _ in state])
+
+
+def assert_close(actual: torch.Tensor, expected: list[float], atol: float = 5e-5) -> None:
+    expected = torch.tensor(expected, dtype=actual.dtype)
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=0, equal_nan=True)
+
+
+# By hand
+
+
+def test_a_chain_of_three():
+    # V = 1/4, 3/4, 2/4. alpha = 1, exp(-0.5), exp(0.25)
+    result = compute_advantages(*rows([1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]), CHAIN)
+    assert_close(result.values, [0.25, 0.75, 0.5])
+    assert_close(result.factors, [1, 0.6065, 1.2840])
+    # Successes: 0.75 * 1; 0.25 * 0.6065; 0.5 * 1.2840. Failures: -0.25 * 1; -0.75 * 0.6065; -0.5 * 1.2840
+    assert_close(
+        result.advantages,
+        [0.75, -0.25, -0.25, -0.25, 0.1516, 0.1516, 0.1516, -0.4549, 0.6420, 0.6420, -0.6420, -0.6420],
+    )
+    assert not result.rejected.any()
+
+
+def test_sharpened():
+    # delta = 1 - 0.25, 0.5, -0.25; |delta|^1.5 = 0.649519, 0.353553, 0.125, of sum 1.128072
+    # shares = 0.575778, 0.313414, -0.110809; alpha = exp(-share)
+    result = compute_advantages(*rows([1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]), CHAIN, modulation="sharpened")
+    assert_close(result.factors, [0.5623, 0.7309, 1.1172])
+    # The first row of each: 0.75 * 0.5623, 0.25 * 0.7309, 0.5 * 1.1172
+    assert_close(result.advantages[[0, 4, 8]], [0.4217, 0.1827, 0.5586])
+
+
+def test_sharpened_where_nothing_moves():
+    # delta_0 = 1 - V(S_0) = 0 and nothing moves after it: the sum is 0, and so are the shares
+    assert_close(modulation_factors(torch.ones(3), CHAIN, "sharpened"), [1, 1, 1])
+
+
+def test_sharpened_with_two_trajectories():
+    # V = 0.5, 1, 0.5, 0. Chain 1: delta = 0.5, 0.5, -0.5, of equal size: shares 1/3, 1/3, -1/3.
+    # Chain 2: delta = 0.5, -0.5: shares 1/2, -1/2. S_0 is in both: the mean, (1/3 + 1/2) / 2 = 5/12
+    factors = modulation_factors(torch.tensor([0.5, 1.0, 0.5, 0.0]), FORK, "sharpened")
+    assert_close(factors, [math.exp(-5 / 12), math.exp(-1 / 3), math.exp(1 / 3), math.exp(1 / 2)])
+
+
+def test_two_trajectories():
+    # S_3 is the first anchor of the second trajectory: it compares with S_0, not with S_2
+    # V = 0.5, 0.75, 0.25, 0.25; alpha = 1, exp(-0.25), exp(0.5), exp(0.25)
+    result = compute_advantages(*rows([1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 1]), FORK)
+    assert_close(result.factors, [1, 0.7788, 1.6487, 1.2840])
+    # 0.5 * 1; 0.25 * 0.7788; 0.75 * 1.6487; 0.75 * 1.2840
+    assert_close(result.advantages[[0, 4, 8, 15]], [0.5, 0.1947, 1.2365, 0.9630])
+
+
+def test_unscorable_rows():
+    # V leaves them out: (1 + 0) / 2, (1 + 1 + 0) / 3; alpha_1 = exp(-1/6) = 0.8465
+    result = compute_advantages(*rows([1, 0, NAN], [1, NAN, 1, 0]), [None, 0])
+    assert_close(result.values, [1 / 2, 2 / 3])
+    # 1/3 * 0.8465 = 0.2822, -2/3 * 0.8465 = -0.5643
+    assert_close(result.advantages, [0.5, -0.5, 0, 0.2822, 0, 0.2822, -0.5643])
+
+
+def test_a_state_without_a_scorable_row_moves_nothing():
+    # S_1 has no value: it is degenerate, and neither it nor S_2, which follows it, is modulated
+    result = compute_advantages(*rows([1, 0], [NAN, NAN], [0, 1]), CHAIN)
+    assert_close(result.values, [0.5, NAN, 0.5])
+    assert_close(result.factors, [1, 1, 1])
+    assert_close(result.advantages, [0.5, -0.5, 0, 0, -0.5, 0.5])
+    assert result.rejected.tolist() == [False, True, False]
+
+
+def test_short_completions_leave_more_rollouts_to_the_prompt():
+    # G = 6, M = 2, and only one anchor was found: S_0 has 4 rollouts, and V(S_0) is over all of them
+    # V = 1/4, 1/2; alpha_1 = exp(-0.25) = 0.7788; 0.5 * 0.7788 = 0.3894
+    result = compute_advantages(*rows([1, 0, 0, 0], [1, 0]), [None, 0])
+    assert_close(result.advantages, [0.75, -0.25, -0.25, -0.25, 0.3894, -0.3894])
+
+
+def test_rewards_that_are_not_binary():
+    # V = 2.0, 0.5; alpha_1 = exp(1.5) = 4.4817; -0.5 and 2.5 around 0.5: 1 - 0.5 = 0.5, ...
+    result = compute_advantages(*rows([2.5, 1.5, 2.0], [-2.0, 3.0, 0.5]), [None, 0])
+    assert_close(result.factors, [1, 4.4817])
+    # (-2 - 0.5) * 4.4817 = -11.2042, (3 - 0.5) * 4.4817 = 11.2042
+    assert_close(result.advantages, [0.5, -0.5, 0, -11.2042, 11.2042, 0])
+
+
+def test_the_exponent_is_clamped():
+    # V = 300, 100, 700: differences -200 and 600 become exponents 5 and -5
+    result = compute_advantages(*rows([200, 400], [0, 200], [600, 800]), CHAIN)
+    assert_close(result.factors, [1, math.exp(5), math.exp(-5)])
+    assert_close(modulation_factors(result.values, CHAIN, "exp", clip=0.5), [1, math.exp(0.5), math.exp(-0.5)])
+
+
+def test_no_modulation():
+    result = compute_advantages(*rows([1, 0], [1, 1]), [None, 0], modulation="none")
+    assert_close(result.factors, [1, 1])
+    assert_close(result.advantages, [0.5, -0.5, 0, 0])
+
+
+def test_a_rejected_neighbour_still_has_its_value():
+    # S_1 is all right and rejected. S_2 compares with it, V 1, and not with S_0: alpha_2 = exp(0.5), not 1
+    result = compute_advantages(*rows([1, 0], [1, 1], [1, 0]), CHAIN)
+    assert result.rejected.tolist() == [False, True, False]
+    assert_close(result.factors, [1, 0.6065, 1.6487])
+
+
+def test_without_rejection_degenerate_rows_stay_with_advantage_0():
+    result = compute_advantages(*rows([1, 0], [1, 1]), [None, 0], reject=False)
+    assert not result.rejected.any()
+    assert result.advantages[2:].tolist() == [0, 0]
+
+
+def test_degenerate_is_exact_equality():
+    # Three times 0.1 has a mean that is not 0.1 in floating point; a hair's difference is a difference
+    rewards, states = rows([0.1, 0.1, 0.1], [0.1, 0.1 + 1e-12, 0.1], [NAN, 7.0], [NAN, NAN], [0, 1])
+    assert degenerate_states(rewards, states, 5).tolist() == [True, False, True, True, False]
+    result = compute_advantages(rewards, states, [None] * 5)
+    assert result.advantages[:3].tolist() == [0, 0, 0]
+
+
+def test_scale_by_group():
+    # S_0: mean 0.25, deviations 0.75 and three of -0.25, variance 0.75 / 3 = 0.25, standard deviation 0.5
+    rewards, states = rows([1, 0, 0, 0], [3, 1])
+    advantages = row_advantages(rewards, states, row_baselines(rewards, states, [None, 0]), 2, "group")
+    # S_1: mean 2, variance 2 / 1, standard deviation 1.41421
+    expected = [0.75 / 0.5001, *[-0.25 / 0.5001] * 3, 1 / 1.41431, -1 / 1.41431]
+    assert_close(advantages, expected)
+
+
+def test_scale_by_batch():
+    # All five scorable rewards 1 0 1 1 0: mean 0.6, variance (3 * 0.16 + 2 * 0.36) / 4 = 0.3, root 0.547723
+    rewards, states = rows([1, 0, NAN], [1, 1, 0])
+    advantages = row_advantages(rewards, states, row_baselines(rewards, states, [None, 0]), 2, "batch")
+    assert_close(advantages, [0.5 / 0.547823, -0.5 / 0.547823, 0, *[1 / 3 / 0.547823] * 2, -2 / 3 / 0.547823])
+
+
+def test_prior():
+    # kappa = 2. Two prompts: V(S_0) = 0.5 and 1.0, so each other's prior. S_1 follows the first.
+    # shrunk(S_0) = (2 * 1.0 + 1) / (2 + 2) = 0.75, the prior of S_1
+    # Baselines, leave-one-out. First S_0: (2 * 1 + 0) / 3 for the 1, (2 * 1 + 1) / 3 for the 0.
+    # S_1: all right, (2 * 0.75 + 1) / 3. Second S_0: (2 * 0.5 + 1) / 3
+    rewards, states = rows([1, 0], [1, 1], [1, 1])
+    baselines = row_baselines(rewards, states, [None, 0, None], prior_strength=2)
+    assert_close(baselines, [2 / 3, 1, 2.5 / 3, 2.5 / 3, 2 / 3, 2 / 3])
+    # States whose rewards are all equal teach, and none is rejected
+    result = compute_advantages(rewards, states, [None, 0, None], prior_strength=2)
+    assert not result.rejected.any()
+    # alpha_1 = exp(-0.5) is of V as it is: (1 - 2.5 / 3) * 0.6065 = 0.1011
+    assert_close(result.advantages, [1 / 3, -1, 0.1011, 0.1011, 1 / 3, 1 / 3])
+
+
+def test_prior_rejects_only_states_without_a_signal():
+    # Every reward is the same, and so are the priors but for rounding: every advantage is 0
+    result = compute_advantages(*rows([0.1, 0.1, 0.1], [0.1], [0.1] * 6), [None, 0, None], prior_strength=2)
+    assert result.rejected.all() and not result.advantages.any()
+
+
+def test_prior_of_a_single_prompt():
+    # No other prompt: S_0 gets its plain leave-one-out mean, and S_1 is still pulled towards it
+    # V(S_0) = 0.5. S_1: (1 * 0.5 + 1) / (1 + 1) for each
+    baselines = row_baselines(*rows([1, 0], [1, 1]), [None, 0], prior_strength=1)
+    assert_close(baselines, [0, 1, 0.75, 0.75])
+
+
+def test_prior_with_unscorable_rows():
+    # kappa = 1: S_0's prior is the other's V, 1. Its one scorable row has (1 * 1 + 0) / (1 + 1 - 1) = 1
+    rewards, states = rows([0, NAN], [1, 1])
+    result = compute_advantages(rewards, states, [None, None], prior_strength=1)
+    # The other: prior 0, (1 * 0 + 1) / (1 + 2 - 1) = 0.5
+    assert_close(result.advantages, [-1, 0, 0.5, 0.5])
+
+
+def test_weighted_rewards():
+    rewards_per_func = torch.tensor([[1.0, 2.0], [NAN, 2.0], [NAN, NAN]])
+    assert_close(weighted_rewards(rewards_per_func, torch.tensor([1.0, 0.5])), [2.0, 1.0, NAN])
+
+
+# Properties
+
+
+@st.composite
+def batches(draw):
+    """Rewards (R,), states (R,), parents, of one to four prompts, each with up to two chains."""
+    parents: list[int | None] = []
+    for _ in range(draw(st.integers(1, 4))):
+        root = len(parents)
+        parents.append(None)
+        for _ in range(draw(st.integers(0, 2))):
+            before = root
+            for _ in range(draw(st.integers(1, 3))):
+                parents.append(before)
+                before = len(parents) - 1
+    rewards, states = [], []
+    for state in range(len(parents)):
+        size = draw(st.integers(2, 5))
+        rewards += draw(st.lists(st.sampled_from([0.0, 1.0, -0.5, 0.1, 100.0, NAN]), min_size=size, max_size=size))
+        states += [state] * size
+    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(states), parents
+
+
+@given(batches())
+def test_unmodulated_advantages_sum_to_0_in_every_state(batch):
+    rewards, states, parents = batch
+    result = compute_advantages(rewards, states, parents, modulation="none", reject=False)
+    sums = torch.zeros(len(parents), dtype=torch.float64).index_add(0, states, result.advantages)
+    assert_close(sums, [0.0] * len(parents), atol=1e-10)
+
+
+@given(batches(), st.sampled_from(["exp", "sharpened", "none"]), st.sampled_from([0.0, 2.0]), st.randoms())
+def test_the_order_of_rows_changes_nothing(batch, modulation, prior_strength, random):
+    rewards, states, parents = batch
+    order = list(range(len(rewards)))
+    random.shuffle(order)
+    result = compute_advantages(rewards, states, parents, modulation, prior_strength=prior_strength)
+    shuffled = compute_advantages(rewards[order], states[order], parents, modulation, prior_strength=prior_strength)
+    assert_close(shuffled.advantages, result.advantages[order].tolist(), atol=1e-9)
+    assert_close(shuffled.values, result.values.tolist(), atol=1e-9)
+    assert shuffled.rejected.equal(result.rejected)
+
+
+@given(batches(), batches(), st.sampled_from(["exp", "sharpened", "none"]), st.sampled_from(["none", "group"]))
+def test_what_shares_the_batch_changes_nothing(batch, other, modulation, scale):
+    rewards, states, parents = batch
+    others, other_states, other_parents = other
+    shift = len(parents)
+    together = compute_advantages(
+        torch.cat([rewards, others]),
+        torch.cat([states, other_states + shift]),
+        parents + [None if parent is None else parent + shift for parent in other_parents],
+        modulation,
+        scale=scale,
+    )
+    alone = compute_advantages(rewards, states, parents, modulation, scale=scale)
+    assert_close(together.advantages[: len(rewards)], alone.advantages.tolist(), atol=1e-9)
+    assert together.rejected[:shift].equal(alone.rejected)
+
+
+@given(batches(), st.sampled_from(["exp", "sharpened", "none"]), st.sampled_from([0.0, 2.0]))
+def test_everything_is_finite_and_unscorable_rows_have_no_advantage(batch, modulation, prior_strength):
+    rewards, states, parents = batch
+    result = compute_advantages(rewards, states, parents, modulation, prior_strength=prior_strength)
+    assert result.advantages.isfinite().all() and result.factors.isfinite().all()
+    assert not result.advantages[rewards.isnan()].any()
+    assert not result.advantages[result.rejected[states]].any()
+    assert state_values(rewards, states, len(parents)).isnan().equal(result.values.isnan())

@@ -1,0 +1,123 @@
+"""FR3EConfig: what is chosen, what is refused, and what a GRPOConfig becomes."""
+
+from dataclasses import fields
+
+import pytest
+from transformers import HfArgumentParser
+from trl import GRPOConfig
+
+from fr3e_trl import FR3EConfig
+
+CPU = {"bf16": False, "use_cpu": True, "report_to": []}
+
+
+def make_config(**settings) -> FR3EConfig:
+    # One group a batch, unless the test says otherwise
+    size = settings.get("num_generations", 8)
+    return FR3EConfig(**{"output_dir": "unused", "per_device_train_batch_size": size} | CPU | settings)
+
+
+@pytest.mark.parametrize(
+    ("num_generations", "num_anchors", "num_rollouts"),
+    [(4, 1, 2), (6, 2, 2), (8, 1, 4), (10, 1, 5), (12, 2, 4), (16, 3, 4), (20, 4, 4), (40, 4, 8), (80, 4, 16)],
+)
+def test_num_anchors_is_chosen_from_num_generations(num_generations, num_anchors, num_rollouts):
+    config = make_config(num_generations=num_generations)
+    assert (config.num_anchors, config.num_rollouts) == (num_anchors, num_rollouts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"num_generations": 7}, ["num_generations=7", "num_generations=8", "num_anchors=0"]),
+        ({"num_generations": 2}, ["num_generations=2", "num_generations=8"]),
+        ({"num_generations": 16, "num_anchors": 4}, ["num_anchors=4", "can be 0 (plain GRPO), 1, 3, 7.", "10, 15, 20"]),
+        ({"num_generations": 8, "num_anchors": 7}, ["num_anchors=7", "can be 0 (plain GRPO), 1, 3.", "16, 24"]),
+        ({"num_generations": 8, "num_anchors": -1}, ["num_anchors=-1", "0 (plain GRPO), 1, 3"]),
+        ({"anchor_score": "entropi"}, ["anchor_score='entropi'", "'entropy', 'surprisal', 'random'"]),
+        ({"base_selection": "mix"}, ["base_selection='mix'", "'mixed', 'best', 'worst', 'random'"]),
+        ({"modulation": None}, ["modulation=None", "'exp', 'sharpened', 'none'"]),
+        ({"anchor_quantile": 1.0}, ["anchor_quantile=1.0", "0.75"]),
+        ({"anchor_min_gap": 0}, ["anchor_min_gap=0", "at least 1"]),
+        ({"anchor_min_budget": -3}, ["anchor_min_budget=-3", "at least 1"]),
+        ({"modulation_clip": 0.0}, ["modulation_clip=0.0", "5.0"]),
+        ({"explore_temperature_scale": 0.0}, ["explore_temperature_scale=0.0", "1.0"]),
+        ({"value_prior_strength": -1.0}, ["value_prior_strength=-1.0", "0 or more"]),
+        ({"num_base_trajectories": 4}, ["num_base_trajectories=4", "reuse_base=False"]),
+        ({"num_base_trajectories": 0, "reuse_base": False}, ["num_base_trajectories=0", "at least 1"]),
+        ({"max_completion_length": -5}, ["max_completion_length=-5", "512"]),
+        ({"max_completion_length": None}, ["max_completion_length=None", "512"]),
+        ({"max_completion_length": 8, "anchor_min_budget": 9}, ["max_completion_length=8", "anchor_min_budget=9"]),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, ["normalize_then_sum", "'sum_then_normalize'"]),
+        ({"scale_rewards": "std"}, ["'std'", "'group'"]),
+        ({"scale_rewards": "group", "value_prior_strength": 1.0}, ["scale_rewards='group'", "value_prior_strength=0"]),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(settings, named):
+    with pytest.raises(ValueError) as error:
+        make_config(**settings)
+    assert all(words in str(error.value) for words in named), str(error.value)
+
+
+def test_a_prior_allows_a_single_rollout_per_state():
+    assert make_config(num_anchors=7, value_prior_strength=1.0).num_rollouts == 1
+
+
+def test_defaults_are_the_papers():
+    config = make_config()
+    assert (config.epsilon, config.epsilon_high, config.loss_type) == (0.2, 0.28, "dapo")
+    assert (config.scale_rewards, config.beta) == ("none", 0.0)
+    assert (config.modulation, config.anchor_score, config.base_selection) == ("exp", "entropy", "mixed")
+    assert config.reuse_base and config.reject_degenerate_states
+
+
+def test_presets():
+    paper = FR3EConfig.paper(output_dir="unused", **CPU)
+    assert (paper.num_generations, paper.num_anchors, paper.learning_rate) == (16, 3, 1e-6)
+    released = FR3EConfig.released(output_dir="unused", learning_rate=1e-5, **CPU)
+    assert (released.num_anchors, released.num_rollouts, released.num_bases) == (4, 16, 4)
+    assert (released.anchor_score, released.modulation) == ("surprisal", "sharpened")
+    assert (released.epsilon, released.epsilon_high, released.learning_rate) == (0.2, 0.3, 1e-5)
+
+
+def test_rejection_follows_exploration_unless_set():
+    assert not make_config(num_anchors=0).reject_degenerate_states
+    assert make_config(num_anchors=0).is_plain_grpo
+    assert not make_config(num_anchors=0, reject_degenerate_states=True).is_plain_grpo
+    assert not make_config(reject_degenerate_states=False).reject_degenerate_states
+
+
+def test_from_grpo_keeps_what_was_set():
+    grpo = GRPOConfig("unused", epsilon_high=0.25, beta=0.04, num_generations=16, per_device_train_batch_size=16, **CPU)
+    config, added = FR3EConfig.from_grpo(grpo)
+    assert isinstance(config, FR3EConfig)
+    assert (config.epsilon_high, config.beta, config.num_anchors) == (0.25, 0.04, 3)
+    assert config.scale_rewards == added["scale_rewards"] == "none"  # it had GRPO's default
+    assert added["num_anchors"] == 3 and "epsilon_high" not in added
+    assert type(grpo) is GRPOConfig and grpo.scale_rewards == "group"
+    for f in fields(GRPOConfig):
+        assert f.name in added or getattr(config, f.name) == getattr(grpo, f.name)
+
+
+def test_from_grpo_is_checked_too():
+    with pytest.raises(ValueError, match="num_generations=7"):
+        FR3EConfig.from_grpo(GRPOConfig("unused", num_generations=7, per_device_train_batch_size=7, **CPU))
+
+
+def test_every_field_has_help_and_is_documented():
+    for f in fields(FR3EConfig):
+        if f.name not in GRPOConfig.__dataclass_fields__:
+            assert f.metadata.get("help"), f.name
+            assert f"{f.name} (`" in FR3EConfig.__doc__, f.name
+
+
+def test_the_command_line_sets_every_field():
+    (config,) = HfArgumentParser(FR3EConfig).parse_args_into_dataclasses(
+        "--output_dir unused --bf16 false --use_cpu true --report_to none --num_generations 8 --num_anchors 3 "
+        "--anchor_score surprisal --anchor_quantile 0.75 --anchor_min_gap 3 --anchor_min_budget 2 "
+        "--base_selection best --reuse_base false --num_base_trajectories 2 --explore_temperature_scale 1.5 "
+        "--modulation sharpened --modulation_clip 2 --reject_degenerate_states false "
+        "--epsilon_high 0.3 --scale_rewards batch".split()
+    )
+    assert (config.num_anchors, config.num_bases, config.modulation) == (3, 2, "sharpened")
+    assert config.reject_degenerate_states is False
