@@ -58,7 +58,7 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor) -> dict[str, float
         "fr3e/tokens/generated": num_generated,
         "fr3e/tokens/per_row": num_generated / sum(len(state.rollouts) for state in states),
         "fr3e/advantage/mean": advantages.mean().item(),
-        "fr3e/advantage/std": advantages.std(correction=0).item(),
+        "fr3e/advantage/std": _mean(((advantages - advantages.mean()) ** 2).tolist()) ** 0.5,
     }
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 

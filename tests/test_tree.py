@@ -1,0 +1,233 @@
+"""
+The two stages, on a policy that is a function: what it samples depends on the prefix and the sample's number alone.
+
+The same stages on a real model are in test_trainer.py.
+"""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fr3e_trl import FR3EConfig
+from fr3e_trl.metrics import tree_metrics
+from fr3e_trl.sampling import Sample
+from fr3e_trl.tree import Rollout, Score, State, Tree, chains_of, explore, rollouts_of
+
+EOS = 0
+
+
+class FunctionSampler:
+    """Samples tokens 0 to 9, of which 0 ends a completion; keeps the requests it was asked for."""
+
+    def __init__(self, eos_rate: float = 0.1):
+        self.eos_rate = eos_rate
+        self.requests = []
+
+    def sample(self, requests):
+        self.requests += requests
+        return [
+            [
+                self._draw(random.Random(repr((request.prefix_ids, i))), request.max_new_tokens)
+                for i in range(request.num_samples)
+            ]
+            for request in requests
+        ]
+
+    def _draw(self, rng: random.Random, max_new_tokens: int) -> Sample:
+        token_ids = []
+        while len(token_ids) < max_new_tokens and EOS not in token_ids:
+            token_ids.append(EOS if rng.random() < self.eos_rate else rng.randint(1, 9))
+        return Sample(token_ids)
+
+
+class CountingScorer:
+    """Right if the sum of the tokens is even; keeps what it scored."""
+
+    def __init__(self):
+        self.scored = []
+
+    def __call__(self, owners, completion_ids):
+        self.scored += zip(owners, completion_ids, strict=True)
+        return [Score([float(sum(ids) % 2 == 0)], float(sum(ids) % 2 == 0)) for ids in completion_ids]
+
+
+def token_statistics(prompt_ids, completion_ids):
+    """Entropies that depend on the prompt and the tokens before."""
+    return [
+        (
+            torch.tensor([-random.Random(repr((p, c[: i + 1]))).random() for i in range(len(c))]),
+            torch.tensor([random.Random(repr((p, c[:i]))).random() for i in range(len(c))]),
+        )
+        for p, c in zip(prompt_ids, completion_ids, strict=True)
+    ]
+
+
+def make_args(**settings) -> FR3EConfig:
+    size = settings.get("num_generations", 8)
+    defaults = {"output_dir": "unused", "bf16": False, "use_cpu": True, "report_to": [], "max_completion_length": 12}
+    return FR3EConfig(**defaults | {"per_device_train_batch_size": size} | settings)
+
+
+def grow(args: FR3EConfig, prompts: list[list[int]], budget: int = 12, eos_rate: float = 0.1):
+    trees = [Tree(prompt_ids, budget) for prompt_ids in prompts]
+    sampler, scorer = FunctionSampler(eos_rate), CountingScorer()
+    explore(trees, args, sampler, scorer, token_statistics, seed=(0, 0))
+    return trees, sampler, scorer
+
+
+PROMPTS = [[5, 6], [7], [8, 8, 8]]
+
+settings_strategy = st.fixed_dictionaries(
+    {
+        "num_generations": st.sampled_from([4, 8, 12, 20]),
+        "anchor_score": st.sampled_from(["entropy", "surprisal", "random"]),
+        "base_selection": st.sampled_from(["mixed", "best", "worst", "random"]),
+        "reuse_base": st.booleans(),
+        "anchor_min_gap": st.sampled_from([1, 3]),
+        "anchor_min_budget": st.sampled_from([1, 4]),
+        "anchor_quantile": st.sampled_from([None, 0.5]),
+    }
+)
+
+
+@given(settings_strategy, st.integers(4, 12), st.sampled_from([0.02, 0.3, 1.0]))
+def test_a_tree_has_exactly_its_rows_and_none_is_too_long(settings, budget, eos_rate):
+    args = make_args(**settings)
+    trees, _, scorer = grow(args, PROMPTS, budget, eos_rate)
+    for i, tree in enumerate(trees):
+        rows = rollouts_of([tree])
+        assert len(rows) == args.num_generations
+        assert len(tree.states) <= args.num_states
+        for _, state, rollout in rows:
+            completion = state.prefix_ids + rollout.token_ids
+            assert 1 <= len(completion) <= budget
+            assert len(completion) == budget or completion[-1] == EOS
+            # Scored exactly once, on the whole completion
+            assert (i, completion) in scorer.scored
+        for state in tree.states[1:]:
+            assert len(state.rollouts) == args.num_rollouts
+            assert 0 < len(state.prefix_ids) <= budget - args.anchor_min_budget
+            assert tree.bases[state.base].token_ids[: len(state.prefix_ids)] == state.prefix_ids
+            parent = tree.states[state.parent]
+            assert parent.prefix_ids == state.prefix_ids[: len(parent.prefix_ids)] != state.prefix_ids
+    thrown_away = 0 if args.reuse_base else args.num_bases * len(trees)
+    assert len(scorer.scored) == args.num_generations * len(trees) + thrown_away
+
+
+@given(settings_strategy, st.permutations(PROMPTS))
+def test_order_and_number_of_prompts_change_no_tree(settings, prompts):
+    args = make_args(**settings)
+    alone = {tuple(prompt): grow(args, [prompt])[0][0] for prompt in PROMPTS}
+    together, _, _ = grow(args, prompts)
+    for tree in together:
+        other = alone[tuple(tree.prompt_ids)]
+        assert tree.states == other.states
+        assert all(a.equal(b) for a, b in zip(tree.entropies, other.entropies, strict=True))
+
+
+def test_each_request_has_its_own_budget_and_temperature():
+    args = make_args(num_generations=12, explore_temperature_scale=1.5, temperature=0.8)
+    trees, sampler, _ = grow(args, PROMPTS, eos_rate=0.0)
+    first, branches = sampler.requests[:3], sampler.requests[3:]
+    assert all((r.num_samples, r.max_new_tokens, r.temperature) == (4, 12, 0.8) for r in first)
+    states = [(tree, state) for tree in trees for state in tree.states[1:]]
+    for request, (tree, state) in zip(branches, states, strict=True):
+        assert request.prefix_ids == tree.prompt_ids + state.prefix_ids
+        assert (request.num_samples, request.temperature) == (4, pytest.approx(1.2))
+        assert request.max_new_tokens == 12 - len(state.prefix_ids)
+
+
+def test_immediate_eos_gives_all_rows_to_the_prompt():
+    trees, sampler, scorer = grow(make_args(num_generations=12), PROMPTS, eos_rate=1.0)
+    assert all(len(tree.states) == 1 and len(tree.states[0].rollouts) == 12 for tree in trees)
+    assert all(request.temperature == 1.0 for request in sampler.requests)
+    assert len(scorer.scored) == 36
+
+
+def test_bases_are_thrown_away_when_not_reused():
+    trees, _, _ = grow(make_args(num_generations=8, reuse_base=False, num_base_trajectories=3), PROMPTS)
+    for tree in trees:
+        assert len(tree.bases) == 3
+        assert not any(rollout is base for base in tree.bases for rollout in tree.states[0].rollouts)
+        assert len(tree.states[0].rollouts) == 4
+
+
+def test_anchors_are_the_most_uncertain_positions_of_the_chosen_trajectory():
+    args = make_args(num_generations=12, base_selection="best")
+    trees, _, _ = grow(args, PROMPTS, eos_rate=0.02)
+    for tree in trees:
+        first, second = tree.states[1:]
+        assert first.base == second.base and (first.parent, second.parent) == (0, 1)
+        entropies = tree.entropies[first.base]
+        expected = sorted(entropies[1:].argsort(descending=True)[:2].add(1).tolist())
+        assert [len(first.prefix_ids), len(second.prefix_ids)] == expected
+        assert [first.entropy, second.entropy] == entropies[expected].tolist()
+        assert tree.bases[first.base].score.reward == max(base.score.reward for base in tree.bases)
+
+
+def test_each_of_two_trajectories_has_its_own_chain():
+    trees, _, _ = grow(make_args(num_generations=20), PROMPTS, eos_rate=0.02)
+    for tree in trees:
+        chains = {state.base: [s.parent for s in tree.states if s.base == state.base] for state in tree.states[1:]}
+        if len(chains) == 2:  # its scores differ: two anchors each
+            assert list(chains.values()) == [[0, 1], [0, 3]]
+    assert any(len({state.base for state in tree.states[1:]}) == 2 for tree in trees)
+    states, parents = chains_of(trees)
+    assert len(states) == 15 and parents[5] is parents[10] is None and parents[11] == 10
+
+
+def test_the_seed_decides():
+    args = make_args(num_generations=8, anchor_score="random")
+    first, second = grow(args, PROMPTS)[0], grow(args, PROMPTS)[0]
+    assert [tree.states for tree in first] == [tree.states for tree in second]
+
+
+def rollout(reward: float, length: int = 2) -> Rollout:
+    return Rollout([1] * length, None, Score([reward], reward))
+
+
+def test_metrics_by_hand():
+    bases = [rollout(0.0, 4), rollout(0.0, 4)]
+    failed = Tree([1], 9, bases, [torch.tensor([0.5, 1.5, 0.0, 0.0]), torch.tensor([1.0, 1.0, 1.0, 1.0])])
+    failed.states[0].rollouts = list(bases)
+    failed.branch(0, [1])
+    failed.states[1].rollouts = [rollout(1.0), rollout(0.0)]
+    solved = Tree([1], 9, [rollout(1.0, 1), rollout(1.0, 1)], [torch.tensor([2.0]), torch.tensor([2.0])])
+    solved.states[0].rollouts = [*solved.bases, rollout(1.0, 3), rollout(1.0, 3)]
+    failed.states[0] = replace(failed.states[0], value=0.0, rejected=True)
+    failed.states[1] = replace(failed.states[1], value=0.5, modulation=math.exp(-0.5))
+    solved.states[0] = replace(solved.states[0], value=1.0, rejected=True)
+    metrics = tree_metrics([failed, solved], torch.tensor([0.3, -0.3]))
+    expected = {
+        "fr3e/value/S0": 0.5,
+        "fr3e/value/anchors": 0.5,
+        "fr3e/value_gain": 0.5,
+        "fr3e/alpha/mean": (1 + math.exp(-0.5) + 1) / 3,
+        "fr3e/alpha/min": math.exp(-0.5),
+        "fr3e/alpha/max": 1.0,
+        "fr3e/anchor/entropy": 1.5,
+        "fr3e/entropy": (2.0 + 4.0 + 4.0) / 10,  # a mean over tokens
+        "fr3e/anchor/position": 2 / 4,  # a_1 = 2, counted from 1, of 4 tokens
+        "fr3e/anchor/count": 0.5,
+        "fr3e/states/all_right": 1 / 3,
+        "fr3e/states/all_wrong": 1 / 3,
+        "fr3e/states/rejected": 2 / 3,
+        "fr3e/prompts/rescued": 1.0,
+        "fr3e/tokens/generated": 8 + 4 + 2 + 6,
+        "fr3e/tokens/per_row": 20 / 8,
+        "fr3e/advantage/mean": 0.0,
+        "fr3e/advantage/std": 0.3,
+    }
+    assert metrics == pytest.approx(expected, abs=1e-6)
+
+
+def test_metrics_without_an_instance_are_left_out():
+    tree = Tree([1], 9, [rollout(1.0)], [torch.tensor([2.0])], [State(rollouts=[rollout(1.0)], value=1.0)])
+    metrics = tree_metrics([tree], torch.empty(0))
+    assert "fr3e/prompts/rescued" not in metrics and "fr3e/value/anchors" not in metrics
+    assert all(math.isfinite(value) for value in metrics.values())
