@@ -1,0 +1,193 @@
+"""
+What FR3E relies on in TRL, by name. When a new version of TRL is tried, this fails first and says what moved.
+
+All of it is used in `fr3e_trl/trl_seams.py`, but for the constructor and the model card.
+"""
+
+import inspect
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from models import make_model, make_tokenizer
+from packaging.version import Version
+from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import parse_response
+from trl.data_utils import is_conversational
+from trl.extras.profiling import profiling_context
+from trl.models import unwrap_model_for_generation
+from trl.trainer.base_trainer import _BaseTrainer
+from trl.trainer.utils import add_fused_lm_head, get_config_model_id, is_async_callable, pad
+
+from fr3e_trl import FR3ETrainer
+from fr3e_trl.trl_seams import BATCH_TOKENS
+
+
+def parameters(function) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_the_version_is_one_that_was_tried():
+    assert Version("1.16") <= Version(trl.__version__) < Version("1.17")
+
+
+def test_the_constructor_takes_what_grpo_trainer_takes():
+    ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (FR3ETrainer, GRPOTrainer))
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (GRPOTrainer._generate, ["self", "prompts"]),
+        (GRPOTrainer._calculate_rewards, ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
+        (GRPOTrainer._generate_and_score_completions, ["self", "inputs"]),
+        (GRPOTrainer._compute_loss, ["self", "model", "inputs"]),
+        (GRPOTrainer._tokenize_prompts, ["self", "prompts"]),
+        (_BaseTrainer.create_model_card, ["self", "model_name", "dataset_name", "tags"]),
+    ],
+)
+def test_methods_that_are_called_or_overridden(method, expected):
+    assert parameters(method) == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "used"),
+    [
+        (
+            GRPOTrainer._get_per_token_logps_and_entropies,
+            ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"],
+        ),
+        (add_fused_lm_head, ["temperature", "cast_lm_head_to_fp32"]),
+        (pad, ["padding_value", "padding_side"]),
+        (parse_response, ["prefix", "tools"]),
+        (
+            unwrap_model_for_generation,
+            ["gather_deepspeed3_params", "generation_kwargs", "gradient_checkpointing_kwargs"],
+        ),
+    ],
+)
+def test_arguments_that_are_passed(function, used):
+    assert set(used) <= set(parameters(function))
+
+
+def test_functions_that_are_called_by_position():
+    assert is_conversational({"prompt": [{"role": "user", "content": "1+1="}]})
+    assert parameters(profiling_context)[:2] == ["trainer", "name"]
+    assert not is_async_callable(len)
+    assert get_config_model_id(make_model().config) == ""
+
+
+def test_groups_are_consecutive_and_each_is_generated_once():
+    """`inputs[::num_generations]` are the prompts of a batch."""
+    seen = []
+
+    class Spy(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            seen.append([example["prompt"] for example in inputs])
+            return super()._generate_and_score_completions(inputs)
+
+    train(Spy, per_device_train_batch_size=4, gradient_accumulation_steps=4, max_steps=2)
+    assert len(seen) == 2
+    for prompts in seen:
+        assert len(prompts) == 16
+        assert [prompt for prompt in prompts[::8] for _ in range(8)] == prompts
+
+
+def test_what_a_batch_consists_of():
+    """The shapes and keys that are read, replaced or added, at the seam where each is."""
+    seen = {}
+
+    class Spy(GRPOTrainer):
+        def _generate(self, prompts):
+            seen["generated"] = super()._generate(prompts)
+            return seen["generated"]
+
+        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+            seen["rewards"] = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            return seen["rewards"]
+
+        def _generate_and_score_completions(self, inputs):
+            seen["batch"] = super()._generate_and_score_completions(inputs)
+            seen["logged advantages"] = list(self._logs["advantages"])
+            return seen["batch"]
+
+        def _compute_loss(self, model, inputs):
+            seen["in loss"] = inputs
+            return super()._compute_loss(model, inputs)
+
+    trainer = train(Spy, per_device_train_batch_size=8, num_iterations=2, max_steps=1)
+    prompt_ids, completion_ids, tool_mask, completions, logprobs, *_ = seen["generated"]
+    assert len(prompt_ids) == len(completion_ids) == len(completions) == 8 and tool_mask is None and logprobs is None
+    assert len(seen["generated"]) == 8
+    assert seen["rewards"].shape == (8, 1)
+    batch = seen["batch"]
+    assert {*BATCH_TOKENS, "advantages", "num_items_in_batch", "old_per_token_logps"} == batch.keys()
+    assert batch["num_items_in_batch"].dim() == 0 and batch["advantages"].shape == (8,)
+    assert batch["prompt_mask"][0, -1] == 1 and batch["completion_mask"][0, 0] == 1  # padded on the outside
+    assert seen["logged advantages"][-8:] == batch["advantages"].tolist()
+    assert batch.keys() == seen["in loss"].keys()
+    # Attributes
+    assert trainer.rollout_func is None and trainer.tools == [] and not trainer._is_vlm
+    assert trainer.num_generations == 8 and trainer.max_completion_length == 6 and trainer.temperature == 1.0
+    assert trainer.generation_config.eos_token_id == [1] and trainer.generation_config.pad_token_id == 0
+    assert trainer.reward_func_names == ["reward"] and trainer.reward_weights.tolist() == [1.0]
+    assert not trainer.use_transformers_continuous_batching and trainer._tokenizer is trainer.processing_class
+    assert {"beta", "loss_type", "continuous_batching_config", "generation_kwargs", "_dist"} <= vars(trainer).keys()
+    assert not trainer._pending_extra_logs and trainer._logs["advantages"].maxlen == 8
+    assert "reward" in trainer.state.log_history[0]
+
+
+def test_the_rollout_func_supplies_finished_completions():
+    supplied = []
+
+    def rollout_func(prompts, trainer):
+        supplied.append(len(prompts))
+        return {
+            "prompt_ids": [[5, 6]] * len(prompts),
+            "completion_ids": [[7, 8, 1]] * len(prompts),
+            "logprobs": None,
+        }
+
+    class Spy(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            self.rollout_func = rollout_func
+            batch = super()._generate_and_score_completions(inputs)
+            assert batch["prompt_ids"].tolist() == [[5, 6]] * 8 and batch["completion_ids"].tolist() == [[7, 8, 1]] * 8
+            return batch
+
+    train(Spy, per_device_train_batch_size=8, max_steps=1)
+    assert supplied == [8]
+
+
+def test_the_fused_head_scores_at_its_temperature():
+    """`_scoring_temperature` puts another head in its place, and gets the old one back by its `forward`."""
+    model = make_model().eval()
+    input_ids = torch.tensor([[5, 6, 7, 8]])
+    logits = model(input_ids).logits
+    forward = model.forward
+    add_fused_lm_head(model, temperature=2.0, cast_lm_head_to_fp32=False)
+    assert model.forward != forward
+    model.forward = forward
+    torch.testing.assert_close(model(input_ids).logits, logits)
+
+
+def reward(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+
+
+def train(cls: type[GRPOTrainer], **settings) -> GRPOTrainer:
+    defaults = {"bf16": False, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    sizes = {"num_generations": 8, "max_completion_length": 6, "logging_steps": 1}
+    trainer = cls(
+        make_model(),
+        reward,
+        GRPOConfig("unused", **defaults | sizes | settings),
+        train_dataset=Dataset.from_dict({"prompt": [f"{a}+{a}=" for a in range(8)]}),
+        processing_class=make_tokenizer(),
+    )
+    trainer.train()
+    return trainer
