@@ -153,6 +153,8 @@ class RowsGRPOTrainer(GRPOTrainer):
         """
         Log-probabilities and entropies of completions under the policy, at the sampling temperature.
 
+        Dropout is as it is for TRL's own generation and log-probs: on, unless `disable_dropout` turns it off.
+
         Returns:
             `list[tuple[torch.Tensor, torch.Tensor]]`: For each completion of L tokens, the log-probability of each
             token and the entropy of the distribution that it was drawn from, both of shape (L,), on the CPU, in nats.
@@ -167,8 +169,6 @@ class RowsGRPOTrainer(GRPOTrainer):
             dim=1,
         )
         attention_mask = torch.cat([pad(prompt_mask, padding_side="left"), pad(completion_mask)], dim=1).long()
-        training = self.model.training
-        self.model.eval()  # dropout would blur the entropies
         logprobs, entropies, _ = self._get_per_token_logps_and_entropies(
             self.model,
             input_ids.to(self.accelerator.device),
@@ -177,7 +177,6 @@ class RowsGRPOTrainer(GRPOTrainer):
             batch_size=self.args.per_device_train_batch_size,
             compute_entropy=True,
         )
-        self.model.train(training)
         lengths = [len(ids) for ids in completion_ids]
         return [
             (row_logprobs[:length], row_entropies[:length])

@@ -2,7 +2,14 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test may reach for the hub
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("reproducible", deadline=None, derandomize=True)
 settings.load_profile("reproducible")
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path, monkeypatch):
+    """What a test leaves behind, it leaves in a directory of its own."""
+    monkeypatch.chdir(tmp_path)

@@ -1,5 +1,11 @@
-"""Tiny models and tokenizers, built here: nothing is downloaded."""
+"""Tiny models, tokenizers and datasets, built here: nothing is downloaded."""
 
+import atexit
+import functools
+import shutil
+import tempfile
+
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
 
@@ -50,3 +56,32 @@ def make_model(seed: int = 0, **overrides) -> Qwen3ForCausalLM:
     model = Qwen3ForCausalLM(Qwen3Config(**settings | overrides))
     model.lm_head.weight.data.mul_(20)
     return model
+
+
+@functools.cache
+def model_on_disk() -> str:
+    """Directory of a `make_model()`: a reference model is loaded from where the policy came from."""
+    directory = tempfile.mkdtemp(prefix="fr3e-trl-test-")
+    atexit.register(shutil.rmtree, directory)
+    make_model().save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def make_dataset(num_prompts: int = 16, conversational: bool = False) -> Dataset:
+    """Sums of two digits, with prompts of different lengths."""
+    questions = [f"{3 * i}+{i}=" for i in range(num_prompts)]
+    if conversational:
+        return Dataset.from_dict({"prompt": [[{"role": "user", "content": question}] for question in questions]})
+    return Dataset.from_dict({"prompt": questions})
+
+
+# For configurations: no GPU, no files, no noise
+CPU = {
+    "bf16": False,
+    "use_cpu": True,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "logging_steps": 1,
+}

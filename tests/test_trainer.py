@@ -1,0 +1,650 @@
+"""FR3ETrainer on real tiny models, through `train()`."""
+
+import asyncio
+import logging
+import math
+from collections import Counter
+
+import pytest
+import torch
+from datasets import IterableDataset
+from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
+from peft import LoraConfig, get_peft_model
+from torch.nn.functional import log_softmax
+from transformers import BitsAndBytesConfig, set_seed
+from trl import GRPOConfig, GRPOTrainer
+
+from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.tree import rollouts_of
+from fr3e_trl.trl_seams import BATCH_TOKENS
+
+SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 2}
+TRAINER_ARGUMENTS = [
+    "peft_config",
+    "quantization_config",
+    "reward_processing_classes",
+    "eval_dataset",
+    "tools",
+    "rollout_func",
+    "environment_factory",
+]
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+
+
+def digits(completions, **kwargs):
+    """Right if more than a quarter of the characters are digits: some are, some are not."""
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [float(sum(char.isdigit() for char in text) > len(text) / 4) for text in texts]
+
+
+def letters(completions, **kwargs):
+    """A reward that hardly any two completions share, so that no state is degenerate."""
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [sum(math.sin(i * ord(char)) for i, char in enumerate(text, 1)) for text in texts]
+
+
+class Recorder(FR3ETrainer):
+    """Keeps what each generation step assembled."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.batches = []
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            self.batches.append(({key: value.clone() for key, value in batch.items()}, self.trees))
+        return batch
+
+
+def make_trainer(cls=Recorder, model=None, reward_funcs=digits, config=FR3EConfig, dataset=None, **settings):
+    trainer_arguments = {key: settings.pop(key) for key in TRAINER_ARGUMENTS if key in settings}
+    if model is None:
+        model = model_on_disk() if settings.get("beta") else make_model()
+    return cls(
+        model,
+        reward_funcs,
+        config(**{"output_dir": "unused", "learning_rate": 1e-3} | CPU | SIZES | settings),
+        train_dataset=make_dataset() if dataset is None else dataset,
+        processing_class=make_tokenizer(),
+        **trainer_arguments,
+    )
+
+
+def train(*args, **kwargs):
+    trainer = make_trainer(*args, **kwargs)
+    set_seed(1)
+    trainer.train()
+    return trainer
+
+
+def logged(trainer, *names: str) -> list[tuple]:
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [tuple(entry[name] for name in names) for entry in steps]
+
+
+def weights(trainer) -> torch.Tensor:
+    return torch.cat([p.detach().float().flatten() for p in trainer.model.parameters()])
+
+
+# With exploration off, it is GRPOTrainer
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"beta": 0.1, "loss_type": "grpo", "num_iterations": 2},
+        {"scale_rewards": "batch", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 8},
+        {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2, "per_device_eval_batch_size": 4},
+    ],
+)
+def test_without_exploration_it_is_grpo_trainer_exactly(settings):
+    if "eval_steps" in settings:
+        settings = settings | {"eval_dataset": make_dataset(4)}
+    theirs = train(GRPOTrainer, config=GRPOConfig, **settings, max_steps=4)
+    # FR3E's defaults that differ from GRPO's are set back
+    off = {"num_anchors": 0, "epsilon_high": None, "scale_rewards": settings.get("scale_rewards", "group")}
+    ours = train(FR3ETrainer, **settings | off, max_steps=4)
+    timings = {"step_time", "train_runtime", "eval_runtime"}
+    for mine, their in zip(ours.state.log_history, theirs.state.log_history, strict=True):
+        assert mine.keys() == their.keys()
+        for name in mine.keys() - timings:
+            assert name.endswith("per_second") or mine[name] == their[name], name
+    assert weights(ours).equal(weights(theirs))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("conversational", [False, True])
+def test_rows_without_anchors_are_grpo_trainers(loss_type, conversational):
+    """The same model, seed and rewards by FR3E's own way to a batch: sampling, scoring, assembling, loss."""
+    settings = {"loss_type": loss_type, "epsilon_high": 0.28, "scale_rewards": "none", "beta": 0.05}
+    settings |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
+    dataset = make_dataset(conversational=conversational)
+    theirs = train(GRPOTrainer, reward_funcs=letters, config=GRPOConfig, dataset=dataset, **settings)
+    off = {"num_anchors": 0, "reject_degenerate_states": True}
+    ours = train(FR3ETrainer, reward_funcs=letters, dataset=dataset, **settings | off)
+    names = ["loss", "grad_norm", "reward", "entropy", "kl", "completions/mean_length", "completions/clipped_ratio"]
+    torch.testing.assert_close(logged(ours, *names), logged(theirs, *names), atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(weights(ours), weights(theirs), atol=1e-5, rtol=0)
+
+
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|assistant|>",
+    "fields": {"content": {"close_pattern": "<eos>", "content": "text"}},
+}
+
+
+@pytest.mark.parametrize("kind", ["standard", "conversational", "with a response template"])
+def test_reward_functions_receive_what_grpo_trainers_do(kind):
+    seen = {}
+
+    def keep(completions, prompts, completion_ids, **kwargs):
+        seen.setdefault(trainer, []).append((prompts, completions, completion_ids, sorted(kwargs)))
+        return [len(ids) + i / 16 for i, ids in enumerate(completion_ids)]
+
+    off = {"num_anchors": 0, "reject_degenerate_states": True}
+    for cls, settings in ((GRPOTrainer, {"config": GRPOConfig}), (FR3ETrainer, off)):
+        dataset = make_dataset(conversational=kind != "standard").add_column("solution", [str(i) for i in range(16)])
+        trainer = make_trainer(cls, reward_funcs=keep, dataset=dataset, max_steps=1, **settings)
+        if kind == "with a response template":
+            trainer.processing_class.response_template = RESPONSE_TEMPLATE
+        set_seed(1)
+        trainer.train()
+    theirs, ours = seen.values()
+    assert ours == theirs and "solution" in ours[0][3]
+    # Decoding leaves special tokens out, and parsing by a template does not
+    assert ("<|user|>" in str(ours[0][1])) == (kind == "with a response template")
+
+
+def test_evaluation_does_not_explore():
+    settings = {"eval_dataset": make_dataset(4), "num_generations_eval": 2, "per_device_eval_batch_size": 4}
+    ours = make_trainer(FR3ETrainer, **settings)
+    theirs = make_trainer(GRPOTrainer, config=GRPOConfig, **settings)
+    metrics = []
+    for trainer in (ours, theirs):
+        set_seed(1)
+        metrics.append(trainer.evaluate())
+    assert metrics[0]["eval_reward"] == metrics[1]["eval_reward"]
+    assert metrics[0].keys() == metrics[1].keys()
+
+
+# What a batch consists of
+
+
+def check_batch(trainer, batch, trees):
+    args, pad_id = trainer.args, 0
+    rows = rollouts_of(trees)
+    assert len(rows) == len(batch["completion_ids"]) == args.num_generations * len(trees)
+    assert all(sum(len(state.rollouts) for state in tree.states) == args.num_generations for tree in trees)
+    for i, (tree, state, rollout) in enumerate(rows):
+        completion = state.prefix_ids + rollout.token_ids
+        length, prefix = len(completion), len(state.prefix_ids)
+        assert length <= args.max_completion_length
+        assert length == args.max_completion_length or completion[-1] == 1
+        padding = [pad_id] * (batch["completion_ids"].shape[1] - length)
+        assert batch["completion_ids"][i].tolist() == completion + padding
+        assert batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].tolist() == tree.prompt_ids
+        # No token of the prefix, no padding and no rejected row is in the loss
+        counted = (batch["completion_mask"][i] * batch["tool_mask"][i]).tolist()
+        truncated = args.mask_truncated_completions and completion[-1] not in (1, pad_id)  # as TRL has it
+        in_loss = int(not state.rejected and not truncated)
+        assert counted == [0] * prefix + [in_loss] * (length - prefix) + [0] * len(padding)
+        if state.base is not None:
+            assert tree.bases[state.base].token_ids[:prefix] == state.prefix_ids
+    assert batch["num_items_in_batch"] == (batch["completion_mask"] * batch["tool_mask"]).sum()
+
+
+def test_a_batch_is_what_was_explored():
+    trainer = train(num_generations=12, per_device_train_batch_size=24, max_steps=4)
+    assert len(trainer.batches) == 4
+    explored = 0
+    for batch, trees in trainer.batches:
+        check_batch(trainer, batch, trees)
+        rows = rollouts_of(trees)
+        for i, (tree, state, rollout) in enumerate(rows):
+            rewards = [r.score.reward for r in state.rollouts]
+            value = sum(rewards) / len(rewards)
+            before = value if state.parent is None else tree.states[state.parent].value
+            expected = (rollout.score.reward - value) * math.exp(before - value)
+            assert state.value == value and batch["advantages"][i].item() == pytest.approx(expected, abs=1e-6)
+            assert state.rejected == (len(set(rewards)) == 1)
+        explored += sum(len(tree.states) - 1 for tree in trees)
+        # Rewards are those of the whole completion
+        texts = trainer.processing_class.batch_decode(
+            [state.prefix_ids + rollout.token_ids for _, state, rollout in rows], skip_special_tokens=True
+        )
+        assert digits(texts) == [rollout.score.reward for _, _, rollout in rows]
+    assert explored > 8
+
+
+def test_what_trl_logs_of_completions_fits_the_rows():
+    def reward(completions, log_extra, log_metric, **kwargs):
+        log_extra("length", [len(completion) for completion in completions])
+        log_metric("seen", len(completions))
+        return digits(completions)
+
+    trainer = train(reward_funcs=reward, max_steps=1)
+    (batch, trees) = trainer.batches[0]
+    logs = trainer._logs
+    assert list(logs["advantages"]) == batch["advantages"].tolist()
+    assert list(logs["rewards"]["reward"]) == [rollout.score.reward for _, _, rollout in rollouts_of(trees)]
+    assert list(logs["extra"]["length"]) == [len(completion) for completion in logs["completion"]]
+    assert list(logs["prompt"]) == [
+        trainer.processing_class.decode(tree.prompt_ids) for tree in trees for _ in range(8)
+    ]
+    entry = trainer.state.log_history[0]
+    lengths = [len(state.prefix_ids + rollout.token_ids) for _, state, rollout in rollouts_of(trees)]
+    assert entry["completions/mean_length"] == pytest.approx(sum(lengths) / 16)  # whole completions, prefix included
+    assert entry["seen"] == 8  # base trajectories, and then what branched from them
+
+
+@pytest.mark.parametrize("settings", [{}, {"reuse_base": False, "num_base_trajectories": 3}, {"num_generations": 4}])
+def test_every_completion_is_scored_once(settings):
+    scored = Counter()
+
+    def counting(completions, completion_ids, **kwargs):
+        scored.update(tuple(ids) for ids in completion_ids)
+        return digits(completions)
+
+    trainer = train(reward_funcs=counting, **settings)
+    generated = Counter()
+    for _, trees in trainer.batches:
+        for tree in trees:
+            rows = [state.prefix_ids + rollout.token_ids for _, state, rollout in rollouts_of([tree])]
+            thrown_away = [] if trainer.args.reuse_base else [base.token_ids for base in tree.bases]
+            generated.update(tuple(ids) for ids in rows + thrown_away)
+    assert scored == generated
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_entropies_are_those_of_the_distribution_sampled_from(temperature):
+    trainer = make_trainer(temperature=temperature)
+    tokenizer = trainer.processing_class
+    prompts = tokenizer(["1+1=", "12345+6=", "7"])["input_ids"]
+    completions = tokenizer(["2", "abc def", "9999 9999"])["input_ids"]
+    statistics = trainer.token_statistics(prompts, completions)
+    for prompt, completion, (logprobs, entropies) in zip(prompts, completions, statistics, strict=True):
+        logits = trainer.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        policy = torch.distributions.Categorical(logits=logits / temperature)
+        torch.testing.assert_close(entropies, policy.entropy(), atol=1e-5, rtol=0)
+        torch.testing.assert_close(logprobs, policy.log_prob(torch.tensor(completion)), atol=1e-5, rtol=0)
+
+
+def test_anchors_do_not_depend_on_padding_or_batch_size():
+    """The same completions, scored alone and beside longer ones, in batches of 1 and of 16."""
+    trees = {}
+    for batch_size in (1, 16):
+        trainer = make_trainer(per_device_train_batch_size=batch_size, gradient_accumulation_steps=16 // batch_size)
+        set_seed(1)
+        trainer.train()
+        trees[batch_size] = trainer.batches[0][1]
+    for alone, together in zip(trees[1], trees[16], strict=True):
+        assert [s.prefix_ids for s in alone.states] == [s.prefix_ids for s in together.states]
+        assert [s.value for s in alone.states] == [s.value for s in together.states]
+        for a, b in zip(alone.entropies, together.entropies, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_a_seed_decides_everything():
+    first, second, other = (train(seed=seed) for seed in (7, 7, 8))
+    assert logged(first, "loss") == logged(second, "loss") != logged(other, "loss")
+    assert weights(first).equal(weights(second))
+
+
+# The loss
+
+
+def row_losses(batch, loss_type, max_completion_length):
+    """The loss of a batch on policy, where the ratio is 1, written down again from its definition."""
+    mask = (batch["completion_mask"] * batch["tool_mask"]).float()
+    in_loss = torch.tensor([bool(row) for row in batch["in_loss"]])
+    mask, advantages = mask[in_loss], batch["advantages"][in_loss].float()
+    lengths = mask.sum(1)
+    if loss_type in ("grpo", "sapo"):  # sapo: sigmoid(0) * 4 / temperature = 2 / temperature, of 1.0 and 1.05
+        factor = torch.where(advantages > 0, 2 / 1.0, 2 / 1.05) if loss_type == "sapo" else 1.0
+        return -(factor * advantages * (lengths > 0)).mean()
+    if loss_type == "luspo":
+        return -(advantages * lengths).mean()
+    if loss_type == "dr_grpo":
+        return -(advantages * lengths).sum() / (len(advantages) * max_completion_length)
+    return -(advantages * lengths).sum() / lengths.sum()
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "sapo", "luspo", "bnpo"])
+def test_rejected_rows_leave_numerator_and_denominator(loss_type):
+    trainer = train(loss_type=loss_type, max_steps=3)
+    for (batch, _), (loss,) in zip(trainer.batches, logged(trainer, "loss"), strict=True):
+        assert loss == pytest.approx(row_losses(batch, loss_type, 12).item(), abs=1e-5)
+    assert any(not batch["in_loss"].all() for batch, _ in trainer.batches)
+
+
+@pytest.mark.parametrize("loss_type", [loss_type for loss_type in LOSS_TYPES if loss_type != "bnpo"])
+def test_splitting_the_batch_changes_no_gradient(loss_type):
+    """Micro-batches lose different numbers of rows, and still add up. (bnpo is a mean by micro-batch.)"""
+    runs = []
+    for split in (1, 4):
+        settings = {"per_device_train_batch_size": 16 // split, "gradient_accumulation_steps": split, "beta": 0.1}
+        # The reference model is the initial one: from the second step on there is a KL term
+        runs.append(train(loss_type=loss_type, max_steps=3, num_iterations=3, **settings))
+    whole, parts = runs
+    assert not all(batch["in_loss"].all() for batch, _ in whole.batches)
+    torch.testing.assert_close(logged(parts, "loss"), logged(whole, "loss"), atol=2e-5, rtol=1e-3)
+    torch.testing.assert_close(logged(parts, "grad_norm"), logged(whole, "grad_norm"), atol=1e-4, rtol=1e-3)
+
+
+def test_kept_degenerate_rows_dilute_the_loss():
+    trainer = train(reject_degenerate_states=False, max_steps=3)
+    diluted = 0
+    for (batch, trees), (loss,) in zip(trainer.batches, logged(trainer, "loss"), strict=True):
+        assert batch["in_loss"].all()
+        assert loss == pytest.approx(row_losses(batch, "dapo", 12).item(), abs=1e-5)
+        diluted += sum(len({r.score.reward for r in state.rollouts}) == 1 for tree in trees for state in tree.states)
+    assert diluted > 0
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_batch_that_teaches_nothing(loss_type):
+    calls = []
+
+    def same_at_first(completions, **kwargs):
+        calls.append(len(completions))
+        return [1.0] * len(completions) if len(calls) <= 2 else letters(completions)
+
+    trainer = make_trainer(reward_funcs=same_at_first, loss_type=loss_type, weight_decay=0.0, max_steps=2)
+    before = weights(trainer)
+    set_seed(1)
+    trainer.train()
+    first, second = trainer.state.log_history[:2]
+    assert first["loss"] == 0 and first["grad_norm"] == 0 and first["fr3e/states/rejected"] == 1
+    assert math.isfinite(second["loss"]) and second["grad_norm"] > 0
+    assert weights(trainer).isfinite().all() and not weights(trainer).equal(before)
+
+
+def test_the_ratio_of_explored_rows_is_taken_against_what_they_were_sampled_from():
+    scale, temperature = 1.5, 0.8
+    trainer = make_trainer(explore_temperature_scale=scale, temperature=temperature, max_steps=1, learning_rate=0.0)
+    set_seed(1)
+    trainer.train()
+    batch, trees = trainer.batches[0]
+    model = trainer.model.eval()
+    for i, (tree, state, rollout) in enumerate(rollouts_of(trees)):
+        ids, first = tree.prompt_ids + state.prefix_ids + rollout.token_ids, len(state.prefix_ids)
+        # The learning rate is 0: the model is still the one that sampled
+        logits = model(torch.tensor([ids])).logits[0, -len(rollout.token_ids) - 1 : -1].detach()
+        sampled_at = temperature if state.parent is None else temperature * scale
+        expected = log_softmax(logits / sampled_at, dim=-1).gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+        old_logprobs = batch["old_per_token_logps"][i, first : first + len(rollout.token_ids)]
+        torch.testing.assert_close(old_logprobs, expected, atol=1e-4, rtol=0)
+    # TRL's own head is back: the ratio's numerator is at the trained temperature
+    row = trainer._logprobs({key: batch[key][:1] for key in BATCH_TOKENS})[0, : len(trees[0].bases[0].token_ids)]
+    expected = batch["old_per_token_logps"][0, : len(row)]
+    torch.testing.assert_close(row.detach(), expected, atol=1e-4, rtol=0)
+
+
+# Every way to train
+
+
+def squared(completions, **kwargs):
+    return [len(completion) ** 0.5 for completion in completions]
+
+
+def sometimes_none(completions, **kwargs):
+    return [None if i % 3 == 0 else value for i, value in enumerate(digits(completions))]
+
+
+async def asynchronous(completions, **kwargs):
+    await asyncio.sleep(0)
+    return digits(completions)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_iterations": 2, "max_steps": 4},
+        {"steps_per_generation": 4, "per_device_train_batch_size": 8, "max_steps": 4},
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "max_steps": 4},
+        {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4},
+        {"mask_truncated_completions": True},
+        {"mask_truncated_completions": True, "loss_type": "grpo", "max_completion_length": 6},
+        {"beta": 0.1},
+        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
+        {"scale_rewards": True},
+        {"scale_rewards": False},
+        {"scale_rewards": "group"},
+        {"scale_rewards": "batch"},
+        {"scale_rewards": "none"},
+        {"reward_funcs": [digits, squared], "reward_weights": [1.0, 0.1]},
+        {"reward_funcs": [sometimes_none, squared], "reward_weights": [1.0, 0.0]},
+        {"reward_funcs": sometimes_none},
+        {"reward_funcs": asynchronous},
+        {"reward_funcs": [asynchronous, digits]},
+        {"dataset": make_dataset(conversational=True)},
+        {"dataset": IterableDataset.from_generator(lambda: iter(make_dataset()))},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": False},
+        {"top_entropy_quantile": 0.5},
+        {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+        {"off_policy_mask_threshold": 0.5, "num_iterations": 2},
+        {"entropy_coef": 0.01},
+        {"explore_temperature_scale": 1.5, "num_iterations": 2},
+        {"reuse_base": False},
+        {"anchor_score": "surprisal"},
+        {"anchor_score": "random", "anchor_quantile": 0.5, "anchor_min_gap": 3, "anchor_min_budget": 4},
+        {"modulation": "sharpened"},
+        {"modulation": "none", "reject_degenerate_states": False},
+        {"value_prior_strength": 2.0},
+        {"num_anchors": 7, "value_prior_strength": 1.0},
+        {"num_anchors": 0, "reject_degenerate_states": True},
+        {"num_anchors": 0, "value_prior_strength": 2.0},
+        {"max_completion_length": 1},
+        {"top_p": 0.9, "top_k": 10, "repetition_penalty": 1.1},
+        {"shuffle_dataset": False, "log_completions": True},
+        {"torch_compile": False, "cast_lm_head_to_fp32": True},
+    ],
+    ids=str,
+)
+def test_every_mode_trains(settings):
+    trainer = make_trainer(**settings)
+    before = weights(trainer)
+    set_seed(1)
+    trainer.train()
+    losses = logged(trainer, "loss", "grad_norm")
+    assert len(losses) == trainer.args.max_steps
+    assert all(math.isfinite(value) for entry in losses for value in entry)
+    assert not weights(trainer).equal(before) and weights(trainer).isfinite().all()
+    for batch, trees in trainer.batches:
+        check_batch(trainer, batch, trees)
+    steps_per_batch = trainer.args.steps_per_generation // trainer.args.gradient_accumulation_steps
+    generations = trainer.args.max_steps / (max(1, steps_per_batch) * trainer.args.num_iterations)
+    assert len(trainer.batches) == generations
+
+
+def test_evaluation_during_training():
+    trainer = train(eval_strategy="steps", eval_steps=1, eval_dataset=make_dataset(4), num_generations_eval=2)
+    evaluations = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert len(evaluations) == 2 and all(math.isfinite(entry["eval_loss"]) for entry in evaluations)
+    assert len(trainer.batches) == 2
+    assert not any(name.startswith("eval_fr3e") for name in evaluations[0])
+
+
+def test_unscorable_rows_have_no_advantage():
+    trainer = train(reward_funcs=sometimes_none)
+    unscorable = 0
+    for batch, trees in trainer.batches:
+        for advantage, (_, _, rollout) in zip(batch["advantages"].tolist(), rollouts_of(trees), strict=True):
+            if math.isnan(rollout.score.reward):
+                assert advantage == 0
+                unscorable += 1
+    assert unscorable > 4
+
+
+def test_a_reward_model():
+    from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+    config = make_model().config.to_dict() | {"num_labels": 1}
+    reward_model = Qwen3ForSequenceClassification(Qwen3Config(**config))
+    trainer = train(reward_funcs=[reward_model, digits], reward_processing_classes=[make_tokenizer(), None])
+    check_batch(trainer, *trainer.batches[0])
+    assert trainer.batches[0][1][0].bases[0].score.rewards[0] != 0
+
+
+def test_continuous_batching():
+    trainer = make_trainer(
+        model=make_model(max_position_embeddings=128),
+        use_transformers_continuous_batching=True,
+        transformers_continuous_batching_config={"num_blocks": 64, "block_size": 16, "max_batch_tokens": 128},
+        bf16=True,  # the engine's attention takes no float32
+    )
+    set_seed(1)
+    trainer.train()
+    for batch, trees in trainer.batches:
+        check_batch(trainer, batch, trees)
+    assert len(logged(trainer, "loss")) == 2 and any(
+        len(tree.states) > 1 for _, trees in trainer.batches for tree in trees
+    )
+
+
+# Adapters
+
+LORA = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def check_only_the_adapter_moved(trainer, before):
+    moved = {name for name, p in trainer.model.named_parameters() if not p.detach().equal(before[name])}
+    assert moved and all("lora" in name for name in moved)
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_lora(wrapped, gradient_checkpointing):
+    arguments = {"model": get_peft_model(make_model(), LORA)} if wrapped else {"peft_config": LORA}
+    trainer = make_trainer(**arguments, gradient_checkpointing=gradient_checkpointing, beta=0.05, learning_rate=1e-2)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    set_seed(1)
+    trainer.train()
+    check_only_the_adapter_moved(trainer, before)
+    for batch, trees in trainer.batches:
+        check_batch(trainer, batch, trees)
+
+
+def test_lora_at_another_exploration_temperature():
+    trainer = train(peft_config=LORA, explore_temperature_scale=1.5)
+    assert all(math.isfinite(loss) for (loss,) in logged(trainer, "loss"))
+    assert "old_per_token_logps" in trainer.batches[0][0]
+
+
+def test_qlora(tmp_path):
+    """4-bit nf4 weights, computed in float32."""
+    make_model(hidden_size=64, head_dim=32, intermediate_size=128).save_pretrained(tmp_path)
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    trainer = make_trainer(
+        model=str(tmp_path),
+        quantization_config=quantization,
+        peft_config=LORA,
+        learning_rate=1e-2,
+        gradient_checkpointing=True,
+    )
+    layer = trainer.model.get_base_model().model.layers[0].self_attn.q_proj.base_layer
+    assert type(layer).__name__ == "Linear4bit" and layer.weight.quant_type == "nf4"
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    set_seed(1)
+    trainer.train()
+    check_only_the_adapter_moved(trainer, before)
+    check_batch(trainer, *trainer.batches[0])
+
+
+# A plain GRPOConfig
+
+
+def test_a_grpo_config_is_accepted(caplog):
+    with caplog.at_level(logging.WARNING, logger="fr3e_trl"):
+        trainer = make_trainer(config=GRPOConfig, beta=0.02)
+    (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("fr3e_trl")]
+    assert "num_anchors=1" in line and "epsilon_high=0.28" in line and "beta" not in line
+    assert trainer.args.beta == 0.02 and trainer.args.num_rollouts == 4
+    trainer.train()
+    check_batch(trainer, *trainer.batches[0])
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"tools": [max]}, "tools"),
+        ({"rollout_func": lambda prompts, trainer: {}}, "rollout_func"),
+        ({"environment_factory": object}, "environment_factory"),
+        ({"use_vllm": True}, "vLLM"),
+    ],
+)
+def test_what_is_not_supported_is_refused(arguments, named):
+    with pytest.raises(NotImplementedError, match=named) as error:
+        make_trainer(**arguments)
+    assert "num_anchors=0" in str(error.value)
+
+
+def test_images_are_refused():
+    dataset = make_dataset().add_column("image", [None] * 16)
+    with pytest.raises(NotImplementedError, match="image"):
+        make_trainer(dataset=dataset)
+
+
+def test_images_in_a_prompt_are_refused():
+    from PIL import Image
+
+    content = [{"type": "image", "image": Image.new("RGB", (4, 4))}, {"type": "text", "text": "1+1="}]
+    rows = [{"prompt": [{"role": "user", "content": content}]}] * 4
+    dataset = IterableDataset.from_generator(lambda: iter(rows))
+    with pytest.raises(NotImplementedError, match="image"):
+        train(dataset=dataset)
+
+
+def test_an_empty_dataset_is_refused():
+    with pytest.raises(ValueError, match="train_dataset is empty"):
+        make_trainer(dataset=make_dataset(16).select([]))
+    with pytest.raises(ValueError, match="train_dataset is empty"):
+        make_trainer(dataset=IterableDataset.from_generator(lambda: iter([])))
+
+
+def test_a_dataset_without_prompts_is_refused():
+    with pytest.raises(ValueError, match=r"columns \['question'\].*'prompt'"):
+        make_trainer(dataset=make_dataset().rename_column("prompt", "question"))
+
+
+def test_a_dataset_smaller_than_a_batch_is_refused():
+    with pytest.raises(ValueError, match="1 examples, and one generation batch takes 2"):
+        make_trainer(dataset=make_dataset(1))
+
+
+def test_a_prompt_longer_than_the_context_is_refused():
+    with pytest.raises(ValueError, match=r"has 6 tokens, and the model's context 5.*filter"):
+        train(model=make_model(max_position_embeddings=5), dataset=make_dataset().select(range(12, 16)))
+
+
+def test_completions_stop_at_the_end_of_the_context():
+    trainer = train(model=make_model(max_position_embeddings=10))
+    for _, trees in trainer.batches:
+        for tree, state, rollout in rollouts_of(trees):
+            assert len(tree.prompt_ids + state.prefix_ids + rollout.token_ids) <= 10
+
+
+@pytest.mark.parametrize(
+    ("reward", "error", "named"),
+    [
+        (lambda completions, **kwargs: [1.0], None, "reward"),
+        (lambda completions, **kwargs: [math.nan] * len(completions), ValueError, "returned nan for completion 0"),
+        (lambda completions, **kwargs: [math.inf] * len(completions), ValueError, "returned inf"),
+        (lambda completions, **kwargs: 1 / 0, ZeroDivisionError, "division"),
+    ],
+)
+def test_a_bad_reward_function_is_named(reward, error, named):
+    reward.__name__ = "my_reward"
+    with pytest.raises(error or Exception) as raised:
+        train(reward_funcs=[digits, reward])
+    assert "my_reward" in "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert named in str(raised.value)
