@@ -26,7 +26,7 @@ from .config import FR3EConfig
 from .metrics import tree_metrics
 from .sampling import ContinuousBatchingSampler, GenerateSampler, Sampler
 from .tree import Score, Tree, chains_of, explore, rollouts_of
-from .trl_seams import Rows, RowsGRPOTrainer
+from .trl_seams import Rows, RowsGRPOTrainer, checked_reward_func
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -93,6 +93,7 @@ class FR3ETrainer(RowsGRPOTrainer):
     }
 
     args: FR3EConfig
+    reward_funcs: list[Any]
 
     def __init__(
         self,
@@ -147,6 +148,10 @@ class FR3ETrainer(RowsGRPOTrainer):
                 "FR3ETrainer does not support multimodal processors yet. To train a model on text alone, pass its "
                 "tokenizer as `processing_class`; set num_anchors=0 to train with plain GRPO."
             )
+        self.reward_funcs = [
+            checked_reward_func(func, name)
+            for func, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
+        ]
         self.trees: list[Tree] = []
         self.sampler: Sampler
         if self.use_transformers_continuous_batching:

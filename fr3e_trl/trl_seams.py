@@ -20,7 +20,7 @@ from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
-from trl.trainer.grpo_trainer import RewardFunc, RolloutFunc
+from trl.trainer.grpo_trainer import RolloutFunc
 from trl.trainer.utils import add_fused_lm_head, is_async_callable, pad
 
 # Keys of TRL's batch that hold its tokens
@@ -68,16 +68,11 @@ class RowsGRPOTrainer(GRPOTrainer):
     """[`~trl.GRPOTrainer`] that can train on rows generated and scored before it assembles a batch."""
 
     beta: float
-    reward_funcs: list[RewardFunc]
     rollout_func: RolloutFunc | None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._rows: Rows | None = None  # set while a batch is assembled from finished rows
-        self.reward_funcs = [
-            func if isinstance(func, nn.Module) else _checked_reward_func(func, name)
-            for func, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
-        ]
 
     # Before the batch: what is needed to generate and score
 
@@ -301,8 +296,10 @@ class RowsGRPOTrainer(GRPOTrainer):
             self.beta = beta
 
 
-def _checked_reward_func(func: Callable[..., Any], name: str) -> Callable[..., Any]:
+def checked_reward_func(func: Callable[..., Any], name: str) -> Callable[..., Any]:
     """A reward function that raises on a reward that is no number, and says which function raised."""
+    if isinstance(func, nn.Module):
+        return func
 
     def check(rewards: Any) -> list[float | None]:
         rewards = list(rewards)
