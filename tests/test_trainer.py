@@ -406,6 +406,7 @@ async def asynchronous(completions, **kwargs):
         {"steps_per_generation": 4, "per_device_train_batch_size": 8, "max_steps": 4},
         {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "max_steps": 4},
         {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4},
+        {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 8, "steps_per_generation": 1},
         {"mask_truncated_completions": True},
         {"mask_truncated_completions": True, "loss_type": "grpo", "max_completion_length": 6},
         {"beta": 0.1},
@@ -456,9 +457,8 @@ def test_every_mode_trains(settings):
     assert not weights(trainer).equal(before) and weights(trainer).isfinite().all()
     for batch, trees in trainer.batches:
         check_batch(trainer, batch, trees)
-    steps_per_batch = trainer.args.steps_per_generation // trainer.args.gradient_accumulation_steps
-    generations = trainer.args.max_steps / (max(1, steps_per_batch) * trainer.args.num_iterations)
-    assert len(trainer.batches) == generations
+    micro_batches = trainer.args.max_steps * trainer.args.gradient_accumulation_steps
+    assert len(trainer.batches) == micro_batches / (trainer.args.steps_per_generation * trainer.args.num_iterations)
 
 
 def test_evaluation_during_training():
