@@ -1,0 +1,153 @@
+"""A reward for maths that cannot hang or crash a run."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import queue
+import selectors
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+WORKER = Path(__file__).with_name("_math_worker.py")
+START_LIMIT = 120.0  # seconds for a worker to start, on a machine that is busy
+
+
+def get_math_reward(time_limit: float = 5.0, num_workers: int | None = None) -> Callable[..., list[float | None]]:
+    r"""
+    Make a reward function that checks maths answers as [`~trl.rewards.accuracy_reward`] does, in worker processes.
+
+    math-verify limits its own time by a signal, which works in the main thread alone and does not reach computations
+    such as `9^{9^{9^9}}`; and it does not limit its memory. Here a worker that takes too long is killed, and so is one
+    that takes more than 4 GiB. The answer scores 0, the others are not affected, and the next answer gets a new worker.
+
+    Args:
+        time_limit (`float`, *optional*, defaults to `5.0`):
+            Seconds for an answer, from when a worker takes it on.
+        num_workers (`int`, *optional*):
+            Worker processes, of about 60 MB each. They start when first needed. If `None`, one for each CPU up to 4.
+
+    Returns:
+        `Callable`: Reward function `math_reward(completions, solution, **kwargs)` for standard or conversational
+        completions: 1.0 where the answer is the solution's and 0.0 where it is not; `None` where the solution cannot be
+        parsed. It may be called in any thread, and in several at once. It logs, as fractions of the completions,
+        `math_reward/timeouts` and `math_reward/crashes`.
+
+    Raises:
+        ValueError: A limit is not positive.
+
+    Needs math-verify (`pip install "fr3e-trl[math]"`) and a POSIX system.
+
+    Example:
+
+    ```python
+    >>> from fr3e_trl.rewards import get_math_reward
+
+    >>> math_reward = get_math_reward(time_limit=2.0)
+    >>> math_reward([r"It is \boxed{0.5}.", r"It is \boxed{9^{9^{9^9}}}."], solution=[r"\frac{1}{2}", "4"])
+    [1.0, 0.0]
+    ```
+    """
+    if time_limit <= 0:
+        raise ValueError(f"time_limit={time_limit} is not allowed: it must be above 0, for example 5.0.")
+    if num_workers is None:
+        num_workers = min(4, os.cpu_count() or 1)
+    if num_workers < 1:
+        raise ValueError(f"num_workers={num_workers} is not allowed: it must be at least 1, for example 4.")
+    idle_workers: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    for _ in range(num_workers):
+        idle_workers.put(_Worker())
+
+    def score(answer: tuple[str | list[dict[str, str]], str]) -> tuple[float | None, str | None]:
+        completion, solution = answer
+        content = completion if isinstance(completion, str) else completion[0]["content"]
+        worker = idle_workers.get()
+        try:
+            return worker.score(content, solution, time_limit)
+        finally:
+            idle_workers.put(worker)
+
+    def math_reward(
+        completions: list[Any],
+        solution: list[str],
+        log_metric: Callable[[str, float], None] | None = None,
+        **kwargs: Any,
+    ) -> list[float | None]:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ImportError('math_reward needs math-verify: pip install "fr3e-trl[math]".')
+        for text in solution:
+            if not isinstance(text, str):
+                raise TypeError(f"The solution {text!r} is no text. The 'solution' column must hold strings like '42'.")
+        with ThreadPoolExecutor(num_workers) as pool:
+            rewards, failures = zip(*pool.map(score, zip(completions, solution, strict=True)), strict=True)
+        if log_metric is not None:
+            for failure in ("timeouts", "crashes"):
+                log_metric(f"math_reward/{failure}", failures.count(failure) / len(failures))
+        return list(rewards)
+
+    return math_reward
+
+
+class _Worker:
+    """A process that scores one answer at a time, and is replaced when it dies."""
+
+    def __init__(self) -> None:
+        self._process: Any = None  # a subprocess.Popen
+
+    def score(self, completion: str, solution: str, time_limit: float) -> tuple[float | None, str | None]:
+        """The reward of a completion, and what failed: `"timeouts"`, `"crashes"` or `None`."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._process = self._start()
+        try:
+            process.stdin.write(json.dumps([completion, solution, time_limit]).encode() + b"\n")
+            process.stdin.flush()
+            reply = _read(process, time_limit)
+        except BrokenPipeError:
+            reply = b""
+        if reply:
+            return json.loads(reply), None
+        self._stop()
+        return 0.0, "timeouts" if reply is None else "crashes"
+
+    def _start(self) -> Any:
+        # By its path, and not by multiprocessing: that would import the user's script again, or fork a process that
+        # uses a GPU. -P, for the modules beside it not to be found as top-level ones.
+        with tempfile.TemporaryFile() as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-P", str(WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
+            self._stop = weakref.finalize(self, _stop, process)  # at the latest when the interpreter exits
+            if not _read(process, START_LIMIT):
+                self._stop()
+                errors.seek(0)
+                reason = errors.read().decode(errors="replace")[-2000:]
+                raise RuntimeError(f"A worker process of math_reward did not start. It wrote:\n{reason}")
+        return process
+
+
+def _read(process: Any, time_limit: float) -> bytes | None:
+    """A line that the worker wrote, which comes in one piece; empty if it died, and `None` if time ran out."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        return os.read(process.stdout.fileno(), 4096) if selector.select(time_limit) else None
+
+
+def _stop(process: Any) -> None:
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+
+
+math_reward = get_math_reward()

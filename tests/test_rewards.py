@@ -1,0 +1,188 @@
+"""The maths reward: TRL's answers, and no LaTeX that hangs or crashes it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from models import CPU, make_model, make_tokenizer
+from trl.rewards import accuracy_reward
+
+from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.rewards import get_math_reward
+
+ORDINARY = [
+    (r"It is \boxed{0.5}.", r"\frac{1}{2}"),
+    (r"It is \boxed{\frac{1}{3}}.", r"\frac{1}{2}"),
+    (r"First \boxed{3}, no, \boxed{4}", "4"),
+    (r"\boxed{x^2 + 2x + 1}", "$(x+1)^2$"),
+    (r"\boxed{(1, 2]}", "$(1, 2]$"),
+    ("It is 4.", "4"),
+    ("", "4"),
+    (r"\boxed{}", "4"),
+    (r"\boxed{4}", "no number here"),
+    ("línea\nnew \x00 \ud800 \\boxed{7}", "7"),
+]
+
+# Each made `accuracy_reward` run for more than 10 seconds, or until the memory was gone
+HOSTILE = [
+    r"\boxed{9^{9^{9^9}}}",
+    r"\boxed{((9!)!)!}",
+    r"\boxed{\binom{10^9}{5\cdot 10^8}}",
+    r"\boxed{" + "{" * 100_000 + "1" + "}" * 100_000 + "}",
+    r"\boxed{" + "1+" * 200_000 + "1}",
+    r"\boxed{" + "9" * 5_000_000 + "}",
+]
+
+
+def columns(pairs):
+    return [list(column) for column in zip(*pairs, strict=True)]
+
+
+@pytest.mark.parametrize("conversational", [False, True])
+def test_ordinary_answers_get_what_trl_gives(conversational):
+    texts, solutions = columns(ORDINARY)
+    messages = [[{"role": "assistant", "content": text}] for text in texts]
+    rewards = get_math_reward(time_limit=60)(messages if conversational else texts, solution=solutions)
+    assert rewards == accuracy_reward(messages, solutions)
+    assert {1.0, 0.0, None} == set(rewards)
+
+
+def test_hostile_answers_score_0_and_are_counted():
+    logged = {}
+    texts = [*HOSTILE, r"\boxed{4}", r"\boxed{5}"]
+    reward = get_math_reward(time_limit=4, num_workers=2)
+    rewards = reward(texts, solution=["4"] * len(texts), log_metric=logged.__setitem__, prompts=texts)
+    assert rewards == [0.0] * len(HOSTILE) + [1.0, 0.0]
+    assert sum(logged.values()) == pytest.approx(len(HOSTILE) / len(texts))
+    assert logged["math_reward/timeouts"] > 0
+
+
+def test_it_works_in_any_thread_and_in_several_at_once():
+    reward = get_math_reward(time_limit=60, num_workers=2)
+    results = {}
+
+    def call(i):
+        results[i] = reward([rf"\boxed{{{i}}}", r"\boxed{1}"] * 5, solution=[str(i), "2"] * 5)
+
+    threads = [threading.Thread(target=call, args=[i]) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {i: [1.0, 0.0] * 5 for i in range(4)}
+
+
+def workers_of(pid: int) -> list[int]:
+    listing = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listing.splitlines()[1:]]
+    return [int(row[0]) for row in rows if int(row[1]) == pid and "_math_worker" in row[2]]
+
+
+def wait_until(condition) -> None:
+    give_up = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.1)
+
+
+def test_a_worker_that_was_killed_is_replaced():
+    reward = get_math_reward(time_limit=60, num_workers=1)
+    before = set(workers_of(os.getpid()))
+    assert reward([r"\boxed{4}"], solution=["4"]) == [1.0]
+    (worker,) = set(workers_of(os.getpid())) - before
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: "Z (zombie)" in Path(f"/proc/{worker}/status").read_text())
+    logged = {}
+    assert reward([r"\boxed{4}"], solution=["4"], log_metric=logged.__setitem__) == [1.0]
+    assert logged["math_reward/crashes"] == 0
+
+
+def test_a_worker_that_dies_of_an_answer_is_counted():
+    """As when the system is out of memory and kills it."""
+    reward = get_math_reward(time_limit=60, num_workers=1)
+    before, logged, results = set(workers_of(os.getpid())), {}, []
+    assert reward([r"\boxed{4}"], solution=["4"]) == [1.0]
+    (worker,) = set(workers_of(os.getpid())) - before
+    call = threading.Thread(
+        target=lambda: results.extend(reward([HOSTILE[0], r"\boxed{4}"], ["4", "4"], log_metric=logged.__setitem__))
+    )
+    call.start()
+    wait_until(lambda: "R (running)" in Path(f"/proc/{worker}/status").read_text())
+    os.kill(worker, signal.SIGKILL)
+    call.join()
+    assert results == [0.0, 1.0]
+    assert logged == {"math_reward/timeouts": 0.0, "math_reward/crashes": 0.5}
+
+
+@pytest.mark.parametrize("answer", [r"\boxed{4}", r"\boxed{9^{9^{9^9}}}"], ids=["idle", "busy"])
+def test_workers_do_not_outlive_a_parent_that_is_killed(answer):
+    script = f"""
+import threading
+from fr3e_trl.rewards import get_math_reward
+reward = get_math_reward(time_limit=2, num_workers=1)
+reward([r"\\boxed{{4}}"], solution=["4"])
+threading.Thread(target=reward, args=([{answer!r}], ["4"])).start()
+print("running", flush=True)
+threading.Event().wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "running\n"
+        workers = workers_of(parent.pid)
+        assert len(workers) == 1
+        parent.kill()
+    wait_until(lambda: not Path(f"/proc/{workers[0]}").exists())
+
+
+def test_a_worker_that_cannot_start_says_why(monkeypatch, tmp_path):
+    # A module in the place of math-verify's that cannot be imported
+    (tmp_path / "latex2sympy2_extended.py").write_text("raise OSError('no such library')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"did not start[\s\S]*no such library"):
+        get_math_reward()([r"\boxed{4}"], solution=["4"])
+
+
+def test_without_math_verify_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'pip install "fr3e-trl\[math\]"'):
+        get_math_reward()([r"\boxed{4}"], solution=["4"])
+
+
+def test_bad_arguments_are_refused_by_name():
+    with pytest.raises(ValueError, match="time_limit=0"):
+        get_math_reward(time_limit=0)
+    with pytest.raises(ValueError, match="num_workers=0"):
+        get_math_reward(num_workers=0)
+    with pytest.raises(TypeError, match="solution 4 is no text"):
+        get_math_reward()([r"\boxed{4}"], solution=[4])
+    with pytest.raises(ValueError, match="zip"):
+        get_math_reward()([r"\boxed{4}"], solution=["4", "5"])
+
+
+def test_it_trains():
+    """In a run, with a completion that hangs math-verify in every call."""
+    reward = get_math_reward(time_limit=3)
+
+    def hostile_math_reward(completions, **kwargs):
+        return reward([HOSTILE[0], *completions[1:]], **kwargs)
+
+    trainer = FR3ETrainer(
+        make_model(),
+        [hostile_math_reward, lambda completions, **kwargs: [float(len(c)) for c in completions]],
+        FR3EConfig(
+            "unused", **CPU, num_generations=4, per_device_train_batch_size=4, max_steps=2, max_completion_length=8
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["1+1=", "2+2="], "solution": ["2", "4"]}),
+        processing_class=make_tokenizer(),
+    )
+    trainer.train()
+    for entry in trainer.state.log_history[:2]:
+        assert entry["math_reward/timeouts"] == pytest.approx(
+            1 / 2
+        )  # one of two base trajectories, one of two branches
+        assert entry["rewards/hostile_math_reward/mean"] == 0
