@@ -1,0 +1,44 @@
+"""Trains a tiny model and pushes it, in a process whose hub is the stand-in. Run by test_hub.py."""
+
+import json
+import sys
+
+from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+
+from fr3e_trl import FR3EConfig, FR3ETrainer
+
+
+def reward(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+
+
+def main(method: str, what: str) -> None:
+    trainer_class, config_class = {"fr3e": (FR3ETrainer, FR3EConfig), "grpo": (GRPOTrainer, GRPOConfig)}[method]
+    settings = {"num_generations": 4, "per_device_train_batch_size": 4, "max_steps": 2, "max_completion_length": 8}
+    if what == "every_save":
+        settings |= {"push_to_hub": True, "hub_strategy": "every_save", "save_strategy": "steps", "save_steps": 1}
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if what == "lora" else None
+    trainer = trainer_class(
+        model_on_disk() if lora is None else "base",  # an adapter names its base
+        reward,
+        config_class("tiny-model", learning_rate=0.01, **CPU | settings),
+        train_dataset=make_dataset(),
+        processing_class=make_tokenizer(),
+        peft_config=lora,
+    )
+    trainer.train()
+    trainer.push_to_hub(dataset_name="sums/of-digits")
+    model = trainer.model.eval()
+    output_ids = model.generate(
+        **trainer.processing_class("12+3=", return_tensors="pt"), max_new_tokens=8, do_sample=False
+    )
+    print(json.dumps(output_ids.tolist()))
+
+
+if __name__ == "__main__":
+    if sys.argv[2] == "lora":
+        make_model().save_pretrained("base")
+        make_tokenizer().save_pretrained("base")
+    main(*sys.argv[1:])
