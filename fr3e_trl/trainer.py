@@ -283,17 +283,17 @@ CARD_SETTINGS = [
 
 
 def _refuse_unsupported(args: FR3EConfig, tools: Any, rollout_func: Any, environment_factory: Any) -> None:
-    unsupported = {
-        "tools": bool(tools),
-        "a rollout_func": rollout_func is not None,
-        "an environment_factory": environment_factory is not None,
-        "vLLM (use_vllm=True)": args.use_vllm,
-        f"training in {args.world_size} processes": args.world_size > 1,
-    }
-    for what, given in unsupported.items():
+    unsupported = [
+        ("tools", bool(tools), "Leave them out"),
+        ("a rollout_func", rollout_func is not None, "Leave it out"),
+        ("an environment_factory", environment_factory is not None, "Leave it out"),
+        ("vLLM (use_vllm=True)", args.use_vllm, "Set use_vllm=False"),
+        (f"{args.world_size} processes", args.world_size > 1, "Launch one (accelerate launch --num_processes 1)"),
+    ]
+    for what, given, remedy in unsupported:
         if given:
             raise NotImplementedError(
-                f"FR3ETrainer does not support {what} yet. Leave it out, or set num_anchors=0 to train with plain GRPO."
+                f"FR3ETrainer does not support {what} yet. {remedy}, or set num_anchors=0 to train with plain GRPO."
             )
 
 

@@ -602,6 +602,15 @@ def test_what_is_not_supported_is_refused(arguments, named):
     assert "num_anchors=0" in str(error.value)
 
 
+def test_resuming_continues_the_run():
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    whole = train(**saving)
+    resumed = make_trainer(**saving)
+    resumed.train(resume_from_checkpoint="unused/checkpoint-2")
+    assert logged(resumed, "loss") == logged(whole, "loss")
+    assert weights(resumed).equal(weights(whole))
+
+
 def test_images_are_refused():
     dataset = make_dataset().add_column("image", [None] * 16)
     with pytest.raises(NotImplementedError, match="image"):

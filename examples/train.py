@@ -1,0 +1,221 @@
+"""
+Train a language model with FR3E on a dataset of prompts, as a recipe says:
+
+    accelerate launch examples/train.py --config recipes/gsm8k_lora.yaml
+
+Any setting of the recipe can be overridden after it (`--learning_rate 2e-6`); `--help` lists them all: the dataset and
+the rewards below, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and quantization). FR3E trains in one
+process for now: on a machine with several GPUs, `accelerate launch --num_processes 1`.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, IterableDataset, load_dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from trl import (
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_peft_config,
+    get_quantization_config,
+    maybe_apply_chat_template,
+)
+
+from fr3e_trl import FR3EConfig, FR3ETrainer
+
+# Reward functions that need no import path
+REWARDS = {
+    "math_reward": "fr3e_trl.rewards.math_reward",
+    "accuracy_reward": "trl.rewards.accuracy_reward",
+    "reasoning_accuracy_reward": "trl.rewards.reasoning_accuracy_reward",
+    "think_format_reward": "trl.rewards.think_format_reward",
+}
+
+# Formats of a local dataset, by the suffix of its file
+FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+
+@dataclass
+class FR3EScriptArguments(ScriptArguments):
+    """
+    Arguments of the FR3E training script, besides those common to TRL's scripts.
+
+    `dataset_name` may be a local JSON, JSON Lines or Parquet file too, whose one split is `train`, or a directory of
+    such files, one for each split.
+
+    Args:
+        reward_funcs (`list[str]`, *optional*, defaults to `["math_reward"]`):
+            Reward functions: `"math_reward"`, `"accuracy_reward"`, `"reasoning_accuracy_reward"`,
+            `"think_format_reward"`, or the import path of another, for example `"my_lib.rewards.my_reward"`. The
+            first three need a `solution` column.
+        prompt_column (`str`, *optional*):
+            Column with the question as text, to be put to the model as a user's message. If `None`, the dataset has a
+            `prompt` column in one of TRL's formats, which is left as it is.
+        system_prompt (`str`, *optional*):
+            System message before the question of `prompt_column`.
+        answer_column (`str`, *optional*):
+            Column with the final answer, which becomes the `solution`, boxed: math-verify reads `2\\sqrt{3}` as 2
+            unless it is marked as LaTeX. If `None`, a `solution` column is left as it is.
+        answer_separator (`str`, *optional*):
+            What precedes the final answer in `answer_column`, for example `"####"` in GSM8K.
+        max_prompt_length (`int`, *optional*):
+            Longest prompt to train on, in tokens. Examples with longer ones are left out. If `None`, none are.
+
+    Raises:
+        ValueError: An argument is given without the one that it goes with.
+    """
+
+    reward_funcs: list[str] = field(
+        default_factory=lambda: ["math_reward"],
+        metadata={"help": f"Reward functions: {', '.join(REWARDS)}, or the import path of another."},
+    )
+    prompt_column: str | None = field(
+        default=None,
+        metadata={
+            "help": "Column with the question as text, to be put to the model as a user's message. If `None`, the "
+            "dataset has a `prompt` column in one of TRL's formats, which is left as it is."
+        },
+    )
+    system_prompt: str | None = field(
+        default=None, metadata={"help": "System message before the question of `prompt_column`."}
+    )
+    answer_column: str | None = field(
+        default=None,
+        metadata={
+            "help": "Column with the final answer, which becomes the `solution`, boxed. If `None`, a `solution` column "
+            "is left as it is."
+        },
+    )
+    answer_separator: str | None = field(
+        default=None,
+        metadata={"help": "What precedes the final answer in `answer_column`, for example '####' in GSM8K."},
+    )
+    max_prompt_length: int | None = field(
+        default=None,
+        metadata={"help": "Longest prompt to train on, in tokens. Examples with longer ones are left out."},
+    )
+
+    def __post_init__(self) -> None:
+        for name, needed, example in [
+            ("system_prompt", "prompt_column", "question"),
+            ("answer_separator", "answer_column", "answer"),
+        ]:
+            if getattr(self, name) is not None and getattr(self, needed) is None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} does nothing without {needed}: say which column it is for, for "
+                    f"example {needed}={example!r}."
+                )
+
+
+def get_reward(name: str) -> Callable[..., list[float | None]]:
+    """The reward function of that name or import path. Modules are looked for in the current directory too."""
+    path = REWARDS.get(name, name)
+    if "." not in path:
+        raise ValueError(
+            f"There is no reward function {name!r}. Use one of {', '.join(REWARDS)}, or the import path of your own, "
+            "for example my_lib.rewards.my_reward."
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    module, _, attribute = path.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def map_columns(example: dict[str, Any], args: FR3EScriptArguments) -> dict[str, Any]:
+    """The `prompt` and the `solution` of an example, of the columns that `args` names."""
+    for column in (args.prompt_column, args.answer_column):
+        if column is not None and column not in example:
+            raise ValueError(f"The dataset has no column {column!r}. Its columns are {', '.join(sorted(example))}.")
+    mapped: dict[str, Any] = {}
+    if args.prompt_column is not None:
+        system = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
+        mapped["prompt"] = [*system, {"role": "user", "content": example[args.prompt_column]}]
+    if args.answer_column is not None:
+        mapped["solution"] = rf"\boxed{{{final_answer(example[args.answer_column], args.answer_separator)}}}"
+    return mapped
+
+
+def final_answer(text: str, separator: str | None) -> str:
+    """What follows the last `separator` in `text`, or all of it if `None`."""
+    if separator is None:
+        return text
+    _, found, answer = text.rpartition(separator)
+    if not found:
+        raise ValueError(f"answer_separator={separator!r} is not in the answer {text!r}. Leave such examples out.")
+    return answer.strip()
+
+
+def load_examples(
+    args: FR3EScriptArguments, split: str, tokenizer: PreTrainedTokenizerBase
+) -> Dataset | IterableDataset:
+    """A split of the dataset, with the columns that the trainer and the rewards need."""
+    path = Path(args.dataset_name)
+    if path.suffix in FORMATS:
+        source = {"path": FORMATS[path.suffix], "data_files": str(path)}
+    else:
+        source = {"path": args.dataset_name, "name": args.dataset_config}
+    dataset = load_dataset(**source, split=split, streaming=args.dataset_streaming)
+    if args.prompt_column is not None or args.answer_column is not None:
+        dataset = dataset.map(map_columns, fn_kwargs={"args": args})
+    if args.max_prompt_length is not None:
+        dataset = dataset.filter(
+            has_short_prompt, fn_kwargs={"tokenizer": tokenizer, "max_length": args.max_prompt_length}
+        )
+    return dataset
+
+
+def has_short_prompt(example: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int) -> bool:
+    """Whether the prompt has at most `max_length` tokens."""
+    prompt = maybe_apply_chat_template({"prompt": example["prompt"]}, tokenizer)["prompt"]
+    return len(tokenizer(prompt).input_ids) <= max_length
+
+
+def main(script_args: FR3EScriptArguments, training_args: FR3EConfig, model_args: ModelConfig) -> None:
+    """Train, save the model, and push it to the hub if asked."""
+    for args, name in [(model_args, "model_name_or_path"), (script_args, "dataset_name")]:
+        if getattr(args, name) is None:
+            raise ValueError(f"{name} is not set. Use a recipe, for example --config recipes/smoke.yaml, or --{name}.")
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+    tokenizer = AutoTokenizer.from_pretrained(
+        model_args.model_name_or_path,
+        revision=model_args.model_revision,
+        trust_remote_code=training_args.trust_remote_code,
+        padding_side="left",
+    )
+    evaluates = training_args.eval_strategy != "no"
+    trainer = FR3ETrainer(
+        model=model_args.model_name_or_path,
+        reward_funcs=[get_reward(name) for name in script_args.reward_funcs],
+        args=training_args,
+        train_dataset=load_examples(script_args, script_args.dataset_train_split, tokenizer),
+        eval_dataset=load_examples(script_args, script_args.dataset_test_split, tokenizer) if evaluates else None,
+        processing_class=tokenizer,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.save_model(training_args.output_dir)
+    trainer.accelerator.print(f"Model saved to {training_args.output_dir}.")
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        trainer.accelerator.print(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}.")
+
+
+def make_parser() -> TrlParser:
+    """Parser of the script's arguments, from a recipe (`--config`) and the command line."""
+    return TrlParser([FR3EScriptArguments, FR3EConfig, ModelConfig])
+
+
+if __name__ == "__main__":
+    main(*make_parser().parse_args_and_config())
