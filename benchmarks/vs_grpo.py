@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(default_model), help="path or hub id; the demo's policy by default")
     parser.add_argument("--num_generations", type=int, default=16)
     parser.add_argument("--num_prompts", type=int, default=4, help="prompts per step")
-    parser.add_argument("--max_completion_length", type=int, default=96)
+    parser.add_argument("--max_completion_length", type=int, default=64)
     parser.add_argument("--steps", type=int, default=5, help="steps of each trainer in a turn")
     parser.add_argument("--turns", type=int, default=6, help="turns of each trainer, the first of them not counted")
     parser.add_argument("--seed", type=int, default=0)
@@ -109,7 +109,7 @@ def main() -> None:
     for timed in TIMED:
         stopwatch.time(*timed)
     problems = reasoning_gym.create_dataset(
-        "chain_sum", min_terms=4, max_terms=6, min_digits=2, max_digits=2, seed=options.seed, size=2000
+        "chain_sum", min_terms=5, max_terms=6, min_digits=1, max_digits=1, seed=options.seed, size=2000
     )
     dataset = Dataset.from_list([{"prompt": p["question"], "answer": p["answer"]} for p in problems])
     rows = options.num_generations * options.num_prompts
