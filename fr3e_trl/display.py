@@ -1,0 +1,116 @@
+"""A tree of rollouts as text, to see what was explored."""
+
+import math
+import textwrap
+
+from transformers import PreTrainedTokenizerBase
+
+from .tree import Rollout, State, Tree
+
+WIDTH = 100  # columns of a line
+SEGMENT = 160  # characters shown between two anchors
+
+LEGEND = (
+    "S0 is the prompt alone; the other states are the prompt and a trajectory up to an anchor, from where rollouts "
+    "branch. H: entropy of the policy at the anchor, in nats: the higher, the less certain. V: mean reward of the "
+    "state's rollouts. α: factor on their advantages, below 1 where V rose along the trajectory and above 1 where it "
+    "fell. Rejected: all rollouts scored the same, which teaches nothing. ↵: line break."
+)
+
+
+def render_tree(tree: Tree, tokenizer: PreTrainedTokenizerBase) -> str:
+    """
+    Show what was explored from a prompt, as plain text of at most 100 columns. Long texts are shortened.
+
+    Args:
+        tree (`Tree`):
+            What to show, for example one of [`FR3ETrainer`]'s `trees`.
+        tokenizer (`PreTrainedTokenizerBase`):
+            Tokenizer of the policy.
+
+    Returns:
+        `str`: The prompt and its rollouts. Then, for each base trajectory explored, its text with the anchors marked,
+        and for each of them in order its entropy, V, α, whether it was rejected, and what its rollouts wrote and
+        scored: ✓ or ✗ where every reward of the tree is 1 or 0, otherwise the reward.
+    """
+    lines = ["PROMPT", *_wrap(_shorten(tokenizer.decode(tree.prompt_ids), 4 * SEGMENT)), ""]
+    lines += _state_lines(tree, 0, tokenizer)
+    for base in dict.fromkeys(state.base for state in tree.states if state.base is not None):
+        lines += ["", *_base_lines(tree, base, tokenizer)]
+        for i, state in enumerate(tree.states):
+            if state.base == base:
+                lines += ["", *_state_lines(tree, i, tokenizer)]
+    return "\n".join([*lines, "", *textwrap.wrap(LEGEND, WIDTH)])
+
+
+def _base_lines(tree: Tree, base: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A base trajectory's text, with ⟦state: token⟧ for each anchor."""
+    token_ids = tree.bases[base].token_ids
+    text, start = "", 0
+    for i, state in enumerate(tree.states):
+        if state.base == base:
+            anchor = len(state.prefix_ids)
+            text += _shorten(_text(tokenizer, token_ids[:start], token_ids[start:anchor]), SEGMENT)
+            text += f"⟦S{i}: {_shorten(_text(tokenizer, token_ids[:anchor], [token_ids[anchor]]), SEGMENT)}⟧"
+            start = anchor + 1
+    text += _shorten(_text(tokenizer, token_ids[:start], token_ids[start:]), SEGMENT)
+    outcome = _outcomes([tree.bases[base]], tree)[0]
+    return [
+        f"TRAJECTORY {base + 1} {outcome}  explored: rollouts branch before the tokens in ⟦ ⟧",
+        *_wrap(text),
+    ]
+
+
+def _state_lines(tree: Tree, i: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What a state is and is worth, and its rollouts."""
+    state = tree.states[i]
+    lines = [f"S{i}  {_origin(tree, state)}V = {_value(tree, state)}, α = {state.modulation:.2f}"]
+    if state.rejected:
+        lines[0] += ", rejected"
+    explored = {id(tree.bases[s.base]): s.base for s in tree.states if s.base is not None}
+    outcomes = _outcomes(state.rollouts, tree)
+    for rollout, outcome in zip(state.rollouts, outcomes, strict=True):
+        note = f"  (trajectory {explored[id(rollout)] + 1})" if id(rollout) in explored else ""
+        text = _text(tokenizer, state.prefix_ids, rollout.token_ids)
+        lines.append(f"    {outcome} {_shorten(text, WIDTH - 5 - len(outcome) - len(note))}{note}")
+    return lines
+
+
+def _origin(tree: Tree, state: State) -> str:
+    if state.base is None:
+        return "the prompt: "
+    position, length = len(state.prefix_ids) + 1, len(tree.bases[state.base].token_ids)
+    return f"before token {position} of {length}: H = {state.entropy:.2f} nats, "
+
+
+def _value(tree: Tree, state: State) -> str:
+    if state.parent is None:
+        return f"{state.value:.2f}"
+    return f"{state.value:.2f} (S{state.parent}: {tree.states[state.parent].value:.2f})"
+
+
+def _outcomes(rollouts: list[Rollout], tree: Tree) -> list[str]:
+    """What rollouts scored, in columns of equal width. `?` where no reward function scored it."""
+    everything = [*tree.bases, *(rollout for state in tree.states for rollout in state.rollouts)]
+    scored = {rollout.score.reward for rollout in everything if not math.isnan(rollout.score.reward)}
+    symbols = {1.0: "✓", 0.0: "✗"} if scored <= {0, 1} else {reward: f"{reward:.3g}" for reward in scored}
+    width = max(map(len, symbols.values()))
+    return [symbols.get(rollout.score.reward, "?").rjust(width) for rollout in rollouts]
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, context_ids: list[int], token_ids: list[int]) -> str:
+    """What `token_ids` add to the text of `context_ids`: some tokenizers decode a token otherwise at a text's start."""
+    return tokenizer.decode(context_ids + token_ids)[len(tokenizer.decode(context_ids)) :]
+
+
+def _shorten(text: str, length: int) -> str:
+    """`text` on one line, without its middle where it is longer than `length`: its end has the answer."""
+    text = text.replace("\n", "↵")
+    if len(text) <= length:
+        return text
+    head = (length - 3) // 2
+    return f"{text[:head]} … {text[len(text) - (length - 3 - head) :]}"
+
+
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="  ", drop_whitespace=False)

@@ -1,0 +1,86 @@
+"""The demo, its policy, and the script that made it."""
+
+import os
+import re
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+POLICY = EXAMPLES / "demo_policy"
+
+
+def run(script: str, *arguments: str) -> str:
+    """What an example prints."""
+    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """The examples as modules: (demo, make_demo_policy)."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import demo
+    import make_demo_policy
+
+    return demo, make_demo_policy
+
+
+def test_the_demo_trains_shows_a_tree_and_leaves_a_checkpoint(tmp_path):
+    output = run("demo.py", "--max_steps=2", "--num_heldout=20", "--seed=3", f"--output_dir={tmp_path}")
+    for when in ("before", "after"):
+        assert re.search(rf"accuracy {when} training: [\d.]+% ± [\d.]+% sampled .* greedy \(20 problems\)", output)
+    assert "Seed: 3" in output
+    assert re.search(r"S1  before token \d+ of \d+: H = \d", output) and "TRAJECTORY" in output
+    assert str(tmp_path) in output
+    card = (tmp_path / "README.md").read_text()
+    assert "First Return, Entropy-Eliciting Explore" in card and "None" not in card.split("## Training procedure")[0]
+    assert re.search(r"accuracy after training: .*", output)[0] in card
+    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (POLICY, tmp_path))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == AutoTokenizer.from_pretrained(POLICY).get_vocab()
+
+
+def test_the_shipped_policy_is_small():
+    assert sum(path.stat().st_size for path in POLICY.iterdir()) < 5e6
+
+
+def test_a_policy_can_be_made_anew(tmp_path):
+    run("make_demo_policy.py", "--max_steps=2", f"--output_dir={tmp_path}")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    shipped = AutoModelForCausalLM.from_pretrained(POLICY)
+    assert {n: p.shape for n, p in model.state_dict().items()} == {n: p.shape for n, p in shipped.state_dict().items()}
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(POLICY).get_vocab()
+
+
+def test_no_problem_is_in_two_splits(modules):
+    _, make_demo_policy = modules
+    questions = {
+        split: [problem["question"] for problem in islice(make_demo_policy.problems(split, seed=0), 300)]
+        for split in make_demo_policy.SPLITS
+    }
+    everything = [question for split in questions.values() for question in split]
+    assert len(set(everything)) == len(everything) == 900
+
+
+def test_demonstrations_survive_the_tokenizer(modules):
+    _, make_demo_policy = modules
+    tokenizer, rng = make_demo_policy.make_tokenizer(), make_demo_policy.random.Random(0)
+    for problem in islice(make_demo_policy.problems("policy", seed=0), 100):
+        text = problem["question"] + make_demo_policy.demonstrate(problem["metadata"]["expression"], rng)
+        token_ids = tokenizer(text)["input_ids"]
+        assert tokenizer.unk_token_id not in token_ids
+        assert tokenizer.decode(token_ids) == text
+
+
+def test_only_entirely_right_answers_are_rewarded(modules):
+    demo, _ = modules
+    completions = ["\n1 + 11 = 12\n<answer>12</answer>", "<answer>112</answer>", "<answer>-12</answer>", "12", ""]
+    assert demo.is_right(completions, ["12"] * 5) == [1.0, 0.0, 0.0, 0.0, 0.0]

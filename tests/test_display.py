@@ -1,0 +1,102 @@
+"""A tree of rollouts as text."""
+
+import math
+
+import pytest
+import torch
+from models import make_tokenizer
+
+from fr3e_trl.display import WIDTH, render_tree
+from fr3e_trl.tree import Rollout, Score, Tree
+
+TOKENIZER = make_tokenizer()
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER(text)["input_ids"]
+
+
+def rollout(text: str, reward: float) -> Rollout:
+    return Rollout(ids(text), score=Score([reward], reward))
+
+
+def make_tree(right: float = 1.0, wrong: float = 0.0) -> Tree:
+    """`1+2+3=`, two base trajectories and three anchors: two on the first, the better one, and one on the second."""
+    tree = Tree(ids("1+2+3="), budget=20)
+    tree.bases = [rollout("3+3=\n6<eos>", right), rollout("1+5=\n7<eos>", wrong)]
+    tree.entropies = [torch.arange(len(base.token_ids)) / 8 for base in tree.bases]
+    tree.branch(0, [2, 5])
+    tree.branch(1, [4])
+    root, first, second, other = tree.states
+    root.rollouts, root.value = list(tree.bases), (right + wrong) / 2
+    first.rollouts, first.value = [rollout("4=\n7<eos>", wrong), rollout("3=\n6<eos>", right)], (right + wrong) / 2
+    second.rollouts, second.value = [rollout("6<eos>", right), rollout("6<eos>", right)], right
+    other.rollouts, other.value = [rollout("\n9<eos>", wrong), rollout("\n8<eos>", wrong)], wrong
+    second.modulation, other.modulation = math.exp(-0.5), math.exp(0.5)
+    second.rejected = other.rejected = True
+    return tree
+
+
+def test_everything_is_told_in_the_order_of_the_chains():
+    assert render_tree(make_tree(), TOKENIZER).split("\n\nS0 is")[0] == "\n".join(
+        [
+            "PROMPT",
+            "  1+2+3=",
+            "",
+            "S0  the prompt: V = 0.50, α = 1.00",
+            "    ✓ 3+3=↵6<eos>  (trajectory 1)",
+            "    ✗ 1+5=↵7<eos>  (trajectory 2)",
+            "",
+            "TRAJECTORY 1 ✓  explored: rollouts branch before the tokens in ⟦ ⟧",
+            "  3+⟦S1: 3⟧=↵⟦S2: 6⟧<eos>",
+            "",
+            "S1  before token 3 of 7: H = 0.25 nats, V = 0.50 (S0: 0.50), α = 1.00",
+            "    ✗ 4=↵7<eos>",
+            "    ✓ 3=↵6<eos>",
+            "",
+            "S2  before token 6 of 7: H = 0.62 nats, V = 1.00 (S1: 0.50), α = 0.61, rejected",
+            "    ✓ 6<eos>",
+            "    ✓ 6<eos>",
+            "",
+            "TRAJECTORY 2 ✗  explored: rollouts branch before the tokens in ⟦ ⟧",
+            "  1+5=⟦S3: ↵⟧7<eos>",
+            "",
+            "S3  before token 5 of 7: H = 0.50 nats, V = 0.00 (S0: 0.50), α = 1.65, rejected",
+            "    ✗ ↵9<eos>",
+            "    ✗ ↵8<eos>",
+        ]
+    )
+
+
+def test_rewards_other_than_right_and_wrong_are_numbers():
+    text = render_tree(make_tree(right=1.25, wrong=-0.5), TOKENIZER)
+    assert "✓" not in text and "✗" not in text
+    assert "    1.25 3+3=↵6<eos>" in text
+    assert "    -0.5 4=↵7<eos>" in text
+
+
+def test_an_unscorable_rollout_is_a_question_mark():
+    tree = make_tree()
+    tree.states[1].rollouts[0] = rollout("4=\n7<eos>", math.nan)
+    assert "    ? 4=↵7<eos>" in render_tree(tree, TOKENIZER)
+
+
+@pytest.mark.parametrize("length", [200, 5000])
+def test_long_texts_are_shortened_to_their_ends(length):
+    tree = make_tree()
+    tree.prompt_ids = ids("what is " + "1+" * length + "2=")
+    tree.bases[0].token_ids += ids("5" * length + ".")
+    tree.states[1].rollouts[0] = rollout("4=" + "7" * length + "-8", 0.0)
+    text = render_tree(tree, TOKENIZER)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert len(text) < 4000
+    assert "    ✗ 4=777" in text and "777-8\n" in text
+    assert "what is 1+1" in text and "1+2=" in text
+
+
+def test_without_exploration_there_is_the_prompt_alone():
+    tree = make_tree()
+    del tree.states[1:]
+    text = render_tree(tree, TOKENIZER)
+    assert "S1" not in text and "TRAJECTORY" not in text
+    assert "    ✓ 3+3=↵6<eos>\n    ✗ 1+5=↵7<eos>" in text
