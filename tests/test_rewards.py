@@ -29,7 +29,7 @@ ORDINARY = [
     ("línea\nnew \x00 \ud800 \\boxed{7}", "7"),
 ]
 
-# Each made `accuracy_reward` run for more than 10 seconds, or until the memory was gone
+# Each takes `accuracy_reward` longer than the seconds that it gets below, if it ever ends
 HOSTILE = [
     r"\boxed{9^{9^{9^9}}}",
     r"\boxed{((9!)!)!}",

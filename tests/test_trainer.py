@@ -1,13 +1,16 @@
 """FR3ETrainer on real tiny models, through `train()`."""
 
 import asyncio
+import functools
 import logging
 import math
 from collections import Counter
 
+import hypothesis
 import pytest
 import torch
 from datasets import IterableDataset
+from hypothesis import strategies as st
 from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import log_softmax
@@ -15,6 +18,7 @@ from transformers import BitsAndBytesConfig, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.anchors import eligible_positions, rank_anchors
 from fr3e_trl.tree import rollouts_of
 from fr3e_trl.trl_seams import BATCH_TOKENS
 
@@ -272,8 +276,36 @@ def test_entropies_are_those_of_the_distribution_sampled_from(temperature):
         torch.testing.assert_close(logprobs, policy.log_prob(torch.tensor(completion)), atol=1e-5, rtol=0)
 
 
-def test_anchors_do_not_depend_on_padding_or_batch_size():
-    """The same completions, scored alone and beside longer ones, in batches of 1 and of 16."""
+token_lists = st.lists(st.integers(2, 40), min_size=1, max_size=20)
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(st.lists(st.tuples(token_lists, token_lists), min_size=2, max_size=5), st.integers(1, 5))
+def test_padding_and_order_and_batch_size_change_no_anchor(pairs, batch_size):
+    trainer = shared_trainer()
+    trainer.args.per_device_train_batch_size = batch_size
+
+    def statistics(pairs):
+        return trainer.token_statistics(*map(list, zip(*pairs, strict=True)))
+
+    def anchors(entropies):
+        return rank_anchors(entropies, eligible_positions(entropies, budget=20), num_anchors=3)
+
+    alone = [statistics([pair])[0] for pair in pairs]
+    for together in (statistics(pairs), statistics(pairs[::-1])[::-1]):
+        for (logprobs, entropies), (their_logprobs, their_entropies) in zip(alone, together, strict=True):
+            torch.testing.assert_close(their_logprobs, logprobs, atol=1e-5, rtol=0)
+            torch.testing.assert_close(their_entropies, entropies, atol=1e-5, rtol=0)
+            assert anchors(their_entropies) == anchors(entropies)
+
+
+@functools.cache
+def shared_trainer():
+    return make_trainer()
+
+
+def test_micro_batches_change_no_tree():
+    """The same completions, their entropies taken one by one and 16 at a time."""
     trees = {}
     for batch_size in (1, 16):
         trainer = make_trainer(per_device_train_batch_size=batch_size, gradient_accumulation_steps=16 // batch_size)
