@@ -476,7 +476,7 @@ async def asynchronous(completions, **kwargs):
         {"shuffle_dataset": False, "log_completions": True},
         {"torch_compile": False, "cast_lm_head_to_fp32": True},
     ],
-    ids=str,
+    ids=", ".join,  # of the names of the settings; pytest numbers those that are the same
 )
 def test_every_mode_trains(settings):
     trainer = make_trainer(**settings)
