@@ -18,6 +18,7 @@ from transformers import (
     TrainerCallback,
 )
 from trl import GRPOConfig
+from trl.data_utils import is_conversational
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id
 
@@ -303,10 +304,10 @@ def _check_dataset(dataset: Dataset | IterableDataset, args: FR3EConfig) -> None
         raise ValueError("train_dataset is empty. It must have at least one example, with a 'prompt'.")
     if "prompt" not in example:
         raise ValueError(f"train_dataset has the columns {sorted(example)}. It must have one named 'prompt'.")
-    if "image" in example or "images" in example:
+    if _has_images(example):
         raise NotImplementedError(
-            "FR3ETrainer does not support images yet. Remove the dataset's image column, or set num_anchors=0 to train "
-            "with plain GRPO."
+            "FR3ETrainer does not support images yet. Remove them from the dataset, or set num_anchors=0 to train with "
+            "plain GRPO."
         )
     num_prompts = args.generation_batch_size // args.num_generations
     if isinstance(dataset, Dataset) and len(dataset) < num_prompts:
@@ -315,3 +316,9 @@ def _check_dataset(dataset: Dataset | IterableDataset, args: FR3EConfig) -> None
             f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}). Use a "
             "larger dataset or a smaller batch."
         )
+
+
+def _has_images(example: dict[str, Any]) -> bool:
+    messages = example["prompt"] if is_conversational(example) else []
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    return "image" in example or "images" in example or any(part["type"] == "image" for part in parts)

@@ -13,8 +13,17 @@ from datasets import IterableDataset
 from hypothesis import strategies as st
 from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
 from peft import LoraConfig, get_peft_model
+from PIL import Image
 from torch.nn.functional import log_softmax
-from transformers import BitsAndBytesConfig, set_seed
+from transformers import (
+    BitsAndBytesConfig,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    set_seed,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from trl import GRPOConfig, GRPOTrainer
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
@@ -649,14 +658,28 @@ def test_images_are_refused():
         make_trainer(dataset=dataset)
 
 
-def test_images_in_a_prompt_are_refused():
-    from PIL import Image
-
-    content = [{"type": "image", "image": Image.new("RGB", (4, 4))}, {"type": "text", "text": "1+1="}]
-    rows = [{"prompt": [{"role": "user", "content": content}]}] * 4
-    dataset = IterableDataset.from_generator(lambda: iter(rows))
+@pytest.mark.parametrize("first", [0, 3])
+def test_images_in_a_prompt_are_refused(first):
+    image = {"type": "image", "image": Image.new("RGB", (4, 4))}
+    prompts = [[{"role": "user", "content": [{"type": "text", "text": "1+1="}]}] for _ in range(4)]
+    prompts[first][0]["content"].insert(0, image)
+    dataset = IterableDataset.from_generator(lambda: ({"prompt": prompt} for prompt in prompts))
     with pytest.raises(NotImplementedError, match="image"):
-        train(dataset=dataset)
+        trainer = make_trainer(dataset=dataset, max_steps=4)
+        assert first > 0  # the first example is looked at when the trainer is made, the others when their turn comes
+        trainer.train()
+
+
+def test_models_of_images_are_refused(tmp_path):
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1),
+        text_config=make_model().config,
+        image_token_id=7,
+    )
+    LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
+    LlavaProcessor(CLIPImageProcessorPil(), make_tokenizer(), patch_size=32, image_token="7").save_pretrained(tmp_path)
+    with pytest.raises(NotImplementedError, match=r"multimodal processors yet.*processing_class"):
+        FR3ETrainer(str(tmp_path), digits, FR3EConfig("unused", **CPU | SIZES), train_dataset=make_dataset())
 
 
 def test_an_empty_dataset_is_refused():
