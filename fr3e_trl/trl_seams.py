@@ -311,22 +311,24 @@ def checked_reward_func(func: Callable[..., Any], name: str) -> Callable[..., An
                 )
         return rewards
 
+    @contextmanager
+    def named() -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"In the reward function '{name}'.")
+            raise
+
     if is_async_callable(func):
 
         async def checked_async(*args: Any, **kwargs: Any) -> list[float | None]:
-            try:
+            with named():
                 return check(await func(*args, **kwargs))
-            except Exception as error:
-                error.add_note(f"In the reward function '{name}'.")
-                raise
 
         return checked_async
 
     def checked(*args: Any, **kwargs: Any) -> list[float | None]:
-        try:
+        with named():
             return check(func(*args, **kwargs))
-        except Exception as error:
-            error.add_note(f"In the reward function '{name}'.")
-            raise
 
     return checked
