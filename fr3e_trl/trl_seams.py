@@ -228,10 +228,7 @@ class RowsGRPOTrainer(GRPOTrainer):
         batch["tool_mask"] = batch["tool_mask"] * in_loss.unsqueeze(1)
         # TRL counted the tokens of all rows
         batch["num_items_in_batch"] = (batch["completion_mask"] * batch["tool_mask"]).sum()
-        logged = self._logs["advantages"]
-        for _ in range(min(len(advantages), len(logged))):
-            logged.pop()
-        logged.extend(advantages.tolist())
+        self._logs["advantages"].extend(advantages.tolist())  # it holds one batch: TRL's own drop out
 
     @torch.no_grad()
     def set_behaviour_logprobs(self, batch: dict[str, torch.Tensor], rows: torch.Tensor, temperature: float) -> None:
