@@ -102,6 +102,8 @@ class FR3EScriptArguments(ScriptArguments):
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.reward_funcs, str):  # in a recipe, one name may stand without brackets
+            self.reward_funcs = [self.reward_funcs]
         for name, needed, example in [
             ("system_prompt", "prompt_column", "question"),
             ("answer_separator", "answer_column", "answer"),

@@ -224,6 +224,12 @@ def test_rewards_by_name_and_by_path(train):
     assert smoke_reward(completions=texts, solution=["2"] * 3, prompts=[""] * 3) == [1.0, 0.0, 0.0]
 
 
+def test_one_reward_may_stand_without_brackets(train, tmp_path):
+    (tmp_path / "recipe.yaml").write_text("reward_funcs: math_reward\nbf16: false\nuse_cpu: true\noutput_dir: unused\n")
+    args, _, _ = train.make_parser().parse_args_and_config(["--config", str(tmp_path / "recipe.yaml")])
+    assert args.reward_funcs == ["math_reward"]
+
+
 def test_unknown_reward_is_told_those_that_work(train):
     with pytest.raises(ValueError, match="'accuracy'") as error:
         train.get_reward("accuracy")
