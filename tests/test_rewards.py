@@ -8,13 +8,14 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from datasets import Dataset
 from models import CPU, make_model, make_tokenizer
 from trl.rewards import accuracy_reward
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.rewards import get_math_reward
+from fr3e_trl.rewards import WORKER, get_math_reward
 
 ORDINARY = [
     (r"It is \boxed{0.5}.", r"\frac{1}{2}"),
@@ -79,9 +80,8 @@ def test_it_works_in_any_thread_and_in_several_at_once():
 
 
 def workers_of(pid: int) -> list[int]:
-    listing = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 2) for line in listing.splitlines()[1:]]
-    return [int(row[0]) for row in rows if int(row[1]) == pid and "_math_worker" in row[2]]
+    children = psutil.Process(pid).children()
+    return [child.pid for child in children if child.cmdline()[-1:] == [str(WORKER)]]
 
 
 def wait_until(condition) -> None:
@@ -132,10 +132,12 @@ print("running", flush=True)
 threading.Event().wait()
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout.readline() == "running\n"
-        workers = workers_of(parent.pid)
-        assert len(workers) == 1
-        parent.kill()
+        try:
+            assert parent.stdout.readline() == "running\n"
+            workers = workers_of(parent.pid)
+            assert len(workers) == 1
+        finally:
+            parent.kill()
     wait_until(lambda: not Path(f"/proc/{workers[0]}").exists())
 
 
