@@ -13,3 +13,12 @@ settings.load_profile("reproducible")
 def own_directory(tmp_path, monkeypatch):
     """What a test leaves behind, it leaves in a directory of its own."""
     monkeypatch.chdir(tmp_path)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--kills", type=int, default=3, help="How many runs test_resume.py kills at a random moment.")
+
+
+@pytest.fixture
+def num_kills(request):
+    return request.config.getoption("--kills")

@@ -1,0 +1,97 @@
+"""Exact resume: a run that was cut, at any moment, goes on as the run that was not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+
+TRAINER_STATE_FILE = "trainer_state.json"
+
+# What a step continues from, beside what transformers saves and what the weights of a batch decide
+STATE = ("_step", "_tr_loss", "_globalstep_last_logged")
+
+
+class ResumableGRPOTrainer(GRPOTrainer):
+    """
+    [`~trl.GRPOTrainer`] whose checkpoints hold all that training goes on from.
+
+    The difference from TRL's: the batch that is still being trained on (`num_iterations`, `steps_per_generation`), the
+    place within it, metrics that were not yet logged, and the order of the data in later epochs.
+    """
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """
+        Train, as [`~transformers.Trainer.train`].
+
+        `resume_from_checkpoint=True` takes the last checkpoint that is complete: one that was being written when the
+        run was killed is passed over.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    # Each process saves and loads its own, where transformers does so with the states of the random generators: when
+    # the data are where they were, and before the next step.
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        is_batch_used_up = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+        state = {name: getattr(self, name) for name in STATE}
+        state["buffered_inputs"] = None if is_batch_used_up else self._buffered_inputs
+        state["metrics"] = dict(self._metrics["train"])
+        torch.save(state, self._state_file(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is None or not self._state_file(checkpoint).exists():
+            return  # a checkpoint of GRPOTrainer's
+        state = torch.load(self._state_file(checkpoint), map_location=self.args.device, weights_only=True)
+        for name in STATE:
+            setattr(self, name, state[name])
+        self._buffered_inputs = state["buffered_inputs"]
+        self._metrics["train"].update(state["metrics"])
+
+    def _state_file(self, checkpoint: str) -> Path:
+        return Path(checkpoint) / f"grpo_state_{self.args.process_index}.pt"
+
+    # The order of the data. TRL's sampler shuffles by one random generator, which each epoch moves on.
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        self._train_sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._train_sampler
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, *args: Any, **kwargs: Any
+    ) -> tuple[int, int]:
+        epochs_trained, steps_trained_in_epoch = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs
+        )
+        if self.state.global_step >= max_steps:
+            return num_train_epochs, 0  # transformers would train one step more
+        for _ in range(epochs_trained):
+            next(iter(self._train_sampler), None)
+        return epochs_trained, steps_trained_in_epoch
+
+
+def last_complete_checkpoint(output_dir: str) -> str:
+    """
+    The last checkpoint that was written to its end.
+
+    Raises:
+        ValueError: There is none.
+    """
+    checkpoints = sorted(
+        Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: int(path.name.rpartition("-")[2])
+    )
+    for checkpoint in reversed(checkpoints):
+        try:
+            json.loads((checkpoint / TRAINER_STATE_FILE).read_text())  # what is written last
+            return str(checkpoint)
+        except (OSError, ValueError):
+            continue
+    raise ValueError(
+        f"There is no complete checkpoint in {output_dir!r} to resume from. Train without resume_from_checkpoint."
+    )

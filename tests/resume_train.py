@@ -1,0 +1,49 @@
+"""A training run that goes on from its last checkpoint, if it has one. A script: it is killed."""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+from models import CPU, make_dataset, make_model, make_tokenizer
+from peft import LoraConfig
+
+from fr3e_trl import FR3EConfig, FR3ETrainer
+
+
+def letters(completions, **kwargs):
+    return [float(sum(map(ord, text)) % 97) for text in completions]
+
+
+def main() -> None:
+    """More than an epoch, each generated batch used in several steps, checkpoints within a batch, dropout."""
+    sizes = {"num_generations": 8, "per_device_train_batch_size": 8, "steps_per_generation": 2, "num_iterations": 2}
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 20}
+    trainer = FR3ETrainer(
+        make_model(),
+        letters,
+        FR3EConfig("output", max_completion_length=12, learning_rate=1e-2, **CPU | sizes | saving),
+        train_dataset=make_dataset(6),
+        processing_class=make_tokenizer(),
+        peft_config=LoraConfig(lora_dropout=0.1, target_modules="all-linear"),
+    )
+    print("training", flush=True)
+    try:
+        trainer.train(resume_from_checkpoint=True)
+    except ValueError as error:
+        assert "no complete checkpoint" in str(error)
+        trainer.train()
+    parameters = torch.cat([param.detach().flatten() for param in trainer.model.parameters()])
+    timings = ("step_time", "runtime", "per_second", "train_loss")
+    logs = [
+        {name: value for name, value in entry.items() if not name.endswith(timings)}
+        for entry in trainer.state.log_history
+    ]
+    outcome = parameters.numpy().tobytes() + json.dumps(logs, sort_keys=True).encode()
+    print("digest", hashlib.sha256(outcome).hexdigest()[:16], flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parent))
+    main()
