@@ -101,6 +101,18 @@ class FR3EConfig(GRPOConfig):
             Weight κ, in rollouts, of a prior in the baseline of each row: the value of the state before it, and for
             the prompt the mean over the batch's other prompts. `0` uses the plain mean of the state's rewards.
 
+        > Parameters that control vLLM, beside those of `GRPOConfig`
+
+        vllm_adapter_sync (`bool`, *optional*):
+            Whether a vLLM server gets the LoRA adapter alone at each step, through a directory, in place of the whole
+            model with the adapter merged. If `None`, it does where it can: for a LoRA policy, when the server was
+            started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
+        vllm_adapter_dir (`str`, *optional*):
+            Directory for that, which trainer and server must both see and no other run uses. If `None`,
+            `_vllm_adapter` in `output_dir`.
+        vllm_request_timeout (`float`, *optional*, defaults to `1800.0`):
+            Seconds that a vLLM server may take to answer a request before it is sent again.
+
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`]:
     > - `epsilon_high`: Defaults to `0.28` instead of `None`.
@@ -199,6 +211,26 @@ class FR3EConfig(GRPOConfig):
             "and for the prompt the mean over the batch's other prompts. `0` uses the plain mean of the state's "
             "rewards."
         },
+    )
+
+    vllm_adapter_sync: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether a vLLM server gets the LoRA adapter alone at each step, through a directory, in place of "
+            "the whole model with the adapter merged. If `None`, it does where it can: for a LoRA policy, when the "
+            "server was started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`."
+        },
+    )
+    vllm_adapter_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Directory for that, which trainer and server must both see and no other run uses. If `None`, "
+            "`_vllm_adapter` in `output_dir`."
+        },
+    )
+    vllm_request_timeout: float = field(
+        default=1800.0,
+        metadata={"help": "Seconds that a vLLM server may take to answer a request before it is sent again."},
     )
 
     # Overridden defaults: the paper's, in TRL's names
@@ -304,6 +336,7 @@ class FR3EConfig(GRPOConfig):
         _require(self, "explore_temperature_scale", self.explore_temperature_scale > 0, "above 0, for example 1.0")
         _require(self, "modulation_clip", self.modulation_clip > 0, "above 0, for example 5.0")
         _require(self, "value_prior_strength", self.value_prior_strength >= 0, "0 or more, for example 2.0")
+        _require(self, "vllm_request_timeout", self.vllm_request_timeout > 0, "above 0, for example 1800")
         if self.reuse_base:
             _require(
                 self,

@@ -4,6 +4,7 @@ import logging
 import textwrap
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,15 +20,23 @@ from transformers import (
 )
 from trl import GRPOConfig
 from trl.data_utils import is_conversational
+from trl.extras.profiling import profiling_context
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id
 
 from .advantages import compute_advantages, weighted_rewards
 from .config import FR3EConfig
 from .metrics import tree_metrics
-from .sampling import ContinuousBatchingSampler, GenerateSampler, Sampler
+from .sampling import (
+    ContinuousBatchingSampler,
+    GenerateSampler,
+    Sampler,
+    VLLMColocateSampler,
+    VLLMServerSampler,
+)
 from .tree import Score, Tree, chains_of, explore, rollouts_of
 from .trl_seams import Rows, RowsGRPOTrainer, checked_reward_func
+from .vllm_server import VLLMServerError
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -155,7 +164,14 @@ class FR3ETrainer(RowsGRPOTrainer):
         ]
         self.trees: list[Tree] = []
         self.sampler: Sampler
-        if self.use_transformers_continuous_batching:
+        self._context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if self.use_vllm:
+            kind = VLLMServerSampler if self.vllm_mode == "server" else VLLMColocateSampler
+            self.sampler = kind(
+                self.vllm_generation, self.eos_token_ids, partial(profiling_context, self, "vLLM.generate")
+            )
+            self._check_vllm(train_dataset)
+        elif self.use_transformers_continuous_batching:
             self.sampler = ContinuousBatchingSampler(
                 self.generation_model, self.generation_config, self.continuous_batching_config
             )
@@ -163,19 +179,26 @@ class FR3ETrainer(RowsGRPOTrainer):
             self.sampler = GenerateSampler(self.generation_model, self.generation_config)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        if self.args.is_plain_grpo or not self.model.training:
-            return super()._generate_and_score_completions(inputs)
+        try:
+            if self.args.is_plain_grpo or not self.model.training:
+                return super()._generate_and_score_completions(inputs)
+            return self._explore_and_assemble(inputs)
+        except VLLMServerError as error:
+            self._save_before(error)
+            raise
+
+    def _explore_and_assemble(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         examples = inputs[:: self.num_generations]  # TRL repeats each of them for its group
-        self.trees = self._grow_trees(examples)
+        with self.vllm_engine():
+            self.trees = self._grow_trees(examples)
         batch = self.assemble(self._to_rows(examples))
         advantages, in_loss = self._compute_advantages()
         self.set_advantages(batch, advantages.to(batch["advantages"]), in_loss.to(batch["advantages"].device))
-        if self.args.explore_temperature_scale != 1:
-            explored = torch.tensor([state.parent is not None for _, state, _ in rollouts_of(self.trees)])
-            temperature = self.temperature * self.args.explore_temperature_scale
-            self.set_behaviour_logprobs(batch, explored.to(batch["advantages"].device), temperature)
         for name, value in tree_metrics(self.trees, advantages[in_loss]).items():
             self._metrics["train"][name].append(value)
+        hit_rate = getattr(self.sampler, "hit_rate", None)  # of what was sampled last: the anchors' rollouts
+        if hit_rate is not None and self.args.num_anchors:
+            self._metrics["train"]["fr3e/prefix_cache/hit_rate"].append(hit_rate)
         return batch
 
     def _grow_trees(self, examples: list[dict[str, Any]]) -> list[Tree]:
@@ -201,16 +224,49 @@ class FR3ETrainer(RowsGRPOTrainer):
 
     def _budget(self, prompt_ids: list[int]) -> int:
         """Longest completion of a prompt, in tokens: `max_completion_length`, or what the model's context leaves."""
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if context is None:
+        if self._context is None:
             return self.max_completion_length
-        if len(prompt_ids) >= context:
+        if len(prompt_ids) >= self._context:
             raise ValueError(
-                f"A prompt has {len(prompt_ids)} tokens, and the model's context {context}. Prompts must be shorter, "
-                "to leave room for a completion: filter the dataset by length. The prompt begins with "
+                f"A prompt has {len(prompt_ids)} tokens, and the model's context {self._context}. Prompts must be "
+                "shorter, to leave room for a completion: filter the dataset by length. The prompt begins with "
                 f"{self.processing_class.decode(prompt_ids[:20])!r}."
             )
-        return min(self.max_completion_length, context - len(prompt_ids))
+        return min(self.max_completion_length, self._context - len(prompt_ids))
+
+    def _check_vllm(self, train_dataset: Dataset | IterableDataset | None) -> None:
+        """Take vLLM's context for the model's, if it has room for completions; tell of biases that stay."""
+        available = self.vllm_generation.max_context()
+        if self._context is None or available < self._context:
+            self._context = available
+            prompt = [] if train_dataset is None else self.tokenize_prompts([next(iter(train_dataset))["prompt"]])[0]
+            needed = len(prompt) + self.max_completion_length
+            if available < needed:
+                raise ValueError(
+                    f"vLLM has a context of {available} tokens, too few for the {len(prompt)} of the first prompt and "
+                    f"max_completion_length={self.max_completion_length}. Start it with --max-model-len {needed} or "
+                    "more (in colocate mode: vllm_max_model_length), or lower max_completion_length."
+                )
+        unscored = sorted(UNSCORED_SAMPLING & set(self.args.generation_kwargs or {}))
+        if self.repetition_penalty != 1:
+            unscored.append("repetition_penalty")
+        if unscored and self.vllm_importance_sampling_correction:
+            logger.warning(
+                "vLLM samples with %s, which the loss knows nothing of: log-probs of the two differ by more than "
+                "rounding, and the importance ratio (importance_sampling_ratio) corrects for the difference as if the "
+                "policy had changed. It is biased towards tokens that these settings make rarer. Leave them out, or "
+                "set vllm_importance_sampling_correction=False.",
+                " and ".join(unscored),
+            )
+
+    def _save_before(self, error: VLLMServerError) -> None:
+        """Save a checkpoint of the last step before a run ends with `error`."""
+        if self.state.global_step > 0:
+            self._save_checkpoint(self.model_wrapped, trial=None)
+            error.add_note(
+                f"Step {self.state.global_step}, the last that was trained, is saved in {self.args.output_dir}. When "
+                "the server is up, go on with trainer.train(resume_from_checkpoint=True)."
+            )
 
     def _to_rows(self, examples: list[dict[str, Any]]) -> Rows:
         """The rollouts of every state, as TRL's rows."""
@@ -227,6 +283,10 @@ class FR3ETrainer(RowsGRPOTrainer):
             completion_ids=[state.prefix_ids + rollout.token_ids for _, state, rollout in rollouts],
             loss_mask=[[0] * len(state.prefix_ids) + [1] * len(rollout.token_ids) for _, state, rollout in rollouts],
             logprobs=logprobs if len(logprobs) == len(rollouts) else None,
+            temperatures=[
+                self.temperature * (1 if state.parent is None else self.args.explore_temperature_scale)
+                for _, state, _ in rollouts
+            ],
             rewards_per_func=torch.tensor([r.score.rewards for _, _, r in rollouts], device=self.accelerator.device),
             extra_logs={column: [r.score.logs.get(column) for _, _, r in rollouts] for column in columns},
         )
@@ -268,9 +328,19 @@ class FR3ETrainer(RowsGRPOTrainer):
         card.save(path)
 
 
+# Settings of vLLM that change what is sampled, and that neither the policy's log-probs nor ours take into account
+UNSCORED_SAMPLING = {
+    "allowed_token_ids", "bad_words", "frequency_penalty", "logit_bias", "min_p", "min_tokens", "presence_penalty",
+    "repetition_penalty", "structured_outputs", "top_k", "top_p",
+}  # fmt: skip
+
 # What the model card tells of a run
 CARD_SETTINGS = [
-    *(field.name for field in fields(FR3EConfig) if field.name not in GRPOConfig.__dataclass_fields__),
+    *(
+        field.name
+        for field in fields(FR3EConfig)
+        if field.name not in GRPOConfig.__dataclass_fields__ and not field.name.startswith("vllm_")
+    ),
     "num_generations",
     "max_completion_length",
     "temperature",
@@ -288,7 +358,7 @@ def _refuse_unsupported(args: FR3EConfig, tools: Any, rollout_func: Any, environ
         ("tools", bool(tools), "Leave them out"),
         ("a rollout_func", rollout_func is not None, "Leave it out"),
         ("an environment_factory", environment_factory is not None, "Leave it out"),
-        ("vLLM (use_vllm=True)", args.use_vllm, "Set use_vllm=False"),
+        ("vllm_structured_outputs_regex", args.vllm_structured_outputs_regex is not None, "Leave it out"),
         (f"{args.world_size} processes", args.world_size > 1, "Launch one (accelerate launch --num_processes 1)"),
     ]
     for what, given, remedy in unsupported:

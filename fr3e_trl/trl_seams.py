@@ -6,6 +6,7 @@ which some leave the loss. `tests/test_trl_contract.py` names everything that it
 that moves any of it fails there first.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,19 +16,27 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from torch import nn
-from trl import GRPOTrainer
+from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
+from trl.trainer import grpo_trainer
 from trl.trainer.grpo_trainer import RolloutFunc
 from trl.trainer.utils import add_fused_lm_head, is_async_callable, pad
+
+from .config import FR3EConfig
+from .resume import ResumableGRPOTrainer
+from .vllm_sync import FR3EVLLMGeneration
 
 # Keys of TRL's batch that hold its tokens
 BATCH_TOKENS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 # Losses that TRL averages over rows rather than over tokens
 ROW_MEAN_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")
+
+# Divergence of vLLM's samples from the policy, in nats a token, that rounding and quantization may amount to
+MAX_DIVERGENCE = 1.0
 
 
 @dataclass
@@ -49,6 +58,8 @@ class Rows:
         logprobs (`list[list[float | None]]`, *optional*):
             Log-probability of each token of each completion under the distribution that it was sampled from, `None`
             for a token that is only context.
+        temperatures (`list[float]`):
+            Temperature that the tokens in the loss were sampled at, for each row.
         rewards_per_func (`torch.Tensor` of shape (R, F)):
             Rewards, NaN where a function gave none.
         extra_logs (`dict[str, list]`):
@@ -60,18 +71,26 @@ class Rows:
     completion_ids: list[list[int]]
     loss_mask: list[list[int]]
     logprobs: list[list[float | None]] | None
+    temperatures: list[float]
     rewards_per_func: torch.Tensor
     extra_logs: dict[str, list[Any]] = field(default_factory=dict)
 
 
-class RowsGRPOTrainer(GRPOTrainer):
+class RowsGRPOTrainer(ResumableGRPOTrainer):
     """[`~trl.GRPOTrainer`] that can train on rows generated and scored before it assembles a batch."""
 
     beta: float
     rollout_func: RolloutFunc | None
+    _last_loaded_step: int
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, *, args: FR3EConfig, **kwargs: Any):
+        # TRL has no other way in: what it makes by this name is our own class
+        original = grpo_trainer.VLLMGeneration
+        grpo_trainer.VLLMGeneration = functools.partial(FR3EVLLMGeneration, fr3e_args=args)
+        try:
+            super().__init__(args=args, **kwargs)
+        finally:
+            grpo_trainer.VLLMGeneration = original
         self._rows: Rows | None = None  # set while a batch is assembled from finished rows
 
     # Before the batch: what is needed to generate and score
@@ -101,6 +120,27 @@ class RowsGRPOTrainer(GRPOTrainer):
                 yield model
             finally:
                 self.model.train(training)  # continuous batching leaves it in evaluation mode
+
+    @contextmanager
+    def vllm_engine(self) -> Iterator[None]:
+        """Have vLLM ready with the policy's weights; one that may sleep wakes up for as long. Without vLLM, nothing."""
+        if not self.use_vllm:
+            yield
+            return
+        generation = self.vllm_generation
+        may_sleep = self.vllm_mode == "colocate" and generation.enable_sleep_mode
+        if self.state.global_step != self._last_loaded_step or (may_sleep and generation._llm_weights_sleeping):
+            with profiling_context(self, "sync_weights"):
+                generation.sync_weights()  # wakes up the memory of the weights
+            self._last_loaded_step = self.state.global_step
+        if may_sleep:
+            generation.llm.wake_up(tags=["kv_cache"])
+        try:
+            yield
+        finally:
+            if may_sleep:
+                generation.llm.sleep(level=2)
+                generation._llm_weights_sleeping = True
 
     def tokenize_prompts(self, prompts: list[Any]) -> list[list[int]]:
         """Token ids of prompts, standard or conversational."""
@@ -184,18 +224,27 @@ class RowsGRPOTrainer(GRPOTrainer):
 
     def assemble(self, rows: Rows) -> dict[str, torch.Tensor]:
         """Have TRL make its batch of `rows`: padding, log-probs of the old and the reference policy, logs."""
+        logprobs = rows.logprobs
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        if corrects and logprobs is not None and (self._truncates or self._off_temperature(rows).any()):
+            logprobs = self._as_if_scored(rows, logprobs)
         self._rows = rows
         self.rollout_func = lambda prompts, trainer: {
             "prompt_ids": rows.prompt_ids,
             "completion_ids": rows.completion_ids,
-            "logprobs": rows.logprobs,
+            "logprobs": logprobs,
         }
         self._pending_extra_logs.update(rows.extra_logs)
         try:
-            return super()._generate_and_score_completions(rows.inputs)
+            batch = super()._generate_and_score_completions(rows.inputs)
         finally:
             self._rows = None
             self.rollout_func = None
+        if corrects:
+            self._check_same_policy(batch)
+        if self._off_temperature(rows).any():
+            self._set_behaviour_logprobs(batch, rows)
+        return batch
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         output = super()._generate(prompts)
@@ -230,25 +279,21 @@ class RowsGRPOTrainer(GRPOTrainer):
         batch["num_items_in_batch"] = (batch["completion_mask"] * batch["tool_mask"]).sum()
         self._logs["advantages"].extend(advantages.tolist())  # it holds one batch: TRL's own drop out
 
-    @torch.no_grad()
-    def set_behaviour_logprobs(self, batch: dict[str, torch.Tensor], rows: torch.Tensor, temperature: float) -> None:
-        """
-        Take the importance ratio of some rows against the policy at another temperature, at which they were sampled.
+    def _off_temperature(self, rows: Rows) -> torch.Tensor:
+        """Rows sampled at another temperature than the loss scores them at, as a boolean mask of shape (R,)."""
+        return torch.tensor(rows.temperatures, device=self.accelerator.device) != self.temperature
 
-        Args:
-            batch (`dict[str, torch.Tensor]`):
-                What [`assemble`] returned, changed in place.
-            rows (`torch.Tensor` of shape (R,)):
-                Boolean mask of the rows.
-            temperature (`float`):
-                Their sampling temperature.
-        """
+    @torch.no_grad()
+    def _set_behaviour_logprobs(self, batch: dict[str, torch.Tensor], rows: Rows) -> None:
+        """Take the importance ratio of such rows against the policy at the temperature that they were sampled at."""
         if "old_per_token_logps" not in batch:
             batch["old_per_token_logps"] = self._logprobs(batch)
-        if rows.any():
-            with self._scoring_temperature(temperature):
-                behaviour = self._logprobs({key: batch[key][rows] for key in BATCH_TOKENS})
-            batch["old_per_token_logps"][rows] = behaviour
+        temperatures = torch.tensor(rows.temperatures, device=self.accelerator.device)
+        for temperature in temperatures[self._off_temperature(rows)].unique():
+            sampled_at_it = temperatures == temperature
+            with self._scoring_temperature(temperature.item()):
+                behaviour = self._logprobs({key: batch[key][sampled_at_it] for key in BATCH_TOKENS})
+            batch["old_per_token_logps"][sampled_at_it] = behaviour
 
     def _logprobs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return self._get_per_token_logps_and_entropies(
@@ -269,6 +314,58 @@ class RowsGRPOTrainer(GRPOTrainer):
             yield
         finally:
             model.forward = forward
+
+    # vLLM's log-probs
+
+    @property
+    def _truncates(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
+
+    @torch.no_grad()
+    def _as_if_scored(self, rows: Rows, logprobs: list[list[float | None]]) -> list[list[float | None]]:
+        """
+        vLLM's log-probs, brought from the distribution that it samples from to the one that the loss scores.
+
+        vLLM samples at a row's own temperature, from the tokens that top_k, top_p and min_p leave, and its log-probs
+        are of that distribution; TRL compares them with the policy's over the whole vocabulary at the temperature of
+        the training, and takes the difference for one between the two engines. What it is by the policy's own weights
+        is added to them here, so that the ratio is 1 where the engines agree.
+        """
+        warpers = LogitsProcessorList()
+        # In vLLM's order
+        if self.min_p:
+            warpers.append(MinPLogitsWarper(self.min_p))
+        if self.top_k > 0:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            warpers.append(TopPLogitsWarper(self.top_p))
+        corrected = []
+        for i, of_row in enumerate(logprobs):
+            start = rows.loss_mask[i].index(1)
+            ids = torch.tensor([rows.prompt_ids[i] + rows.completion_ids[i]], device=self.accelerator.device)
+            tokens = ids[0, len(rows.prompt_ids[i]) + start :, None]
+            with self.accelerator.autocast():
+                logits = self.model(input_ids=ids, logits_to_keep=len(tokens) + 1).logits[0, :-1].float()
+            scored = (logits / self.temperature).log_softmax(-1).gather(1, tokens)
+            logits /= rows.temperatures[i]
+            # A token at the edge may be cut off by these weights, and not by vLLM's rounding of them
+            sampled_from = warpers(ids, logits).scatter(1, tokens, logits.gather(1, tokens)).log_softmax(-1)
+            shift = (scored - sampled_from.gather(1, tokens)).squeeze(1).tolist()
+            shifted = [None if x is None else x + y for x, y in zip(of_row[start:], shift, strict=True)]
+            corrected.append([*of_row[:start], *shifted])
+        return corrected
+
+    def _check_same_policy(self, batch: dict[str, torch.Tensor]) -> None:
+        """Refuse samples of another model: of a server that was started with the wrong one, say."""
+        difference = batch["sampling_per_token_logps"] - batch["old_per_token_logps"]
+        mask = (batch["completion_mask"] * batch["tool_mask"]).bool() & difference.isfinite()
+        divergence = difference[mask].mean().item()
+        if divergence > MAX_DIVERGENCE:
+            raise RuntimeError(
+                f"vLLM does not sample from the policy {self.model.name_or_path!r}, but from a distribution "
+                f"{divergence:.2f} nats a token away from it ({MAX_DIVERGENCE} are allowed). Does it serve the same "
+                "model?"
+            )
 
     # The loss
 

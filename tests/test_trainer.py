@@ -634,7 +634,7 @@ def test_a_grpo_config_is_accepted(caplog):
         ({"tools": [max]}, "tools"),
         ({"rollout_func": lambda prompts, trainer: {}}, "rollout_func"),
         ({"environment_factory": object}, "environment_factory"),
-        ({"use_vllm": True}, "vLLM"),
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex"),
     ],
 )
 def test_what_is_not_supported_is_refused(arguments, named):

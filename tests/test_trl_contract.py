@@ -1,7 +1,8 @@
 """
 What FR3E relies on in TRL, by name. When a new version of TRL is tried, this fails first and says what moved.
 
-All of it is used in `fr3e_trl/trl_seams.py`, but for the constructor and the model card.
+All of it is used in `trl_seams.py`, `vllm_sync.py` and `resume.py`, but for the constructor and the model card. What is
+relied on in transformers' trainer is named here too.
 """
 
 import inspect
@@ -12,11 +13,14 @@ import trl
 from datasets import Dataset
 from models import make_model, make_tokenizer
 from packaging.version import Version
+from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 from trl.extras.profiling import profiling_context
+from trl.generation.vllm_generation import VLLMGeneration
 from trl.models import unwrap_model_for_generation
+from trl.trainer import grpo_trainer
 from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import add_fused_lm_head, get_config_model_id, is_async_callable, pad
 
@@ -48,6 +52,20 @@ def test_the_constructor_takes_what_grpo_trainer_takes():
         (GRPOTrainer._compute_loss, ["self", "model", "inputs"]),
         (GRPOTrainer._tokenize_prompts, ["self", "prompts"]),
         (_BaseTrainer.create_model_card, ["self", "model_name", "dataset_name", "tags"]),
+        (GRPOTrainer._save_checkpoint, ["self", "model", "trial"]),
+        (
+            Trainer._init_training_state,
+            [
+                *("self", "max_steps", "num_update_steps_per_epoch", "num_train_epochs"),
+                *("resume_from_checkpoint", "trial"),
+            ],
+        ),
+        (Trainer._save_rng_state, ["self", "output_dir"]),
+        (Trainer._load_rng_state, ["self", "checkpoint"]),
+        (GRPOTrainer._get_train_sampler, ["self", "dataset"]),
+        (VLLMGeneration._init_vllm, ["self"]),
+        (VLLMGeneration.sync_weights, ["self"]),
+        (VLLMGeneration.generate, ["self", "prompts", "images", "num_generations", "profiler"]),
     ],
 )
 def test_methods_that_are_called_or_overridden(method, expected):
@@ -72,6 +90,24 @@ def test_methods_that_are_called_or_overridden(method, expected):
 )
 def test_arguments_that_are_passed(function, used):
     assert set(used) <= set(parameters(function))
+
+
+def test_what_the_trainer_makes_for_vllm(monkeypatch):
+    """It looks its class up in its own module, and the names of what it passes are attributes that are read."""
+    made = {}
+
+    def make(**arguments):
+        made.update(arguments)
+        raise StopIteration
+
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", make)
+    with pytest.raises(StopIteration):
+        train(GRPOTrainer, use_vllm=True, vllm_mode="server", per_device_train_batch_size=8)
+    assert made.keys() <= set(parameters(VLLMGeneration.__init__))
+    assert {
+        *("model", "accelerator", "processing_class", "mode", "server_base_url", "server_host", "server_port"),
+        *("server_timeout", "enable_sleep_mode", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs"),
+    } <= made.keys()
 
 
 def test_functions_that_are_called_by_position():
@@ -137,6 +173,7 @@ def test_what_a_batch_consists_of():
     assert trainer.reward_func_names == ["reward"] and trainer.reward_weights.tolist() == [1.0]
     assert not trainer.use_transformers_continuous_batching and trainer._tokenizer is trainer.processing_class
     assert {"beta", "loss_type", "continuous_batching_config", "generation_kwargs", "_dist"} <= vars(trainer).keys()
+    assert {"_step", "_tr_loss", "_globalstep_last_logged", "_buffered_inputs", "_metrics"} <= vars(trainer).keys()
     assert not trainer._pending_extra_logs and trainer._logs["advantages"].maxlen == 8
     assert "reward" in trainer.state.log_history[0]
 

@@ -1,0 +1,317 @@
+"""vLLM's own server (`vllm serve`): requests that outlive its faults, and adapters that it loads from a directory."""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import requests
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_FAULTS = 5  # in a row, before a server that is up is given up
+MAX_IN_FLIGHT = 512  # requests; more than a server decodes at once
+CONTROL_TIMEOUT = 120.0  # seconds for a request that generates nothing
+RETRIED_STATUSES = (404, 408, 429)  # 404: a server that was restarted does not know the adapter yet
+
+
+class VLLMServerError(RuntimeError):
+    """The vLLM server cannot be used, or not any more. The message says what to do."""
+
+
+class ServerFault(Exception):
+    """A request failed in a way that may pass."""
+
+
+class VLLMServer:
+    """
+    Client of a vLLM server.
+
+    A request that fails because the server cannot be reached, takes too long, or reports an error of its own is sent
+    again once the server is up, at most 5 times, with growing pauses. A server that was restarted gets the adapter
+    again.
+
+    Args:
+        base_url (`str`):
+            Address, for example `"http://localhost:8000"`.
+        start_command (`str`):
+            Command that starts such a server, for errors to tell.
+        up_timeout (`float`):
+            Seconds to wait for the server to be up, at first and after a fault.
+        request_timeout (`float`):
+            Seconds for an answer to a request that generates.
+
+    Attributes:
+        base_model (`str`):
+            Name of the model that is served.
+        config (`dict`):
+            The server's `VllmConfig`, as JSON.
+
+    Raises:
+        VLLMServerError: The server is not up in time, or lacks its development endpoints.
+    """
+
+    def __init__(self, base_url: str, start_command: str, up_timeout: float, request_timeout: float):
+        self.base_url = base_url.rstrip("/")
+        self.start_command = start_command
+        self.up_timeout = up_timeout
+        self.request_timeout = request_timeout
+        self.adapter_name: str | None = None
+        self.adapter_path: str | None = None
+        self._instance_with_weights: str | None = None
+        self.config: dict[str, Any]
+        self.environment: dict[str, Any]
+        self.wait_until_up()
+        self._retry(self._read_config)
+        self.base_model: str = self._retry(self._models)[0]["id"]
+
+    @property
+    def model(self) -> str:
+        """Name that requests ask for: the adapter's, or the served model's."""
+        return self.adapter_name or self.base_model
+
+    def get_server_info(self) -> dict[str, Any]:
+        """The server's configuration, by the name that TRL asks for it."""
+        return self.config
+
+    def wait_until_up(self) -> None:
+        """
+        Wait for the server to answer.
+
+        Raises:
+            VLLMServerError: It does not within `up_timeout` seconds.
+        """
+        start = last_report = time.monotonic()
+        while True:
+            try:
+                self._checked(self._request("GET", "/health", timeout=10))
+                return
+            except ServerFault as fault:
+                now = time.monotonic()
+                if now - start >= self.up_timeout:
+                    raise VLLMServerError(
+                        f"The vLLM server at {self.base_url} cannot be reached ({fault}); it was waited for "
+                        f"{self.up_timeout:.0f} s (vllm_server_timeout). Start one with:\n{self.start_command}"
+                    ) from fault
+                if now - last_report >= 15:
+                    last_report = now
+                    logger.warning("Waiting for the vLLM server at %s: %.0f s", self.base_url, now - start)
+                time.sleep(1)
+
+    def load_adapter(self, name: str, path: Path) -> None:
+        """
+        Load the LoRA adapter in a directory that the server can read, in place of the last one.
+
+        From then on requests ask for it. Each needs a name of its own. One that is loaded again under its name, in
+        vLLM's way (`load_inplace`), leaves the prefix cache with what was computed before (vllm-project/vllm#42125),
+        and is read from the disk again by later requests (#41482): the engine dies when the directory is gone.
+
+        Raises:
+            VLLMServerError: The server refuses it.
+        """
+        if self.adapter_name is not None:
+            self.unload_adapter()
+        self.adapter_name, self.adapter_path = name, str(path)
+        self._retry(self._load_adapter)
+
+    def expect_no_restart(self) -> None:
+        """From now on, take a restart for an error: the server has weights that nothing can load into it again."""
+        self._retry(self._read_config)
+        self._instance_with_weights = self.config["instance_id"]
+
+    def unload_adapter(self) -> None:
+        """Have the server forget the adapter, if it still can be asked to."""
+        with contextlib.suppress(requests.RequestException):
+            requests.post(f"{self.base_url}/v1/unload_lora_adapter", json={"lora_name": self.adapter_name}, timeout=5)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text by the server's tokenizer, without special tokens added."""
+        payload = {"model": self.base_model, "prompt": text, "add_special_tokens": False}
+        return self._retry(lambda: self._checked(self._request("POST", "/tokenize", json=payload)).json()["tokens"])
+
+    def prefix_cache_counters(self) -> tuple[float, float]:
+        """Tokens that were looked for in the prefix cache since the server started, and those that were there."""
+        with contextlib.suppress(ServerFault):
+            lines = self._request("GET", "/metrics").text.splitlines()
+            queries, hits = (
+                sum(
+                    float(line.rpartition(" ")[2])
+                    for line in lines
+                    if line.startswith(f"vllm:prefix_cache_{name}_total")
+                )
+                for name in ("queries", "hits")
+            )
+            return queries, hits
+        return 0.0, 0.0
+
+    def complete(self, payloads: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """
+        Send requests for completions, all in flight together.
+
+        Args:
+            payloads (`Sequence[dict]`):
+                Bodies of `/v1/completions`, one prompt of token ids each. The model is filled in.
+
+        Returns:
+            `list[dict]`: The response to each, with its choices in the order of their `index`.
+
+        Raises:
+            VLLMServerError: A request is refused, or the server does not recover.
+        """
+        responses: list[dict[str, Any] | None] = [None] * len(payloads)
+
+        def send(i: int) -> None:
+            named = {**payloads[i], "model": self.model, "return_token_ids": True}
+            response = self._request("POST", "/v1/completions", timeout=self.request_timeout, json=named)
+            body = self._checked(response).json()
+            body["choices"].sort(key=lambda choice: choice["index"])
+            if any(choice["finish_reason"] == "abort" for choice in body["choices"]):
+                raise ServerFault("it aborted the request")
+            responses[i] = body
+
+        def send_pending() -> None:
+            self._check_weights()
+            in_parallel(send, [i for i, response in enumerate(responses) if response is None])
+
+        self._retry(send_pending)
+        return [response for response in responses if response is not None]
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        features: None = None,
+        structured_outputs_regex: str | None = None,
+        generation_kwargs: dict[str, Any] | None = None,
+        **sampling_params: Any,
+    ) -> dict[str, list[Any]]:
+        """As [`~trl.generation.vllm_client.VLLMClient.generate`]: what TRL calls where it generates by itself."""
+        if structured_outputs_regex is not None:
+            sampling_params["structured_outputs"] = {"regex": structured_outputs_regex}
+        sampling_params |= generation_kwargs or {}
+        responses = self.complete([{**sampling_params, "prompt": prompt} for prompt in prompts])
+        choices = [choice for response in responses for choice in response["choices"]]
+        return {
+            "prompt_ids": prompts,
+            "completion_ids": [choice["token_ids"] for choice in choices],
+            "logprobs": [[[logprob] for logprob in choice["logprobs"]["token_logprobs"]] for choice in choices],
+            "logprob_token_ids": [[[token_id] for token_id in choice["token_ids"]] for choice in choices],
+        }
+
+    # One request
+
+    def _request(self, method: str, path: str, timeout: float = CONTROL_TIMEOUT, **kwargs: Any) -> requests.Response:
+        try:
+            # Not in a session: a connection that is kept may be closed by the server just as it is used again
+            return requests.request(method, self.base_url + path, timeout=(10, timeout), **kwargs)
+        except requests.Timeout as error:
+            raise ServerFault(f"no answer to {path} within {timeout:.0f} s") from error
+        except (requests.exceptions.InvalidURL, requests.exceptions.MissingSchema, requests.exceptions.InvalidSchema):
+            raise VLLMServerError(
+                f"vllm_server_base_url={self.base_url!r} is no address. It must be like 'http://localhost:8000'."
+            ) from None
+        except requests.RequestException as error:
+            raise ServerFault(f"{type(error).__name__} at {path}") from error
+
+    def _checked(self, response: requests.Response) -> requests.Response:
+        if response.status_code == 200:
+            return response
+        what = f"{response.status_code} at {response.request.path_url}: {response.text[:500]}"
+        if response.status_code >= 500 or response.status_code in RETRIED_STATUSES:
+            raise ServerFault(what)
+        raise VLLMServerError(f"The vLLM server at {self.base_url} refused a request: {what}")
+
+    def _retry(self, action: Callable[[], T]) -> T:
+        """Call `action` until no fault stops it."""
+        for number in range(1, MAX_FAULTS + 1):
+            try:
+                return action()
+            except ServerFault as error:
+                fault = error
+            if number < MAX_FAULTS:
+                logger.warning("Fault %d of the vLLM server at %s: %s", number, self.base_url, fault)
+                time.sleep(2**number)
+                self.wait_until_up()
+        raise VLLMServerError(
+            f"The vLLM server at {self.base_url} failed {MAX_FAULTS} times in a row, the last time with: {fault}. Its "
+            f"own log says more. If it hangs, start it again with:\n{self.start_command}"
+        ) from fault
+
+    # Weights
+
+    def _check_weights(self) -> None:
+        """See to it that the server generates with what it was last given, also if it was restarted since."""
+        if self.adapter_name is not None:
+            self._load_adapter()
+        elif self._instance_with_weights is not None:
+            self._read_config()
+            if self.config["instance_id"] != self._instance_with_weights:
+                raise VLLMServerError(
+                    f"The vLLM server at {self.base_url} was restarted, and has lost the trained weights. Start the "
+                    "training again from its last checkpoint: trainer.train(resume_from_checkpoint=True)."
+                )
+
+    def _read_config(self) -> None:
+        """Read the server's configuration. Its `instance_id` is another one after a restart."""
+        response = self._request("GET", "/server_info", params={"config_format": "json"})
+        if response.status_code == 404:
+            raise VLLMServerError(
+                f"The vLLM server at {self.base_url} does not tell its configuration: it was started without "
+                f"VLLM_SERVER_DEV_MODE=1. Start it with:\n{self.start_command}"
+            )
+        info = self._checked(response).json()
+        self.config, self.environment = info["vllm_config"], info["vllm_env"]
+
+    def _models(self) -> list[dict[str, Any]]:
+        return self._checked(self._request("GET", "/v1/models")).json()["data"]
+
+    def _load_adapter(self) -> None:
+        """Load the adapter, unless the server has it."""
+        if self.adapter_name in [card["id"] for card in self._models()]:
+            return
+        payload = {"lora_name": self.adapter_name, "lora_path": self.adapter_path}
+        response = self._request("POST", "/v1/load_lora_adapter", json=payload)
+        if response.status_code != 200:
+            self._checked(self._request("GET", "/health"))  # a refusal is the answer of a server that is well
+            raise VLLMServerError(
+                f"The vLLM server at {self.base_url} cannot load the adapter {self.adapter_path} "
+                f"({response.status_code}: {response.text[:500]}). It must see that directory: see vllm_adapter_dir."
+            )
+
+
+def in_parallel(action: Callable[[Any], None], items: Sequence[Any]) -> None:
+    """
+    Call `action` on every item, up to `MAX_IN_FLIGHT` at a time, and raise what the first that failed raised.
+
+    The threads are daemons: an interrupt ends the program at once, not when the server has answered.
+    """
+    todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+    for item in items:
+        todo.put(item)
+
+    def work() -> None:
+        while True:
+            try:
+                item = todo.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                action(item)
+                outcomes.put(None)
+            except Exception as error:
+                outcomes.put(error)
+
+    for _ in range(min(MAX_IN_FLIGHT, len(items))):
+        threading.Thread(target=work, daemon=True, name="fr3e-vllm-request").start()
+    errors = [error for error in [outcomes.get() for _ in items] if error is not None]
+    for error in errors:
+        if not isinstance(error, ServerFault):
+            raise error
+    if errors:
+        raise errors[0]

@@ -1,0 +1,224 @@
+"""The policy's weights into vLLM: the LoRA adapter alone where the server takes it, else TRL's own way."""
+
+import logging
+import shutil
+import uuid
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, is_peft_model
+from torch.distributed.tensor import DTensor
+from transformers import ProcessorMixin
+from trl.generation.vllm_generation import VLLMGeneration
+
+from .config import FR3EConfig
+from .vllm_server import VLLMServer, VLLMServerError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank may be
+TOKENIZER_PROBE = "Solve for x: 12.5 + 3x = \\frac{1}{2}.\n\n  The answer is \\boxed{-4}. Ünïcödé, 数学, `code()`"
+
+
+class FR3EVLLMGeneration(VLLMGeneration):
+    """
+    [`~trl.generation.vllm_generation.VLLMGeneration`] that can give a server the LoRA adapter alone.
+
+    Args:
+        fr3e_args ([`FR3EConfig`]):
+            Says whether, and through which directory.
+
+        All others are those of `VLLMGeneration`.
+
+    Attributes:
+        server ([`VLLMServer`], *optional*):
+            The server, in the main process in server mode.
+        syncs_adapter (`bool`):
+            Whether the adapter alone is sent.
+    """
+
+    def __init__(self, *args: Any, fr3e_args: FR3EConfig, **kwargs: Any):
+        self.fr3e_args = fr3e_args
+        self.server: VLLMServer | None = None
+        self.syncs_adapter = False
+        self._num_syncs = 0
+        super().__init__(*args, **kwargs)
+
+    def _init_vllm(self) -> None:
+        if self.mode != "server":
+            super()._init_vllm()
+            return
+        obstacle = on_main_process(self.accelerator, self._connect)
+        if obstacle is None:
+            self.syncs_adapter = True
+            try:
+                self._sync_adapter()
+            except VLLMServerError as error:
+                self.syncs_adapter, obstacle = False, str(error)
+        if obstacle is None:
+            self.vllm_client = self.server  # what TRL generates with in evaluation
+            return
+        if self.fr3e_args.vllm_adapter_sync:
+            raise VLLMServerError(f"vllm_adapter_sync=True is not possible: {obstacle}")
+        if is_quantized(self.model):
+            raise VLLMServerError(
+                f"A quantized model cannot be merged with its adapter, and the adapter alone cannot be sent: {obstacle}"
+            )
+        if is_peft_model(self.model):
+            logger.warning("The adapter is merged and the whole model sent at each sync: %s", obstacle)
+        super()._init_vllm()
+
+    def sync_weights(self) -> None:
+        if self.syncs_adapter:
+            self._sync_adapter()
+            return
+        super().sync_weights()
+        if self.server is not None:
+            self.server.expect_no_restart()
+
+    def max_context(self) -> int:
+        """Longest prompt and completion together that vLLM takes, in tokens. For the main process in server mode."""
+        if self.server is not None:
+            return self.server.config["model_config"]["max_model_len"]
+        return self.llm.llm_engine.model_config.max_model_len
+
+    # At the start
+
+    def _connect(self) -> str | None:
+        """Find the server, check that it is the right one, and tell what keeps it from getting the adapter alone."""
+        url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+        self.server = VLLMServer(url, self._start_command(), self.server_timeout, self.fr3e_args.vllm_request_timeout)
+        self._check_tokenizer(self.server)
+        obstacle = self._obstacle_to_adapter_sync(self.server)
+        if obstacle is None:
+            self._make_adapter_dir()
+            logger.info("The adapter alone is sent to the vLLM server at %s, through %s", url, self.adapter_dir)
+        return obstacle
+
+    def _start_command(self) -> str:
+        name = self.model.name_or_path or "MODEL"
+        port = (self.server_base_url or f":{self.server_port}").rpartition(":")[2]
+        command = f"VLLM_SERVER_DEV_MODE=1 vllm serve {name} --port {port} --logprobs-mode processed_logprobs"
+        if not is_peft_model(self.model) or self.fr3e_args.vllm_adapter_sync is False:
+            return f"""{command} --weight-transfer-config '{{"backend": "nccl"}}'"""
+        served_rank = next((rank for rank in SERVED_RANKS if rank >= self._adapter_rank()), SERVED_RANKS[-1])
+        return f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 {command} --enable-lora --max-lora-rank {served_rank}"
+
+    def _check_tokenizer(self, server: VLLMServer) -> None:
+        if isinstance(self.processing_class, ProcessorMixin):
+            return
+        ours = self.processing_class(TOKENIZER_PROBE, add_special_tokens=False)["input_ids"]
+        theirs = server.tokenize(TOKENIZER_PROBE)
+        if ours != theirs:
+            raise VLLMServerError(
+                f"The vLLM server at {server.base_url} serves {server.base_model!r}, whose tokenizer is not that of "
+                f"the policy {self.model.name_or_path!r}: it makes other tokens of {TOKENIZER_PROBE!r}. Start it "
+                f"with:\n{server.start_command}"
+            )
+
+    def _obstacle_to_adapter_sync(self, server: VLLMServer) -> str | None:
+        if self.fr3e_args.vllm_adapter_sync is False:
+            return "vllm_adapter_sync=False."
+        if not is_peft_model(self.model):
+            return "the policy is no PEFT model."
+        if isinstance(self.processing_class, ProcessorMixin):
+            return "the policy is multimodal."
+        trained = [name for name, param in self.model.named_parameters() if param.requires_grad]
+        others = [name for name in trained if self.model.prefix not in name]
+        if others:
+            return f"the policy also trains weights that are no part of a LoRA adapter, such as {others[0]}."
+        lora = server.config["lora_config"]
+        if lora is None or not server.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]:
+            return f"the vLLM server at {server.base_url} takes no adapters. Start it with:\n{server.start_command}"
+        if lora["max_lora_rank"] < self._adapter_rank():
+            return (
+                f"the adapter's rank is {self._adapter_rank()}, and the vLLM server at {server.base_url} takes "
+                f"{lora['max_lora_rank']} at most. Start it with:\n{server.start_command}"
+            )
+        if server.config["parallel_config"]["data_parallel_size"] > 1:
+            return (
+                f"the vLLM server at {server.base_url} is data-parallel, and would load the adapter into one of its "
+                "replicas alone. Use --tensor-parallel-size in place of --data-parallel-size."
+            )
+        return None
+
+    def _adapter_rank(self) -> int:
+        config = self.model.peft_config[self.model.active_adapter]
+        return max(getattr(config, "r", 0), *getattr(config, "rank_pattern", {}).values(), 0)
+
+    # The adapter
+
+    def _make_adapter_dir(self) -> None:
+        """Have a directory for the adapter, empty of what a run that was killed left there."""
+        path = self.fr3e_args.vllm_adapter_dir or Path(self.fr3e_args.output_dir) / "_vllm_adapter"
+        self.adapter_dir = Path(path).absolute()
+        _remove(sorted(self.adapter_dir.glob("fr3e-????????-*")))
+        self._run = f"fr3e-{uuid.uuid4().hex[:8]}"  # another one than those of other runs on this server
+        self._adapters: list[Path] = []
+        assert self.server is not None
+        # At the latest when the interpreter exits
+        self.forget_adapter = weakref.finalize(self, _forget, self.server, self._adapters)
+
+    def _sync_adapter(self) -> None:
+        state_dict = self._gather_adapter()
+        on_main_process(self.accelerator, lambda: self._send_adapter(state_dict))
+
+    def _gather_adapter(self) -> dict[str, torch.Tensor]:
+        """The adapter's weights on the CPU, gathered one by one from what shards them."""
+        state_dict = {}
+        for name, param in self.model.named_parameters():
+            if self.model.prefix in name:
+                with self._dist.gather_params([param]):
+                    tensor = param.full_tensor() if isinstance(param, DTensor) else param
+                    state_dict[name] = tensor.detach().to("cpu", copy=True)
+        return state_dict
+
+    def _send_adapter(self, state_dict: dict[str, torch.Tensor]) -> None:
+        assert self.server is not None
+        path = self.adapter_dir / f"{self._run}-{self._num_syncs}"
+        self._num_syncs += 1
+        self._adapters.append(path)
+        adapter = self.model.active_adapter
+        self.model.save_pretrained(
+            path, state_dict=state_dict, selected_adapters=[adapter], save_embedding_layers=False
+        )
+        # PEFT puts any adapter but the default one into a directory of its name
+        self.server.load_adapter(path.name, path if adapter == "default" else path / adapter)
+        # The one before stays until the next sync: a server that still works on a request that was given up may read it
+        _remove(self._adapters[:-2])
+        del self._adapters[:-2]
+
+
+def on_main_process(accelerator: Accelerator, function: Callable[[], T]) -> T:
+    """Call `function` in the main process, and return its result, or raise its error, in every process."""
+    outcome: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = function()
+        except Exception as error:
+            outcome[1] = error
+    broadcast_object_list(outcome, from_process=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def _forget(server: VLLMServer, adapters: list[Path]) -> None:
+    """Leave nothing of a run's adapters behind, neither on the disk nor in the server if that still answers."""
+    server.unload_adapter()
+    _remove(adapters)
+
+
+def _remove(directories: list[Path]) -> None:
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def is_quantized(model: Any) -> bool:
+    return getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
