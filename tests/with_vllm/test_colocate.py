@@ -1,0 +1,41 @@
+"""vLLM in the trainer's process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from policies import SIZES
+
+HERE = Path(__file__).parent
+
+
+def test_it_trains():
+    """TRL merges the adapter into the engine's weights at each step, here in float32 into bfloat16."""
+    path = os.pathsep.join([str(HERE), str(HERE.parent)])
+    completed = subprocess.run(
+        [sys.executable, HERE / "colocate_train.py"],
+        env=os.environ | {"PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "ERROR"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=280,
+    )
+    result = json.loads(completed.stdout.splitlines()[-1])
+    steps = [entry for entry in result["log"] if "loss" in entry]
+    assert len(steps) == 4
+    for step in steps:
+        assert step["fr3e/anchor/count"] > 0
+        assert step["sampling/sampling_logp_difference/mean"] < 0.05
+    assert result["longest"] <= SIZES["max_completion_length"]
+    # Two rounds of generation for each sync; asleep outside a step, and awake from its first round to its last
+    assert result["awake"] == ["sync", "generate", "generate"] * 4
+    assert result["with_sleep"] == 2 * [
+        "sync",
+        "wake_up ['weights']",
+        "wake_up ['kv_cache']",
+        "generate",
+        "generate",
+        "sleep 2",
+    ]

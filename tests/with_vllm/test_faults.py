@@ -1,0 +1,124 @@
+"""Training goes on after the server's faults, or ends with an error that says what to do and loses nothing."""
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from faulty_proxy import faulty_proxy
+from peft import PeftModel
+from policies import load_policy, make_trainer, ratios
+from transformers import TrainerCallback
+
+import fr3e_trl.vllm_server
+from fr3e_trl.sampling import SamplingRequest
+from fr3e_trl.vllm_server import VLLMServerError
+
+
+class AfterStep(TrainerCallback):
+    """Calls a function when a step is done."""
+
+    def __init__(self, step, function):
+        self.step, self.function = step, function
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.function()
+
+
+def check_on_policy(trainer, num_steps):
+    assert trainer.state.global_step == len(trainer.batches) == num_steps
+    for batch, _ in trainer.batches:
+        assert (ratios(batch) - 1).abs().max() < 1e-3
+
+
+def test_requests_that_fail_are_sent_again(server):
+    faults = ["503", "", "drop", "hang", "nonsense"]
+    with faulty_proxy(server.url, faults) as url:
+        trainer = make_trainer(SimpleNamespace(url=url), vllm_request_timeout=15)
+        trainer.train()
+    assert faults == []
+    check_on_policy(trainer, 3)
+
+
+def test_requests_that_fail_again_and_again_end_the_run(server, monkeypatch):
+    monkeypatch.setattr(fr3e_trl.vllm_server, "MAX_FAULTS", 2)
+    with faulty_proxy(server.url, ["503"] * 1000) as url:
+        trainer = make_trainer(SimpleNamespace(url=url))
+        with pytest.raises(
+            VLLMServerError, match=r"failed 2 times in a row, the last time with: 503 at /v1/completions"
+        ):
+            trainer.train()
+
+
+def test_a_request_that_is_refused_is_not_sent_again(server):
+    trainer = make_trainer(server)
+    with pytest.raises(VLLMServerError, match=r"refused a request: 400 .*max_model_len"):
+        trainer.sampler.sample([SamplingRequest([5] * 10, 1, 1000, 1.0)])
+
+
+def test_requests_are_in_flight_together(server):
+    """All of them are with the server before it has answered one."""
+    arrived, all_there = [], threading.Event()
+
+    class Counting(fr3e_trl.vllm_server.VLLMServer):
+        def _request(self, method, path, *args, **kwargs):
+            if path == "/v1/completions":
+                arrived.append(kwargs["json"]["max_tokens"])
+                if len(arrived) == 40:
+                    all_there.set()
+                assert all_there.wait(30)
+            return super()._request(method, path, *args, **kwargs)
+
+    client = Counting(server.url, "", 10, 60)
+    payloads = [{"prompt": [5, 6], "n": 2, "max_tokens": i, "logprobs": 0} for i in range(1, 41)]
+    responses = client.complete(payloads)
+    assert sorted(arrived) == list(range(1, 41))
+    for i, response in enumerate(responses, start=1):
+        assert [choice["index"] for choice in response["choices"]] == [0, 1]
+        assert all(len(choice["token_ids"]) <= i for choice in response["choices"])
+
+
+def test_kill_9_and_a_restart_in_the_middle(server):
+    """While it generates for the second step; the adapter is loaded again, and training goes on."""
+
+    def kill_soon():
+        time.sleep(0.7)
+        server.kill()
+        server.start()
+
+    killer = threading.Thread(target=kill_soon)
+    # A client that has given the server merged weights: they cannot be loaded again from there
+    merged = fr3e_trl.vllm_server.VLLMServer(server.url, "", 300, 60)
+    merged.expect_no_restart()
+    payload = {"prompt": [5, 6], "max_tokens": 2, "logprobs": 0}
+    assert len(merged.complete([payload])) == 1
+
+    sizes = {"num_generations": 64, "per_device_train_batch_size": 128, "max_completion_length": 100}
+    trainer = make_trainer(server, callbacks=[AfterStep(1, killer.start)], **sizes)
+    trainer.train()
+    killer.join()
+    check_on_policy(trainer, 3)
+    with pytest.raises(VLLMServerError, match="was restarted, and has lost the trained weights"):
+        merged.complete([payload])
+
+
+def test_a_server_that_is_gone_for_good_costs_no_step(server):
+    """The promised error, and a checkpoint of the last step, from which training goes on once there is a server."""
+    trainer = make_trainer(server, vllm_server_timeout=3, callbacks=[AfterStep(2, server.kill)], max_steps=4)
+    with pytest.raises(VLLMServerError) as error:
+        trainer.train()
+    assert f"{server.url} cannot be reached" in str(error.value)
+    assert "Start one with:\nVLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_SERVER_DEV_MODE=1 vllm serve" in str(error.value)
+    assert any("resume_from_checkpoint=True" in note for note in error.value.__notes__)
+    saved = PeftModel.from_pretrained(load_policy(), "output/checkpoint-2").state_dict()
+    for name, param in trainer.model.state_dict().items():
+        assert param.equal(saved[name])
+
+    server.start()
+    server.wait()
+    resumed = make_trainer(server, max_steps=4)
+    resumed.train(resume_from_checkpoint=True)
+    assert [entry["step"] for entry in resumed.state.log_history if "loss" in entry] == [1, 2, 3, 4]
+    assert Path("output/_vllm_adapter").exists()
