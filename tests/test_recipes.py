@@ -93,6 +93,7 @@ def command_line(name, tmp_path):
         "max_completion_length": 8,
         "bf16": False,
         "use_cpu": True,
+        "use_vllm": False,  # with a server: tests/with_vllm
         "report_to": "none",
     }
     return ["--config", f"recipes/{name}.yaml", *(f"--{key}={value}" for key, value in overrides.items())]

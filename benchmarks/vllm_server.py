@@ -1,0 +1,138 @@
+"""
+What a vLLM server costs and saves, on this machine's CPU with the demo's policy (`make bench-vllm`).
+
+- Generated tokens a second with all requests in flight together, as a ratio to one after another, in turns.
+- The share of a training step that the sync of the adapter takes.
+- What a sync moves: the adapter alone, against all weights with the adapter merged, in bytes, computed from the shapes
+  of Qwen2.5-7B with LoRA of rank 16 on all linear layers.
+"""
+
+import argparse
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+
+from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.sampling import SamplingRequest
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from serve_demo import ENVIRONMENT, POLICY, server_command
+
+# https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json
+QWEN_7B = Qwen2Config(
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    tie_word_embeddings=False,
+)
+
+
+def bytes_moved() -> tuple[int, int]:
+    """Of all weights in bfloat16, and of the adapter in float32 as PEFT keeps it."""
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(QWEN_7B)
+        num_weights = sum(param.numel() for param in base.parameters())
+        policy = get_peft_model(base, LoraConfig(r=16, target_modules="all-linear"))
+    num_adapter = sum(param.numel() for name, param in policy.named_parameters() if "lora_" in name)
+    return 2 * num_weights, 4 * num_adapter
+
+
+def make_trainer(url: str, output_dir: str) -> FR3ETrainer:
+    sums = [" + ".join(str((7 * i + 13 * j) % 90 + 10) for j in range(20)) for i in range(8)]
+    config = FR3EConfig(
+        output_dir,
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_base_url=url,
+        num_generations=16,
+        per_device_train_batch_size=64,
+        max_completion_length=64,
+        max_steps=8,
+        learning_rate=1e-3,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+    return FR3ETrainer(
+        str(POLICY),
+        lambda completions, **kwargs: [float(len(text) % 7) for text in completions],
+        config,
+        train_dataset=Dataset.from_dict({"prompt": [f"{terms} =" for terms in sums]}),
+        processing_class=AutoTokenizer.from_pretrained(POLICY),
+        peft_config=LoraConfig(r=8, target_modules="all-linear"),
+    )
+
+
+def tokens_a_second(trainer: FR3ETrainer, batches: list[list[SamplingRequest]]) -> float:
+    start = time.perf_counter()
+    samples = [sample for batch in batches for of_request in trainer.sampler.sample(batch) for sample in of_request]
+    return sum(len(sample.token_ids) for sample in samples) / (time.perf_counter() - start)
+
+
+def run(trainer: FR3ETrainer, turns: int) -> None:
+    prompts = trainer.tokenize_prompts(list(trainer.train_dataset["prompt"]))
+    requests = [SamplingRequest(ids[: 20 + 5 * j], 4, 64, 1.0) for ids in prompts for j in range(4)]
+    one_by_one = [[request] for request in requests]
+    tokens_a_second(trainer, [requests])  # to warm up
+    ratios = [tokens_a_second(trainer, [requests]) / tokens_a_second(trainer, one_by_one) for _ in range(turns)]
+    print(f"\n{len(requests)} requests, 4 samples of up to 64 tokens each. Tokens a second, all in flight / one after")
+    print(
+        f"another: {statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f} in {turns} turns)",
+        flush=True,
+    )
+
+    syncs: list[float] = []
+    sync = trainer.vllm_generation.sync_weights
+
+    def timed_sync() -> None:
+        start = time.perf_counter()
+        sync()
+        syncs.append(time.perf_counter() - start)
+
+    trainer.vllm_generation.sync_weights = timed_sync
+    trainer.train()
+    steps = [entry["step_time"] for entry in trainer.state.log_history if "step_time" in entry]
+    print(f"Share of a training step that the sync of the adapter takes: {sum(syncs[1:]) / sum(steps[1:]):.1%}")
+    weights, adapter = bytes_moved()
+    print(
+        f"Qwen2.5-7B, rank 16: {weights / 1e9:.2f} GB of weights in bfloat16, {adapter / 1e9:.3f} GB of adapter in "
+        f"float32: {weights / adapter:.0f} times as much"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=5)
+    args = parser.parse_args()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    print("Starting a vLLM server", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        with open(f"{scratch}/log", "w") as log:
+            server = subprocess.Popen(server_command(port), stdout=log, stderr=log, env=os.environ | ENVIRONMENT)
+        try:
+            run(make_trainer(f"http://127.0.0.1:{port}", scratch), args.turns)
+        finally:
+            server.terminate()
+            server.wait()
+
+
+if __name__ == "__main__":
+    main()
