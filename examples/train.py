@@ -4,8 +4,7 @@ Train a language model with FR3E on a dataset of prompts, as a recipe says:
     accelerate launch examples/train.py --config recipes/gsm8k_lora.yaml
 
 Any setting of the recipe can be overridden after it (`--learning_rate 2e-6`); `--help` lists them all: the dataset and
-the rewards below, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and quantization). FR3E trains in one
-process for now: on a machine with several GPUs, `accelerate launch --num_processes 1`.
+the rewards below, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and quantization).
 """
 
 import importlib

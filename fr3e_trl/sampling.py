@@ -1,15 +1,20 @@
 """How completions are drawn: one small interface, and the backends behind it."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from accelerate import Accelerator
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from .vllm_sync import FR3EVLLMGeneration
+from .distributed import in_shares, on_main_process
+
+if TYPE_CHECKING:
+    from .vllm_sync import FR3EVLLMGeneration
 
 
 @dataclass(frozen=True)
@@ -202,7 +207,7 @@ class VLLMSampler:
 
     def __init__(
         self,
-        generation: FR3EVLLMGeneration,
+        generation: "FR3EVLLMGeneration",
         eos_token_ids: list[int],
         profiler: Callable[[], AbstractContextManager[Any]],
     ):
@@ -228,17 +233,21 @@ class VLLMSampler:
 
 class VLLMServerSampler(VLLMSampler):
     """
-    [`VLLMSampler`] that asks a server, for all requests at once: the server batches them.
+    [`VLLMSampler`] that asks a server, from the main process, for all requests at once: the server batches them.
 
     Attributes:
         hit_rate (`float`, *optional*):
             Of the prefix tokens of the last call, each counted for every sample, how many the server had in its prefix
-            cache. Other clients' requests at the same time count too. `None` if the server does not say.
+            cache. Other clients' requests at the same time count too. `None` if the server does not say, and in other
+            processes.
     """
 
     hit_rate: float | None = None
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
+        return on_main_process(self.generation.accelerator, lambda: self._ask(requests))
+
+    def _ask(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         server = self.generation.server
         assert server is not None
         payloads = [{**self.sampling_params(request), "prompt": request.prefix_ids} for request in requests]
@@ -274,3 +283,35 @@ class VLLMColocateSampler(VLLMSampler):
             ]
             for output in outputs
         ]
+
+
+class SharedSampler:
+    """
+    Shares requests, the same in every process, out between the samplers of all of them.
+
+    The samples of one request may be drawn in several processes. What they cost is taken to be their budgets.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            Knows the processes.
+        sampler ([`Sampler`]):
+            This process's.
+    """
+
+    def __init__(self, accelerator: Accelerator, sampler: Sampler):
+        self.accelerator = accelerator
+        self.sampler = sampler
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
+        owners = [i for i, request in enumerate(requests) for _ in range(request.num_samples)]
+
+        def draw(share: list[int]) -> list[Sample]:
+            counts = Counter(share)
+            drawn = self.sampler.sample([replace(requests[i], num_samples=counts[i]) for i in counts])
+            return [sample for of_request in drawn for sample in of_request]
+
+        costs = [requests[i].max_new_tokens for i in owners]
+        samples: list[list[Sample]] = [[] for _ in requests]
+        for i, sample in zip(owners, in_shares(self.accelerator, draw, owners, costs), strict=True):
+            samples[i].append(sample)
+        return samples

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from huggingface_hub import ModelCard
 from transformers import (
@@ -26,11 +27,13 @@ from trl.trainer.utils import get_config_model_id
 
 from .advantages import compute_advantages, weighted_rewards
 from .config import FR3EConfig
+from .distributed import in_shares
 from .metrics import tree_metrics
 from .sampling import (
     ContinuousBatchingSampler,
     GenerateSampler,
     Sampler,
+    SharedSampler,
     VLLMColocateSampler,
     VLLMServerSampler,
 )
@@ -153,6 +156,11 @@ class FR3ETrainer(RowsGRPOTrainer):
         )
         if args.is_plain_grpo:
             return
+        if self.is_fsdp_enabled or self._dist.is_zero3:
+            raise NotImplementedError(
+                "FR3ETrainer does not support FSDP or DeepSpeed ZeRO-3 yet. Use data parallelism without sharding, "
+                "or set num_anchors=0 to train with plain GRPO."
+            )
         if self._is_vlm:
             raise NotImplementedError(
                 "FR3ETrainer does not support multimodal processors yet. To train a model on text alone, pass its "
@@ -163,20 +171,25 @@ class FR3ETrainer(RowsGRPOTrainer):
             for func, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
         self.trees: list[Tree] = []
-        self.sampler: Sampler
         self._context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        self.sampler = self._make_sampler()
         if self.use_vllm:
-            kind = VLLMServerSampler if self.vllm_mode == "server" else VLLMColocateSampler
-            self.sampler = kind(
-                self.vllm_generation, self.eos_token_ids, partial(profiling_context, self, "vLLM.generate")
-            )
             self._check_vllm(train_dataset)
+
+    def _make_sampler(self) -> Sampler:
+        profiler = partial(profiling_context, self, "vLLM.generate")
+        sampler: Sampler
+        if self.use_vllm and self.vllm_mode == "server":
+            return VLLMServerSampler(self.vllm_generation, self.eos_token_ids, profiler)
+        if self.use_vllm:
+            sampler = VLLMColocateSampler(self.vllm_generation, self.eos_token_ids, profiler)
         elif self.use_transformers_continuous_batching:
-            self.sampler = ContinuousBatchingSampler(
+            sampler = ContinuousBatchingSampler(
                 self.generation_model, self.generation_config, self.continuous_batching_config
             )
         else:
-            self.sampler = GenerateSampler(self.generation_model, self.generation_config)
+            sampler = GenerateSampler(self.generation_model, self.generation_config)
+        return sampler if self.accelerator.num_processes == 1 else SharedSampler(self.accelerator, sampler)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         try:
@@ -188,12 +201,13 @@ class FR3ETrainer(RowsGRPOTrainer):
             raise
 
     def _explore_and_assemble(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        examples = inputs[:: self.num_generations]  # TRL repeats each of them for its group
+        # Every process knows all trees, and trains on its own rows of them. TRL repeats an example for its group.
+        examples = gather_object(inputs)[:: self.num_generations]
         with self.vllm_engine():
             self.trees = self._grow_trees(examples)
         batch = self.assemble(self._to_rows(examples))
         advantages, in_loss = self._compute_advantages()
-        self.set_advantages(batch, advantages.to(batch["advantages"]), in_loss.to(batch["advantages"].device))
+        self.set_advantages(batch, advantages, in_loss)
         for name, value in tree_metrics(self.trees, advantages[in_loss]).items():
             self._metrics["train"][name].append(value)
         hit_rate = getattr(self.sampler, "hit_rate", None)  # of what was sampled last: the anchors' rollouts
@@ -208,9 +222,10 @@ class FR3ETrainer(RowsGRPOTrainer):
             for prompt_ids in self.tokenize_prompts([example["prompt"] for example in examples])
         ]
 
-        def score(owners: list[int], completion_ids: list[list[int]]) -> list[Score]:
+        def score(completions: list[tuple[int, list[int]]]) -> list[Score]:
+            owners, completion_ids = zip(*completions, strict=True)
             rewards_per_func, logs = self.score(
-                [examples[i] for i in owners], [trees[i].prompt_ids for i in owners], completion_ids
+                [examples[i] for i in owners], [trees[i].prompt_ids for i in owners], list(completion_ids)
             )
             rewards = weighted_rewards(rewards_per_func, self.reward_weights.to(rewards_per_func.device))
             return [
@@ -218,8 +233,21 @@ class FR3ETrainer(RowsGRPOTrainer):
                 for row, scores in enumerate(zip(rewards_per_func.tolist(), rewards.tolist(), strict=True))
             ]
 
+        def shared_score(owners: list[int], completion_ids: list[list[int]]) -> list[Score]:
+            completions = list(zip(owners, completion_ids, strict=True))
+            return in_shares(self.accelerator, score, completions, [len(ids) for ids in completion_ids])
+
+        def shared_statistics(
+            prompt_ids: list[list[int]], completion_ids: list[list[int]]
+        ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+            rows = list(zip(prompt_ids, completion_ids, strict=True))
+            costs = [len(prompt) + len(completion) for prompt, completion in rows]
+            return in_shares(
+                self.accelerator, lambda share: self.token_statistics(*map(list, zip(*share, strict=True))), rows, costs
+            )
+
         seed = (self.args.seed, self.state.global_step)
-        explore(trees, self.args, self.sampler, score, self.token_statistics, seed)
+        explore(trees, self.args, self.sampler, shared_score, shared_statistics, seed)
         return trees
 
     def _budget(self, prompt_ids: list[int]) -> int:
@@ -269,8 +297,9 @@ class FR3ETrainer(RowsGRPOTrainer):
             )
 
     def _to_rows(self, examples: list[dict[str, Any]]) -> Rows:
-        """The rollouts of every state, as TRL's rows."""
-        rollouts = rollouts_of(self.trees)
+        """This process's part of the rollouts of every state, as TRL's rows."""
+        all_rollouts = rollouts_of(self.trees)
+        rollouts = self.own_rows(all_rollouts)
         logprobs = [
             [*[None] * len(state.prefix_ids), *rollout.logprobs]
             for _, state, rollout in rollouts
@@ -278,7 +307,7 @@ class FR3ETrainer(RowsGRPOTrainer):
         ]
         columns = {column: None for _, _, rollout in rollouts for column in rollout.score.logs}
         return Rows(
-            inputs=[example for example in examples for _ in range(self.num_generations)],
+            inputs=self.own_rows([example for example in examples for _ in range(self.num_generations)]),
             prompt_ids=[tree.prompt_ids for tree, _, _ in rollouts],
             completion_ids=[state.prefix_ids + rollout.token_ids for _, state, rollout in rollouts],
             loss_mask=[[0] * len(state.prefix_ids) + [1] * len(rollout.token_ids) for _, state, rollout in rollouts],
@@ -287,7 +316,9 @@ class FR3ETrainer(RowsGRPOTrainer):
                 self.temperature * (1 if state.parent is None else self.args.explore_temperature_scale)
                 for _, state, _ in rollouts
             ],
-            rewards_per_func=torch.tensor([r.score.rewards for _, _, r in rollouts], device=self.accelerator.device),
+            rewards_per_func=torch.tensor(
+                [r.score.rewards for _, _, r in all_rollouts], device=self.accelerator.device
+            ),
             extra_logs={column: [r.score.logs.get(column) for _, _, r in rollouts] for column in columns},
         )
 
@@ -359,7 +390,6 @@ def _refuse_unsupported(args: FR3EConfig, tools: Any, rollout_func: Any, environ
         ("a rollout_func", rollout_func is not None, "Leave it out"),
         ("an environment_factory", environment_factory is not None, "Leave it out"),
         ("vllm_structured_outputs_regex", args.vllm_structured_outputs_regex is not None, "Leave it out"),
-        (f"{args.world_size} processes", args.world_size > 1, "Launch one (accelerate launch --num_processes 1)"),
     ]
     for what, given, remedy in unsupported:
         if given:

@@ -42,10 +42,11 @@ MAX_DIVERGENCE = 1.0
 @dataclass
 class Rows:
     """
-    A batch of finished completions.
+    This process's part of a batch of finished completions.
 
     Notation used for tensor shapes:
-        - R: rows of the batch
+        - R: rows of the batch, in this process
+        - A: rows of all processes
         - F: reward functions
 
     Args:
@@ -60,8 +61,8 @@ class Rows:
             for a token that is only context.
         temperatures (`list[float]`):
             Temperature that the tokens in the loss were sampled at, for each row.
-        rewards_per_func (`torch.Tensor` of shape (R, F)):
-            Rewards, NaN where a function gave none.
+        rewards_per_func (`torch.Tensor` of shape (A, F)):
+            Rewards of the rows of all processes, NaN where a function gave none.
         extra_logs (`dict[str, list]`):
             Columns of R values that the reward functions logged.
     """
@@ -76,6 +77,17 @@ class Rows:
     extra_logs: dict[str, list[Any]] = field(default_factory=dict)
 
 
+@contextmanager
+def _replaced(name: str, value: Any) -> Iterator[None]:
+    """Have another `value` in the place of what TRL's module knows by a name, where there is no other way in."""
+    original = getattr(grpo_trainer, name)
+    setattr(grpo_trainer, name, value)
+    try:
+        yield
+    finally:
+        setattr(grpo_trainer, name, original)
+
+
 class RowsGRPOTrainer(ResumableGRPOTrainer):
     """[`~trl.GRPOTrainer`] that can train on rows generated and scored before it assembles a batch."""
 
@@ -84,13 +96,8 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
     _last_loaded_step: int
 
     def __init__(self, *, args: FR3EConfig, **kwargs: Any):
-        # TRL has no other way in: what it makes by this name is our own class
-        original = grpo_trainer.VLLMGeneration
-        grpo_trainer.VLLMGeneration = functools.partial(FR3EVLLMGeneration, fr3e_args=args)
-        try:
+        with _replaced("VLLMGeneration", functools.partial(FR3EVLLMGeneration, fr3e_args=args)):
             super().__init__(args=args, **kwargs)
-        finally:
-            grpo_trainer.VLLMGeneration = original
         self._rows: Rows | None = None  # set while a batch is assembled from finished rows
 
     # Before the batch: what is needed to generate and score
@@ -156,7 +163,7 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         self, inputs: list[dict[str, Any]], prompt_ids: list[list[int]], completion_ids: list[list[int]]
     ) -> tuple[torch.Tensor, dict[str, list[Any]]]:
         """
-        Score N completions with the trainer's F reward functions.
+        Score N completions with the trainer's F reward functions, in this process alone.
 
         Returns:
             `tuple[torch.Tensor, dict[str, list]]`: Rewards of shape (N, F), NaN where a function gave none, and the
@@ -164,7 +171,8 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         """
         prompts = [example["prompt"] for example in inputs]
         completions = self._decode(prompts, prompt_ids, completion_ids)
-        rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids)
+        with _replaced("gather", lambda tensor: tensor):  # TRL's last step, which wants as many rows of each process
+            rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids)
         logs = {column: v for column, v in self._pending_extra_logs.items() if len(v) == len(inputs)}
         self._pending_extra_logs.clear()
         return rewards_per_func, logs
@@ -266,18 +274,24 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         Args:
             batch (`dict[str, torch.Tensor]`):
                 What [`assemble`] returned, changed in place.
-            advantages (`torch.Tensor` of shape (R,)):
-                Advantages.
-            in_loss (`torch.Tensor` of shape (R,)):
+            advantages (`torch.Tensor` of shape (A,)):
+                Advantages of the rows of all processes.
+            in_loss (`torch.Tensor` of shape (A,)):
                 Boolean mask. Rows outside leave the loss, numerator and denominator both.
         """
-        batch["advantages"] = advantages
-        batch["in_loss"] = in_loss
-        batch["num_rows_in_loss"] = in_loss.sum()
-        batch["tool_mask"] = batch["tool_mask"] * in_loss.unsqueeze(1)
-        # TRL counted the tokens of all rows
-        batch["num_items_in_batch"] = (batch["completion_mask"] * batch["tool_mask"]).sum()
         self._logs["advantages"].extend(advantages.tolist())  # it holds one batch: TRL's own drop out
+        batch["num_rows_in_loss"] = in_loss.sum().to(self.accelerator.device)
+        batch["advantages"] = self.own_rows(advantages).to(batch["advantages"])
+        batch["in_loss"] = self.own_rows(in_loss).to(self.accelerator.device)
+        batch["tool_mask"] = batch["tool_mask"] * batch["in_loss"].unsqueeze(1)
+        # TRL counted the tokens of all rows
+        num_tokens = (batch["completion_mask"] * batch["tool_mask"]).sum()
+        batch["num_items_in_batch"] = self.accelerator.gather(num_tokens).sum()
+
+    def own_rows(self, rows: Any) -> Any:
+        """This process's part of the rows of all: TRL deals them out in order, wherever that cuts a group."""
+        num_own = len(rows) // self.accelerator.num_processes
+        return rows[self.accelerator.process_index * num_own :][:num_own]
 
     def _off_temperature(self, rows: Rows) -> torch.Tensor:
         """Rows sampled at another temperature than the loss scores them at, as a boolean mask of shape (R,)."""
@@ -373,15 +387,17 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         """Leave rows that are not in the loss out of the forward pass, and out of what TRL divides by."""
         if "in_loss" not in inputs:
             return super()._compute_loss(model, inputs)
-        in_loss = inputs["in_loss"]
-        num_rows = in_loss.sum()
-        keep = in_loss if num_rows > 0 else torch.arange(len(in_loss), device=in_loss.device) == 0
+        # As many as the process with most of them has, since TRL gathers by row; at least one, for a backward pass
+        num_rows = int(self.accelerator.gather(inputs["in_loss"].sum()).max().clamp(min=1))
+        keep = inputs["in_loss"].int().argsort(descending=True, stable=True)[:num_rows]
         inputs = {key: value[keep] if value.dim() > 0 else value for key, value in inputs.items()}
         if self.loss_type not in ROW_MEAN_LOSSES:
             return super()._compute_loss(model, inputs)
-        # TRL averages these over the rows of a micro-batch, and micro-batches now differ in how many they have: weigh
-        # each by its rows. The policy term is linear in the advantages, and the KL term in beta.
-        weight = num_rows * self.args.steps_per_generation / inputs["num_rows_in_loss"].clamp(min=1)
+        # TRL averages these over the rows of a micro-batch, and micro-batches, of which each process has its own, now
+        # differ in how many they have: weigh each by its rows. The policy term is linear in the advantages, and the KL
+        # term in beta.
+        num_micro_batches = self.args.steps_per_generation * self.accelerator.num_processes
+        weight = num_rows * num_micro_batches / inputs["num_rows_in_loss"].clamp(min=1)
         inputs["advantages"] = inputs["advantages"] * weight
         beta, self.beta = self.beta, self.beta * weight.item()
         try:

@@ -4,23 +4,20 @@ import logging
 import shutil
 import uuid
 import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, is_peft_model
+from accelerate.utils import is_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
 from .config import FR3EConfig
+from .distributed import on_main_process
 from .vllm_server import VLLMServer, VLLMServerError
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank may be
 TOKENIZER_PROBE = "Solve for x: 12.5 + 3x = \\frac{1}{2}.\n\n  The answer is \\boxed{-4}. Ünïcödé, 数学, `code()`"
@@ -83,10 +80,11 @@ class FR3EVLLMGeneration(VLLMGeneration):
             self.server.expect_no_restart()
 
     def max_context(self) -> int:
-        """Longest prompt and completion together that vLLM takes, in tokens. For the main process in server mode."""
-        if self.server is not None:
-            return self.server.config["model_config"]["max_model_len"]
-        return self.llm.llm_engine.model_config.max_model_len
+        """Longest prompt and completion together that vLLM takes, in tokens."""
+        if self.mode == "colocate":
+            return self.llm.llm_engine.model_config.max_model_len
+        config = None if self.server is None else self.server.config  # the main process has it
+        return on_main_process(self.accelerator, lambda: config["model_config"]["max_model_len"])  # type: ignore[index]
 
     # At the start
 
@@ -193,20 +191,6 @@ class FR3EVLLMGeneration(VLLMGeneration):
         # The one before stays until the next sync: a server that still works on a request that was given up may read it
         _remove(self._adapters[:-2])
         del self._adapters[:-2]
-
-
-def on_main_process(accelerator: Accelerator, function: Callable[[], T]) -> T:
-    """Call `function` in the main process, and return its result, or raise its error, in every process."""
-    outcome: list[Any] = [None, None]
-    if accelerator.is_main_process:
-        try:
-            outcome[0] = function()
-        except Exception as error:
-            outcome[1] = error
-    broadcast_object_list(outcome, from_process=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
 
 
 def _forget(server: VLLMServer, adapters: list[Path]) -> None:

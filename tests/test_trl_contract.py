@@ -110,6 +110,14 @@ def test_what_the_trainer_makes_for_vllm(monkeypatch):
     } <= made.keys()
 
 
+def test_rewards_are_gathered_by_a_name_of_trls_module(monkeypatch):
+    """The last step of `_calculate_rewards`, left out where each process scores as many completions as it has."""
+    gathered = []
+    monkeypatch.setattr(grpo_trainer, "gather", lambda tensor: gathered.append(tensor.shape) or tensor)
+    train(GRPOTrainer, per_device_train_batch_size=8, max_steps=1)
+    assert gathered == [(8, 1)]
+
+
 def test_functions_that_are_called_by_position():
     assert is_conversational({"prompt": [{"role": "user", "content": "1+1="}]})
     assert parameters(profiling_context)[:2] == ["trainer", "name"]

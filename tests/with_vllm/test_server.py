@@ -222,8 +222,10 @@ def served(server, run):
     return {card["id"]: card["root"] for card in cards if card["id"].startswith(run)}
 
 
-@pytest.mark.parametrize("name", ["gsm8k_lora_vllm", "gsm8k_lora_vllm_grpo"])
-def test_recipe_trains(server, name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "num_processes"), [("gsm8k_lora_vllm", 1), ("gsm8k_lora_vllm", 2), ("gsm8k_lora_vllm_grpo", 1)]
+)
+def test_recipe_trains(server, name, num_processes, tmp_path):
     """Two steps, with a tiny model and a small dataset in place of its own."""
     rows = [{"question": f"{i} + {i} =", "answer": f"#### {2 * i}"} for i in range(8)]
     Dataset.from_list(rows).to_json(tmp_path / "data.jsonl")
@@ -235,7 +237,7 @@ def test_recipe_trains(server, name, tmp_path):
         "output_dir": tmp_path / "output",
         "vllm_server_base_url": server.url,
         "max_steps": 2,
-        "per_device_train_batch_size": 16,
+        "per_device_train_batch_size": 32 // num_processes,
         "gradient_accumulation_steps": 1,
         "steps_per_generation": 1,
         "max_completion_length": 8,
@@ -245,7 +247,8 @@ def test_recipe_trains(server, name, tmp_path):
         "report_to": "none",
     }
     arguments = ["--config", f"recipes/{name}.yaml", *(f"--{key}={value}" for key, value in overrides.items())]
-    subprocess.run([sys.executable, "examples/train.py", *arguments], cwd=ROOT, check=True, timeout=200)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    subprocess.run([*launch, "examples/train.py", *arguments], cwd=ROOT, check=True, timeout=200)
     state = json.loads((tmp_path / "output" / "checkpoint-2" / "trainer_state.json").read_text())
     steps = [entry for entry in state["log_history"] if "loss" in entry]
     assert [entry["sampling/importance_sampling_ratio/mean"] for entry in steps] == pytest.approx([1, 1], abs=1e-3)

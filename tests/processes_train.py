@@ -1,0 +1,84 @@
+"""
+Train in several processes, and keep what came of it. A script, for `torch.distributed.run`.
+
+    processes_train.py OUTPUT SETTINGS [fake] [fail]
+
+Each process writes to OUTPUT what it saw: the trees, the logs, the weights, or the error. `fake`: completions do not
+depend on the processes. `fail`: the last process raises in its reward function.
+"""
+
+import hashlib
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import torch
+from models import CPU, make_dataset, make_model, make_tokenizer
+
+from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.sampling import Sample
+from fr3e_trl.tree import rollouts_of
+
+RANK = int(os.environ.get("RANK", 0))
+
+
+class FakeSampler:
+    """Draws the same from the same prefix, in any process."""
+
+    def sample(self, requests):
+        return [[self.draw(request, i) for i in range(request.num_samples)] for request in requests]
+
+    def draw(self, request, i):
+        seed = hashlib.sha256(repr((request.prefix_ids, i)).encode()).hexdigest()
+        rng = random.Random(seed)
+        return Sample([rng.randrange(5, 40) for _ in range(rng.randint(1, request.max_new_tokens))])
+
+
+def main(output: Path, settings: dict, *options: str) -> None:
+    scored = []
+
+    def letters(completions, log_extra, **kwargs):
+        if "fail" in options and int(os.environ["WORLD_SIZE"]) - 1 == RANK:
+            raise OSError("the reward model is gone")
+        scored.extend(completions)
+        log_extra("first", [text[:1] for text in completions])
+        return [float(sum(map(ord, text)) % 7) for text in completions]
+
+    trainer = FR3ETrainer(
+        make_model(),
+        letters,
+        FR3EConfig("output", max_completion_length=12, learning_rate=1e-2, max_steps=3, **CPU | settings),
+        train_dataset=make_dataset(6),
+        processing_class=make_tokenizer(),
+    )
+    if "fake" in options:
+        trainer.sampler = FakeSampler()
+    trees = []
+
+    explore = trainer._explore_and_assemble
+
+    def record(inputs):
+        batch = explore(inputs)
+        trees.append(
+            [
+                (state.prefix_ids, rollout.token_ids, rollout.score.reward, state.value, state.modulation)
+                for _, state, rollout in rollouts_of(trainer.trees)
+            ]
+        )
+        return batch
+
+    trainer._explore_and_assemble = record
+    trainer.train()
+    result = {"trees": trees, "logs": trainer.state.log_history, "scored": scored, "rows": trainer._step}
+    (output / f"{RANK}.json").write_text(json.dumps(result))
+    torch.save(list(trainer.model.parameters()), output / f"{RANK}.pt")
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), json.loads(sys.argv[2]), *sys.argv[3:])
+    except Exception as error:
+        (Path(sys.argv[1]) / f"{RANK}.error").write_text(f"{type(error).__name__}: {error}")
+        raise

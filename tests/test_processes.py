@@ -1,0 +1,108 @@
+"""The same training in one process or several."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fr3e_trl.distributed import share_out
+
+SCRIPT = Path(__file__).with_name("processes_train.py")
+
+
+def launch(output: Path, num_processes: int, settings: dict, *options: str, check: bool = True):
+    output.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    command += [SCRIPT, output, json.dumps(settings), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    # Nothing of this may hang
+    run = subprocess.run(command, cwd=output, env=environment, capture_output=True, text=True, timeout=200)
+    assert not check or run.returncode == 0, run.stderr[-3000:]
+    return [json.loads((output / f"{i}.json").read_text()) for i in range(num_processes)] if check else run
+
+
+def same(x, y) -> bool:
+    if isinstance(x, float):
+        return math.isclose(x, y, rel_tol=1e-5, abs_tol=1e-6)
+    if isinstance(x, list | tuple):
+        return len(x) == len(y) and all(map(same, x, y))
+    return x == y
+
+
+@pytest.mark.parametrize(
+    "loss_type, num_generations, layouts",
+    [
+        # Processes, rows of a micro-batch, micro-batches of a process: 24 rows in all
+        ("dapo", 8, [(1, 24, 1), (2, 12, 1), (2, 4, 3), (3, 8, 1)]),
+        ("grpo", 12, [(1, 24, 1), (3, 4, 2)]),
+    ],
+    ids=["dapo", "grpo"],
+)
+def test_the_same_completions_give_the_same_training(loss_type, num_generations, layouts, tmp_path):
+    """Groups that straddle processes included: the same trees, values, losses, gradients and weights."""
+    results = []
+    for i, (num_processes, batch_size, micro_batches) in enumerate(layouts):
+        settings = {
+            "num_generations": num_generations,
+            "per_device_train_batch_size": batch_size,
+            "gradient_accumulation_steps": micro_batches,
+            "loss_type": loss_type,
+            "optim": "sgd",  # moves the weights by their gradients, and by no more
+        }
+        of_processes = launch(tmp_path / str(i), num_processes, settings, "fake")
+        assert all(result["trees"] == of_processes[0]["trees"] for result in of_processes)
+        results.append((of_processes, torch.load(tmp_path / str(i) / "0.pt")))
+    (alone, *others) = results
+    for of_processes, weights in others:
+        main = of_processes[0]
+        assert same(main["trees"], alone[0][0]["trees"])
+        for mine, theirs in zip(main["logs"], alone[0][0]["logs"], strict=True):
+            for name in ("loss", "grad_norm", "reward", "fr3e/value/S0", "fr3e/advantage/std", "fr3e/tokens/generated"):
+                assert name not in theirs or math.isclose(mine[name], theirs[name], rel_tol=1e-5, abs_tol=1e-6), name
+        for mine, theirs in zip(weights, alone[1], strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
+        # Each completion is scored once, in some process, and some in each
+        assert sorted(text for result in of_processes for text in result["scored"]) == sorted(alone[0][0]["scored"])
+        assert all(result["scored"] for result in of_processes)
+
+
+def test_real_sampling_in_two_processes(tmp_path):
+    settings = {"num_generations": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    first, second = launch(tmp_path / "run", 2, settings)
+    assert first["trees"] == second["trees"]
+    assert [len(of_step) for of_step in first["trees"]] == [8, 8, 8]
+    assert all(math.isfinite(entry["loss"]) for entry in first["logs"] if "loss" in entry)
+    weights = [torch.load(tmp_path / "run" / f"{i}.pt") for i in range(2)]
+    assert all(map(torch.equal, *weights))
+    rollouts = [tuple(token_ids) for of_step in first["trees"] for _, token_ids, *_ in of_step]
+    assert len(set(rollouts)) > len(rollouts) / 2  # the processes do not draw the same
+
+
+def test_a_process_with_nothing_to_do(tmp_path):
+    """Two base trajectories, for three processes."""
+    settings = {"num_generations": 6, "num_anchors": 2, "per_device_train_batch_size": 2}
+    of_processes = launch(tmp_path / "run", 3, settings)
+    assert all(result["trees"] == of_processes[0]["trees"] for result in of_processes)
+
+
+def test_a_process_that_raises_ends_all(tmp_path):
+    settings = {"num_generations": 8, "per_device_train_batch_size": 8}
+    run = launch(tmp_path / "run", 2, settings, "fail", check=False)
+    assert run.returncode != 0
+    for i in range(2):
+        assert (tmp_path / "run" / f"{i}.error").read_text() == "OSError: the reward model is gone"
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=50), st.integers(1, 9))
+def test_shares_are_even(costs, num_shares):
+    shares = share_out(costs, num_shares)
+    assert sorted(i for share in shares for i in share) == list(range(len(costs)))
+    loads = [sum(costs[i] for i in share) for share in shares]
+    assert max(loads) <= sum(costs) / num_shares + max(costs, default=0) + 1e-3
