@@ -390,6 +390,11 @@ def _refuse_unsupported(args: FR3EConfig, tools: Any, rollout_func: Any, environ
         ("a rollout_func", rollout_func is not None, "Leave it out"),
         ("an environment_factory", environment_factory is not None, "Leave it out"),
         ("vllm_structured_outputs_regex", args.vllm_structured_outputs_regex is not None, "Leave it out"),
+        (
+            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} in colocate mode",
+            args.use_vllm and args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1,
+            "Leave it out, or use a server",
+        ),
     ]
     for what, given, remedy in unsupported:
         if given:

@@ -635,6 +635,7 @@ def test_a_grpo_config_is_accepted(caplog):
         ({"rollout_func": lambda prompts, trainer: {}}, "rollout_func"),
         ({"environment_factory": object}, "environment_factory"),
         ({"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex"),
+        ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2 in colocate mode"),
     ],
 )
 def test_what_is_not_supported_is_refused(arguments, named):
