@@ -279,10 +279,10 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
             in_loss (`torch.Tensor` of shape (A,)):
                 Boolean mask. Rows outside leave the loss, numerator and denominator both.
         """
+        advantages, in_loss = advantages.to(batch["advantages"]), in_loss.to(batch["advantages"].device)
         self._logs["advantages"].extend(advantages.tolist())  # it holds one batch: TRL's own drop out
-        batch["num_rows_in_loss"] = in_loss.sum().to(self.accelerator.device)
-        batch["advantages"] = self.own_rows(advantages).to(batch["advantages"])
-        batch["in_loss"] = self.own_rows(in_loss).to(self.accelerator.device)
+        batch["num_rows_in_loss"] = in_loss.sum()
+        batch["advantages"], batch["in_loss"] = self.own_rows(advantages), self.own_rows(in_loss)
         batch["tool_mask"] = batch["tool_mask"] * batch["in_loss"].unsqueeze(1)
         # TRL counted the tokens of all rows
         num_tokens = (batch["completion_mask"] * batch["tool_mask"]).sum()
