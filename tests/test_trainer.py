@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
 from peft import LoraConfig, get_peft_model
 from PIL import Image
+from recorder import Recorder
 from torch.nn.functional import log_softmax
 from transformers import (
     BitsAndBytesConfig,
@@ -54,20 +55,6 @@ def letters(completions, **kwargs):
     """A reward that hardly any two completions share, so that no state is degenerate."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     return [sum(math.sin(i * ord(char)) for i, char in enumerate(text, 1)) for text in texts]
-
-
-class Recorder(FR3ETrainer):
-    """Keeps what each generation step assembled."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.batches = []
-
-    def _generate_and_score_completions(self, inputs):
-        batch = super()._generate_and_score_completions(inputs)
-        if self.model.training:
-            self.batches.append(({key: value.clone() for key, value in batch.items()}, self.trees))
-        return batch
 
 
 def make_trainer(cls=Recorder, model=None, reward_funcs=digits, config=FR3EConfig, dataset=None, **settings):

@@ -11,7 +11,8 @@ import os
 import torch
 import vllm._custom_ops
 from models import CPU
-from policies import POLICY, SIZES, Recorder, letters, lora, make_dataset
+from policies import POLICY, SIZES, letters, lora, make_dataset
+from recorder import Recorder
 from servers import ENVIRONMENT
 from transformers import AutoTokenizer
 

@@ -6,10 +6,11 @@ import torch
 from datasets import Dataset
 from models import CPU
 from peft import LoraConfig, PeftModel, get_peft_model
+from recorder import Recorder
 from servers import POLICY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl import FR3EConfig
 from fr3e_trl.tree import rollouts_of
 
 SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 48, "max_steps": 3}
@@ -24,20 +25,6 @@ def make_dataset(num_prompts: int = 8, num_terms: int = 20) -> Dataset:
 def letters(completions, **kwargs):
     """A reward that hardly any two completions share, so that no state is degenerate."""
     return [sum(math.sin(i * ord(char)) for i, char in enumerate(text, 1)) for text in completions]
-
-
-class Recorder(FR3ETrainer):
-    """Keeps what each generation step assembled."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.batches = []
-
-    def _generate_and_score_completions(self, inputs):
-        batch = super()._generate_and_score_completions(inputs)
-        if self.model.training and not self.args.is_plain_grpo:
-            self.batches.append(({key: value.clone() for key, value in batch.items()}, self.trees))
-        return batch
 
 
 def lora(rank: int = 8) -> LoraConfig:
