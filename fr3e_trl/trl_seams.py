@@ -373,7 +373,7 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         """Refuse samples of another model: of a server that was started with the wrong one, say."""
         difference = batch["sampling_per_token_logps"] - batch["old_per_token_logps"]
         mask = (batch["completion_mask"] * batch["tool_mask"]).bool() & difference.isfinite()
-        divergence = difference[mask].mean().item()
+        divergence = self.accelerator.gather(difference[mask].mean()).nanmean().item()  # one verdict for all processes
         if divergence > MAX_DIVERGENCE:
             raise RuntimeError(
                 f"vLLM does not sample from the policy {self.model.name_or_path!r}, but from a distribution "
