@@ -34,12 +34,14 @@ bench: $(VENV)/installed
 bench-vllm: $(VLLM_VENV)/installed
 	$(VLLM_BIN)/python benchmarks/vllm_server.py
 
-# torch first: an install that has not got it yet would take the newest, which need not be the one pinned here
+# torch first: an install that has not got it yet would take the newest, which need not be the one pinned here.
+# DeepSpeed last, and built against that torch rather than one fetched for its build alone
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed: make PYTHON=...')"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation deepspeed
 	touch $@
 
 # torch by pip, which finds its CPU build; the rest by uv, which can leave out what vLLM names and text does not need

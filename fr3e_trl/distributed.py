@@ -41,7 +41,11 @@ def in_every_process(function: Callable[[], R]) -> list[R]:
 
 
 def in_shares(
-    accelerator: Accelerator, function: Callable[[list[T]], list[R]], items: Sequence[T], costs: Sequence[float]
+    accelerator: Accelerator,
+    function: Callable[[list[T]], list[R]],
+    items: Sequence[T],
+    costs: Sequence[float],
+    in_step: bool = False,
 ) -> list[R]:
     """
     Share `items` out between the processes, and return the results for all of them, in order.
@@ -53,11 +57,17 @@ def in_shares(
             Gives one result for each item that it gets. It is not called for an empty share.
         items, costs (`Sequence`):
             The same in every process.
+        in_step (`bool`):
+            Whether the processes must call `function` with equally many items, because it makes collective calls of
+            its own for them, as a model does whose weights are sharded. The first item then fills up shorter shares.
     """
     shares = share_out(costs, accelerator.num_processes)
     mine = [items[i] for i in shares[accelerator.process_index]]
+    num_own = len(mine)
+    if in_step:
+        mine += [items[0]] * (max(map(len, shares)) - num_own)
     results: dict[int, R] = {}
-    for share, of_share in zip(shares, in_every_process(lambda: function(mine) if mine else []), strict=True):
+    for share, of_share in zip(shares, in_every_process(lambda: function(mine)[:num_own] if mine else []), strict=True):
         results |= dict(zip(share, of_share, strict=True))
     return [results[i] for i in range(len(items))]
 

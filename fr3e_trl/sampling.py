@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -296,22 +297,34 @@ class SharedSampler:
             Knows the processes.
         sampler ([`Sampler`]):
             This process's.
+        in_step (`bool`):
+            Whether the samplers must draw equally many, see [`in_shares`].
     """
 
-    def __init__(self, accelerator: Accelerator, sampler: Sampler):
+    def __init__(self, accelerator: Accelerator, sampler: Sampler, in_step: bool = False):
         self.accelerator = accelerator
         self.sampler = sampler
+        self.in_step = in_step
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
-        owners = [i for i, request in enumerate(requests) for _ in range(request.num_samples)]
-
-        def draw(share: list[int]) -> list[Sample]:
-            counts = Counter(share)
-            drawn = self.sampler.sample([replace(requests[i], num_samples=counts[i]) for i in counts])
-            return [sample for of_request in drawn for sample in of_request]
-
-        costs = [requests[i].max_new_tokens for i in owners]
         samples: list[list[Sample]] = [[] for _ in requests]
-        for i, sample in zip(owners, in_shares(self.accelerator, draw, owners, costs), strict=True):
-            samples[i].append(sample)
+        # One temperature after the other, for every process to have some of each, if they are to keep in step
+        for temperature in dict.fromkeys(request.temperature for request in requests):
+            owners = [
+                i
+                for i, request in enumerate(requests)
+                for _ in range(request.num_samples)
+                if request.temperature == temperature
+            ]
+            costs = [requests[i].max_new_tokens for i in owners]
+            draw = partial(self._draw, requests)
+            for i, sample in zip(owners, in_shares(self.accelerator, draw, owners, costs, self.in_step), strict=True):
+                samples[i].append(sample)
         return samples
+
+    def _draw(self, requests: Sequence[SamplingRequest], owners: list[int]) -> list[Sample]:
+        """One sample for each of `owners`, in order: indices of requests, those of one request together."""
+        counts = Counter(owners)
+        drawn = self.sampler.sample([replace(requests[i], num_samples=counts[i]) for i in counts])
+        of_request = {i: iter(samples) for i, samples in zip(counts, drawn, strict=True)}
+        return [next(of_request[i]) for i in owners]

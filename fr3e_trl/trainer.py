@@ -156,10 +156,15 @@ class FR3ETrainer(RowsGRPOTrainer):
         )
         if args.is_plain_grpo:
             return
-        if self.is_fsdp_enabled or self._dist.is_zero3:
+        if self._dist.fsdp_version == 1:
             raise NotImplementedError(
-                "FR3ETrainer does not support FSDP or DeepSpeed ZeRO-3 yet. Use data parallelism without sharding, "
-                "or set num_anchors=0 to train with plain GRPO."
+                "FR3ETrainer does not support FSDP of version 1. Set fsdp_version: 2 in accelerate's configuration, or "
+                "num_anchors=0 to train with plain GRPO."
+            )
+        if self._dist.is_fsdp and self.use_transformers_continuous_batching:
+            raise NotImplementedError(
+                "use_transformers_continuous_batching=True does not work with FSDP, whose processes must generate in "
+                "step. Leave it out, or use vLLM."
             )
         if self._is_vlm:
             raise NotImplementedError(
@@ -176,6 +181,11 @@ class FR3ETrainer(RowsGRPOTrainer):
         if self.use_vllm:
             self._check_vllm(train_dataset)
 
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether the policy's forward pass is a collective call, which all processes must make together."""
+        return self._dist.is_fsdp or self._dist.is_zero3
+
     def _make_sampler(self) -> Sampler:
         profiler = partial(profiling_context, self, "vLLM.generate")
         sampler: Sampler
@@ -189,7 +199,9 @@ class FR3ETrainer(RowsGRPOTrainer):
             )
         else:
             sampler = GenerateSampler(self.generation_model, self.generation_config)
-        return sampler if self.accelerator.num_processes == 1 else SharedSampler(self.accelerator, sampler)
+        if self.accelerator.num_processes == 1:
+            return sampler
+        return SharedSampler(self.accelerator, sampler, in_step=self._is_sharded and not self.use_vllm)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         try:
@@ -243,7 +255,11 @@ class FR3ETrainer(RowsGRPOTrainer):
             rows = list(zip(prompt_ids, completion_ids, strict=True))
             costs = [len(prompt) + len(completion) for prompt, completion in rows]
             return in_shares(
-                self.accelerator, lambda share: self.token_statistics(*map(list, zip(*share, strict=True))), rows, costs
+                self.accelerator,
+                lambda share: self.token_statistics(*map(list, zip(*share, strict=True))),
+                rows,
+                costs,
+                in_step=self._is_sharded,
             )
 
         seed = (self.args.seed, self.state.global_step)

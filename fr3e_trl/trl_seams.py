@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import gather_object, is_peft_model
 from torch import nn
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from trl.chat_template_utils import parse_response
@@ -234,7 +234,8 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         """Have TRL make its batch of `rows`: padding, log-probs of the old and the reference policy, logs."""
         logprobs = rows.logprobs
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        if corrects and logprobs is not None and (self._truncates or self._off_temperature(rows).any()):
+        off_temperatures = sorted(set(gather_object(rows.temperatures)) - {self.temperature})
+        if corrects and logprobs is not None and (self._truncates or off_temperatures):
             logprobs = self._as_if_scored(rows, logprobs)
         self._rows = rows
         self.rollout_func = lambda prompts, trainer: {
@@ -250,8 +251,8 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
             self.rollout_func = None
         if corrects:
             self._check_same_policy(batch)
-        if self._off_temperature(rows).any():
-            self._set_behaviour_logprobs(batch, rows)
+        if off_temperatures:
+            self._set_behaviour_logprobs(batch, rows, off_temperatures)
         return batch
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
@@ -293,21 +294,21 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         num_own = len(rows) // self.accelerator.num_processes
         return rows[self.accelerator.process_index * num_own :][:num_own]
 
-    def _off_temperature(self, rows: Rows) -> torch.Tensor:
-        """Rows sampled at another temperature than the loss scores them at, as a boolean mask of shape (R,)."""
-        return torch.tensor(rows.temperatures, device=self.accelerator.device) != self.temperature
-
     @torch.no_grad()
-    def _set_behaviour_logprobs(self, batch: dict[str, torch.Tensor], rows: Rows) -> None:
-        """Take the importance ratio of such rows against the policy at the temperature that they were sampled at."""
+    def _set_behaviour_logprobs(
+        self, batch: dict[str, torch.Tensor], rows: Rows, off_temperatures: list[float]
+    ) -> None:
+        """Take the importance ratio of rows sampled at other temperatures against the policy at these."""
         if "old_per_token_logps" not in batch:
             batch["old_per_token_logps"] = self._logprobs(batch)
-        temperatures = torch.tensor(rows.temperatures, device=self.accelerator.device)
-        for temperature in temperatures[self._off_temperature(rows)].unique():
-            sampled_at_it = temperatures == temperature
-            with self._scoring_temperature(temperature.item()):
-                behaviour = self._logprobs({key: batch[key][sampled_at_it] for key in BATCH_TOKENS})
-            batch["old_per_token_logps"][sampled_at_it] = behaviour
+        temperatures = torch.tensor(rows.temperatures, device=self.accelerator.device).unsqueeze(1)
+        for temperature in off_temperatures:
+            with self._scoring_temperature(temperature):
+                # Of all rows: where the weights are sharded, every process has to make as many forward passes
+                behaviour = self._logprobs(batch)
+            batch["old_per_token_logps"] = torch.where(
+                temperatures == temperature, behaviour, batch["old_per_token_logps"]
+            )
 
     def _logprobs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return self._get_per_token_logps_and_entropies(

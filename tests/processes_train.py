@@ -1,10 +1,11 @@
 """
 Train in several processes, and keep what came of it. A script, for `torch.distributed.run`.
 
-    processes_train.py OUTPUT SETTINGS [fake] [fail]
+    processes_train.py OUTPUT SETTINGS [fake] [fail] [sharded]
 
 Each process writes to OUTPUT what it saw: the trees, the logs, the weights, or the error. `fake`: completions do not
-depend on the processes. `fail`: the last process raises in its reward function.
+depend on the processes. `fail`: the last process raises in its reward function. `sharded`: accelerate shards the model as
+its configuration says, which without a GPU it does not do by itself.
 """
 
 import hashlib
@@ -15,6 +16,8 @@ import sys
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from models import CPU, make_dataset, make_model, make_tokenizer
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
@@ -46,10 +49,14 @@ def main(output: Path, settings: dict, *options: str) -> None:
         log_extra("first", [text[:1] for text in completions])
         return [float(sum(map(ord, text)) % 7) for text in completions]
 
+    args = FR3EConfig("output", max_completion_length=12, learning_rate=1e-2, max_steps=3, **CPU | settings)
+    if "sharded" in options:
+        # accelerate asks for a kind of device other than the CPU before it lets FSDP or DeepSpeed have the processes
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     trainer = FR3ETrainer(
         make_model(),
         letters,
-        FR3EConfig("output", max_completion_length=12, learning_rate=1e-2, max_steps=3, **CPU | settings),
+        args,
         train_dataset=make_dataset(6),
         processing_class=make_tokenizer(),
     )
@@ -71,9 +78,11 @@ def main(output: Path, settings: dict, *options: str) -> None:
 
     trainer._explore_and_assemble = record
     trainer.train()
-    result = {"trees": trees, "logs": trainer.state.log_history, "scored": scored, "rows": trainer._step}
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    backend = str(trainer.accelerator.distributed_type)
+    result = {"trees": trees, "logs": trainer.state.log_history, "scored": scored, "backend": backend}
     (output / f"{RANK}.json").write_text(json.dumps(result))
-    torch.save(list(trainer.model.parameters()), output / f"{RANK}.pt")
+    torch.save(state, output / f"{RANK}.pt")
 
 
 if __name__ == "__main__":

@@ -9,23 +9,32 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils import is_deepspeed_available
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fr3e_trl.distributed import share_out
 
 SCRIPT = Path(__file__).with_name("processes_train.py")
+DEEPSPEED = pytest.mark.skipif(not is_deepspeed_available(), reason="deepspeed is not installed: see the Makefile")
+RECIPES = Path(__file__).parents[1] / "recipes" / "accelerate"
 
 
-def launch(output: Path, num_processes: int, settings: dict, *options: str, check: bool = True):
+def launch(output: Path, num_processes: int, settings: dict, *options: str, recipe: str = "ddp", check: bool = True):
+    """Train by `accelerate launch` with one of the configurations in the recipes."""
     output.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", RECIPES / f"{recipe}.yaml"]
+    command += ["--num_processes", str(num_processes), "--mixed_precision", "no", "--main_process_port", "0"]
     command += [SCRIPT, output, json.dumps(settings), *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     # Nothing of this may hang
     run = subprocess.run(command, cwd=output, env=environment, capture_output=True, text=True, timeout=200)
     assert not check or run.returncode == 0, run.stderr[-3000:]
     return [json.loads((output / f"{i}.json").read_text()) for i in range(num_processes)] if check else run
+
+
+def weights_of(output: Path, process: int = 0) -> list[torch.Tensor]:
+    return list(torch.load(output / f"{process}.pt").values())
 
 
 def same(x, y) -> bool:
@@ -58,7 +67,7 @@ def test_the_same_completions_give_the_same_training(loss_type, num_generations,
         }
         of_processes = launch(tmp_path / str(i), num_processes, settings, "fake")
         assert all(result["trees"] == of_processes[0]["trees"] for result in of_processes)
-        results.append((of_processes, torch.load(tmp_path / str(i) / "0.pt")))
+        results.append((of_processes, weights_of(tmp_path / str(i))))
     (alone, *others) = results
     for of_processes, weights in others:
         main = of_processes[0]
@@ -66,11 +75,46 @@ def test_the_same_completions_give_the_same_training(loss_type, num_generations,
         for mine, theirs in zip(main["logs"], alone[0][0]["logs"], strict=True):
             for name in ("loss", "grad_norm", "reward", "fr3e/value/S0", "fr3e/advantage/std", "fr3e/tokens/generated"):
                 assert name not in theirs or math.isclose(mine[name], theirs[name], rel_tol=1e-5, abs_tol=1e-6), name
-        for mine, theirs in zip(weights, alone[1], strict=True):
-            torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(weights, alone[1], atol=1e-6, rtol=1e-6)
         # Each completion is scored once, in some process, and some in each
         assert sorted(text for result in of_processes for text in result["scored"]) == sorted(alone[0][0]["scored"])
         assert all(result["scored"] for result in of_processes)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["fsdp2", pytest.param("zero2", marks=DEEPSPEED), pytest.param("zero3", marks=DEEPSPEED)]
+)
+def test_sharded_training_is_the_same_as_in_one_process(recipe, tmp_path):
+    """FSDP2 and DeepSpeed, each in three processes: what each has to do differs, but not how often it runs the model."""
+    settings = {
+        "num_generations": 12,
+        "per_device_train_batch_size": 8,
+        "explore_temperature_scale": 1.5,
+        "optim": "sgd",
+    }
+    alone = launch(tmp_path / "alone", 1, settings | {"per_device_train_batch_size": 24}, "fake")
+    sharded = launch(tmp_path / "sharded", 3, settings, "fake", "sharded", recipe=recipe)
+    assert sharded[0]["backend"] == ("DistributedType.FSDP" if recipe == "fsdp2" else "DistributedType.DEEPSPEED")
+    assert all(same(result["trees"], alone[0]["trees"]) for result in sharded)
+    for mine, theirs in zip(sharded[0]["logs"], alone[0]["logs"], strict=True):
+        for name in ("loss", "reward", "fr3e/value/S0", "fr3e/advantage/std"):
+            assert name not in theirs or math.isclose(mine[name], theirs[name], rel_tol=1e-5, abs_tol=1e-6), name
+    torch.testing.assert_close(weights_of(tmp_path / "sharded"), weights_of(tmp_path / "alone"), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["fsdp2", pytest.param("zero3", marks=DEEPSPEED)])
+def test_sharded_sampling(recipe, tmp_path):
+    """Two base trajectories in the first round, for three processes, and two temperatures in the second."""
+    settings = {
+        "num_generations": 6,
+        "num_anchors": 2,
+        "per_device_train_batch_size": 2,
+        "explore_temperature_scale": 1.5,
+        "num_iterations": 2,
+    }
+    of_processes = launch(tmp_path / "run", 3, settings, "sharded", recipe=recipe)
+    assert all(result["trees"] == of_processes[0]["trees"] for result in of_processes)
+    assert all(math.isfinite(entry["loss"]) for entry in of_processes[0]["logs"] if "loss" in entry)
 
 
 def test_real_sampling_in_two_processes(tmp_path):
@@ -79,8 +123,7 @@ def test_real_sampling_in_two_processes(tmp_path):
     assert first["trees"] == second["trees"]
     assert [len(of_step) for of_step in first["trees"]] == [8, 8, 8]
     assert all(math.isfinite(entry["loss"]) for entry in first["logs"] if "loss" in entry)
-    weights = [torch.load(tmp_path / "run" / f"{i}.pt") for i in range(2)]
-    assert all(map(torch.equal, *weights))
+    assert all(map(torch.equal, *(weights_of(tmp_path / "run", process) for process in range(2))))
     rollouts = [tuple(token_ids) for of_step in first["trees"] for _, token_ids, *_ in of_step]
     assert len(set(rollouts)) > len(rollouts) / 2  # the processes do not draw the same
 
