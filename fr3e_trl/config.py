@@ -101,6 +101,16 @@ class FR3EConfig(GRPOConfig):
             Weight κ, in rollouts, of a prior in the baseline of each row: the value of the state before it, and for
             the prompt the mean over the batch's other prompts. `0` uses the plain mean of the state's rewards.
 
+        > Parameters that control the refill of a batch ("dynamic sampling")
+
+        max_refills (`int`, *optional*, defaults to `0`):
+            How many times in a step further prompts are drawn from the training set, as many as a batch has at most,
+            to replace rejected rows. An epoch then is still one pass over the training set, which takes fewer steps
+            than the data loader counts; the number of steps stays.
+        refill_leftovers (`str`, *optional*, defaults to `"next"`):
+            What becomes of rows to learn from that a refilled batch has no place for: `"next"` keeps them for the
+            next step, where they replace rejected rows before further prompts are drawn; `"drop"`.
+
         > Parameters that control vLLM, beside those of `GRPOConfig`
 
         vllm_adapter_sync (`bool`, *optional*):
@@ -210,6 +220,22 @@ class FR3EConfig(GRPOConfig):
             "help": "Weight, in rollouts, of a prior in the baseline of each row: the value of the state before it, "
             "and for the prompt the mean over the batch's other prompts. `0` uses the plain mean of the state's "
             "rewards."
+        },
+    )
+
+    max_refills: int = field(
+        default=0,
+        metadata={
+            "help": "How many times in a step further prompts are drawn from the training set, as many as a batch has "
+            "at most, to replace rejected rows."
+        },
+    )
+    refill_leftovers: str = field(
+        default="next",
+        metadata={
+            "help": "What becomes of rows to learn from that a refilled batch has no place for: kept for the next step "
+            "('next'), or dropped ('drop').",
+            "choices": ["next", "drop"],
         },
     )
 
@@ -323,7 +349,7 @@ class FR3EConfig(GRPOConfig):
 
     def _resolve(self) -> None:
         """Check each of FR3E's fields, and fill in those that were left to be chosen."""
-        for name in ("anchor_score", "base_selection", "modulation"):
+        for name in ("anchor_score", "base_selection", "modulation", "refill_leftovers"):
             _require_choice(self, name)
         _require(self, "anchor_min_gap", self.anchor_min_gap >= 1, "at least 1")
         _require(self, "anchor_min_budget", self.anchor_min_budget >= 1, "at least 1")
@@ -336,6 +362,7 @@ class FR3EConfig(GRPOConfig):
         _require(self, "explore_temperature_scale", self.explore_temperature_scale > 0, "above 0, for example 1.0")
         _require(self, "modulation_clip", self.modulation_clip > 0, "above 0, for example 5.0")
         _require(self, "value_prior_strength", self.value_prior_strength >= 0, "0 or more, for example 2.0")
+        _require(self, "max_refills", self.max_refills >= 0, "0 or more, for example 2")
         _require(self, "vllm_request_timeout", self.vllm_request_timeout > 0, "above 0, for example 1800")
         if self.reuse_base:
             _require(
@@ -357,6 +384,12 @@ class FR3EConfig(GRPOConfig):
             _require_whole_states(self.num_generations, self.num_anchors, min_rollouts)
         if self.reject_degenerate_states is None:
             self.reject_degenerate_states = self.num_anchors > 0
+        _require(
+            self,
+            "max_refills",
+            self.max_refills == 0 or self.reject_degenerate_states,
+            "0 with reject_degenerate_states=False, which leaves nothing to refill; set reject_degenerate_states=True",
+        )
 
     def _check_combinations(self) -> None:
         """Check FR3E's fields against those of GRPO, once these have their final values."""

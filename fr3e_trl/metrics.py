@@ -8,7 +8,7 @@ import torch
 from .tree import State, Tree
 
 
-def tree_metrics(trees: list[Tree], advantages: torch.Tensor) -> dict[str, float]:
+def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> dict[str, float]:
     """
     Metrics of what was explored in a step.
 
@@ -20,6 +20,8 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor) -> dict[str, float
             The step's trees, with the value, modulation and rejection of every state.
         advantages (`torch.Tensor` of shape (R,)):
             Modulated advantages of the rows in the loss.
+        num_rows (`int`):
+            Rows of the batch.
 
     Returns:
         `dict[str, float]`: Metrics by name.
@@ -57,6 +59,8 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor) -> dict[str, float
         ),
         "fr3e/tokens/generated": num_generated,
         "fr3e/tokens/per_row": num_generated / sum(len(state.rollouts) for state in states),
+        "fr3e/tokens/per_informative_row": num_generated / len(advantages) if len(advantages) else math.nan,
+        "fr3e/rows/informative": len(advantages) / num_rows,
         "fr3e/advantage/mean": advantages.mean().item(),
         "fr3e/advantage/std": _mean(((advantages - advantages.mean()) ** 2).tolist()) ** 0.5,
     }

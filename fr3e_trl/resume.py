@@ -42,6 +42,7 @@ class ResumableGRPOTrainer(GRPOTrainer):
         state = {name: getattr(self, name) for name in STATE}
         state["buffered_inputs"] = None if is_batch_used_up else self._buffered_inputs
         state["metrics"] = dict(self._metrics["train"])
+        state["of_method"] = self.state_to_resume()
         torch.save(state, self._state_file(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -53,6 +54,14 @@ class ResumableGRPOTrainer(GRPOTrainer):
             setattr(self, name, state[name])
         self._buffered_inputs = state["buffered_inputs"]
         self._metrics["train"].update(state["metrics"])
+        self.resume_from_state(state["of_method"])
+
+    def state_to_resume(self) -> dict[str, Any]:
+        """What else a subclass's next step depends on, in plain values and tensors."""
+        return {}
+
+    def resume_from_state(self, state: dict[str, Any]) -> None:
+        """Take up what [`state_to_resume`] returned."""
 
     def _state_file(self, checkpoint: str) -> Path:
         return Path(checkpoint) / f"grpo_state_{self.args.process_index}.pt"

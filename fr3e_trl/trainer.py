@@ -2,7 +2,7 @@
 
 import logging
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from .advantages import compute_advantages, weighted_rewards
 from .config import FR3EConfig
 from .distributed import in_shares
 from .metrics import tree_metrics
+from .refill import PromptStream, Row, fill_batch, num_to_draw, row_from, state_of
 from .sampling import (
     ContinuousBatchingSampler,
     GenerateSampler,
@@ -176,10 +177,28 @@ class FR3ETrainer(RowsGRPOTrainer):
             for func, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
         self.trees: list[Tree] = []
+        self._prompts: PromptStream | None = None
+        self._leftovers: list[Row] = []
         self._context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.sampler = self._make_sampler()
         if self.use_vllm:
             self._check_vllm(train_dataset)
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        if self.args.max_refills > 0:
+            self._prompts = PromptStream(len(self.train_dataset), self.shuffle_dataset, self.args.seed)
+            self._leftovers = []
+        return super()._get_train_sampler(*args, **kwargs)
+
+    def state_to_resume(self) -> dict[str, Any]:
+        if self._prompts is None:
+            return {}
+        return {"num_drawn": self._prompts.num_drawn, "leftovers": [state_of(row) for row in self._leftovers]}
+
+    def resume_from_state(self, state: dict[str, Any]) -> None:
+        if self._prompts is not None and state:
+            self._prompts.go_to(state["num_drawn"])
+            self._leftovers = [row_from(row, self.train_dataset) for row in state["leftovers"]]
 
     @property
     def _is_sharded(self) -> bool:
@@ -213,19 +232,75 @@ class FR3ETrainer(RowsGRPOTrainer):
             raise
 
     def _explore_and_assemble(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        # Every process knows all trees, and trains on its own rows of them. TRL repeats an example for its group.
+        # Every process knows all trees and rows, and trains on its own rows. TRL repeats an example for its group.
         examples = gather_object(inputs)[:: self.num_generations]
+        num_rows = len(examples) * self.num_generations
         with self.vllm_engine():
-            self.trees = self._grow_trees(examples)
-        batch = self.assemble(self._to_rows(examples))
-        advantages, in_loss = self._compute_advantages()
+            rows, num_refills = self._explore(examples)
+        batch_rows, left_over, num_reused = fill_batch(rows, self._leftovers, num_rows)
+        batch = self.assemble(self._to_rows(batch_rows))
+        advantages = torch.tensor([row.advantage for row in batch_rows], dtype=torch.float64)
+        in_loss = torch.tensor([row.in_loss for row in batch_rows])
         self.set_advantages(batch, advantages, in_loss)
-        for name, value in tree_metrics(self.trees, advantages[in_loss]).items():
-            self._metrics["train"][name].append(value)
+        metrics = tree_metrics(self.trees, advantages[in_loss], num_rows)
+        if self._prompts is not None:
+            kept = left_over if self.args.refill_leftovers == "next" else []
+            metrics |= {
+                "fr3e/refill/rounds": num_refills,
+                "fr3e/refill/prompts": len(self.trees) - len(examples),
+                "fr3e/refill/rows": int(in_loss.sum()) - sum(row.in_loss for row in rows[:num_rows]),
+                "fr3e/refill/reused": num_reused,
+                "fr3e/refill/dropped": len(self._leftovers) - num_reused + len(left_over) - len(kept),
+            }
+            self._keep(kept)
         hit_rate = getattr(self.sampler, "hit_rate", None)  # of what was sampled last: the anchors' rollouts
         if hit_rate is not None and self.args.num_anchors:
-            self._metrics["train"]["fr3e/prefix_cache/hit_rate"].append(hit_rate)
+            metrics["fr3e/prefix_cache/hit_rate"] = hit_rate
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
         return batch
+
+    def _explore(self, examples: list[dict[str, Any]]) -> tuple[list[Row], int]:
+        """
+        Explore from the prompts of a step and, while rejection leaves its batch short of rows, of further ones.
+
+        Returns:
+            `tuple[list[Row], int]`: The rows of all prompts, in order, and how many times further ones were drawn.
+        """
+        num_prompts = len(examples)
+        if self._prompts is None:
+            self.trees = self._grow_trees(examples)
+            return self._make_rows(examples, [None] * num_prompts), 0
+        indices = self._prompts.draw(num_prompts)  # what the data loader brings only says how many
+        examples = [self.train_dataset[i] for i in indices]
+        self.trees = self._grow_trees(examples)
+        rows = self._make_rows(examples, indices)
+        for num_refills in range(self.args.max_refills):
+            num_informative = sum(row.in_loss for row in rows)
+            num_missing = num_prompts * self.num_generations - num_informative - len(self._leftovers)
+            if num_missing <= 0:
+                return rows, num_refills
+            drawn = self._prompts.draw(num_to_draw(num_missing, num_informative, len(self.trees), num_prompts))
+            further = [self.train_dataset[i] for i in drawn]
+            self.trees += self._grow_trees(further)
+            examples += further
+            indices += drawn
+            rows = self._make_rows(examples, indices)
+        return rows, self.args.max_refills
+
+    def _keep(self, rows: list[Row]) -> None:
+        """Keep rows for the next step, which must know how likely they are under the policy as it is now."""
+        self._leftovers = rows
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            return  # against vLLM's log-probs, which are of the policy as it is now
+        for temperature in dict.fromkeys(row.temperature for row in rows):
+            sampled_at_it = [row for row in rows if row.temperature == temperature]
+            with self.scoring_temperature(temperature):
+                statistics = self._statistics(
+                    [row.prompt_ids for row in sampled_at_it], [row.completion_ids for row in sampled_at_it]
+                )
+            for row, (logprobs, _) in zip(sampled_at_it, statistics, strict=True):
+                row.old_logprobs = logprobs
 
     def _grow_trees(self, examples: list[dict[str, Any]]) -> list[Tree]:
         """Explore from the prompt of each example."""
@@ -249,22 +324,22 @@ class FR3ETrainer(RowsGRPOTrainer):
             completions = list(zip(owners, completion_ids, strict=True))
             return in_shares(self.accelerator, score, completions, [len(ids) for ids in completion_ids])
 
-        def shared_statistics(
-            prompt_ids: list[list[int]], completion_ids: list[list[int]]
-        ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-            rows = list(zip(prompt_ids, completion_ids, strict=True))
-            costs = [len(prompt) + len(completion) for prompt, completion in rows]
-            return in_shares(
-                self.accelerator,
-                lambda share: self.token_statistics(*map(list, zip(*share, strict=True))),
-                rows,
-                costs,
-                in_step=self._is_sharded,
-            )
-
         seed = (self.args.seed, self.state.global_step)
-        explore(trees, self.args, self.sampler, shared_score, shared_statistics, seed)
+        explore(trees, self.args, self.sampler, shared_score, self._statistics, seed)
         return trees
+
+    def _statistics(
+        self, prompt_ids: list[list[int]], completion_ids: list[list[int]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """[`token_statistics`], shared out between the processes."""
+        rows = list(zip(prompt_ids, completion_ids, strict=True))
+        return in_shares(
+            self.accelerator,
+            lambda share: self.token_statistics(*map(list, zip(*share, strict=True))),
+            rows,
+            [len(prompt) + len(completion) for prompt, completion in rows],
+            in_step=self._is_sharded,
+        )
 
     def _budget(self, prompt_ids: list[int]) -> int:
         """Longest completion of a prompt, in tokens: `max_completion_length`, or what the model's context leaves."""
@@ -312,30 +387,47 @@ class FR3ETrainer(RowsGRPOTrainer):
                 "the server is up, go on with trainer.train(resume_from_checkpoint=True)."
             )
 
-    def _to_rows(self, examples: list[dict[str, Any]]) -> Rows:
-        """This process's part of the rollouts of every state, as TRL's rows."""
-        all_rollouts = rollouts_of(self.trees)
-        rollouts = self.own_rows(all_rollouts)
-        logprobs = [
-            [*[None] * len(state.prefix_ids), *rollout.logprobs]
-            for _, state, rollout in rollouts
-            if rollout.logprobs is not None
+    def _make_rows(self, examples: list[dict[str, Any]], indices: Sequence[int | None]) -> list[Row]:
+        """Give every state its value, modulation and rejection; and the rollouts of all, with their advantages."""
+        advantages, in_loss = self._compute_advantages()
+        numbers = {id(tree): i for i, tree in enumerate(self.trees)}
+        return [
+            Row(
+                example=examples[numbers[id(tree)]],
+                index=indices[numbers[id(tree)]],
+                prompt_ids=tree.prompt_ids,
+                prefix_ids=state.prefix_ids,
+                rollout=rollout,
+                temperature=self.temperature * (1 if state.parent is None else self.args.explore_temperature_scale),
+                advantage=advantage,
+                in_loss=is_in_loss,
+            )
+            for (tree, state, rollout), advantage, is_in_loss in zip(
+                rollouts_of(self.trees), advantages.tolist(), in_loss.tolist(), strict=True
+            )
         ]
-        columns = {column: None for _, _, rollout in rollouts for column in rollout.score.logs}
+
+    def _to_rows(self, batch_rows: list[Row]) -> Rows:
+        """This process's part of the batch, as TRL's rows."""
+        rows = self.own_rows(batch_rows)
+        logprobs = [
+            [*[None] * len(row.prefix_ids), *row.rollout.logprobs] for row in rows if row.rollout.logprobs is not None
+        ]
+        columns = {column: None for row in rows for column in row.rollout.score.logs}
         return Rows(
-            inputs=self.own_rows([example for example in examples for _ in range(self.num_generations)]),
-            prompt_ids=[tree.prompt_ids for tree, _, _ in rollouts],
-            completion_ids=[state.prefix_ids + rollout.token_ids for _, state, rollout in rollouts],
-            loss_mask=[[0] * len(state.prefix_ids) + [1] * len(rollout.token_ids) for _, state, rollout in rollouts],
-            logprobs=logprobs if len(logprobs) == len(rollouts) else None,
-            temperatures=[
-                self.temperature * (1 if state.parent is None else self.args.explore_temperature_scale)
-                for _, state, _ in rollouts
-            ],
+            inputs=[row.example for row in rows],
+            prompt_ids=[row.prompt_ids for row in rows],
+            completion_ids=[row.completion_ids for row in rows],
+            loss_mask=[[0] * len(row.prefix_ids) + [1] * len(row.rollout.token_ids) for row in rows],
+            logprobs=logprobs if len(logprobs) == len(rows) else None,
+            temperatures=[row.temperature for row in rows],
             rewards_per_func=torch.tensor(
-                [r.score.rewards for _, _, r in all_rollouts], device=self.accelerator.device
+                [row.rollout.score.rewards for row in batch_rows], device=self.accelerator.device
             ),
-            extra_logs={column: [r.score.logs.get(column) for _, _, r in rollouts] for column in columns},
+            old_logprobs=[row.old_logprobs for row in rows]
+            if any(row.old_logprobs is not None for row in batch_rows)
+            else None,
+            extra_logs={column: [row.rollout.score.logs.get(column) for row in rows] for column in columns},
         )
 
     def _compute_advantages(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -420,6 +512,11 @@ def _refuse_unsupported(args: FR3EConfig, tools: Any, rollout_func: Any, environ
 
 
 def _check_dataset(dataset: Dataset | IterableDataset, args: FR3EConfig) -> None:
+    if args.max_refills > 0 and not isinstance(dataset, Dataset):
+        raise ValueError(
+            f"max_refills={args.max_refills} draws prompts from a Dataset, and train_dataset is an "
+            f"{type(dataset).__name__}. Load it without streaming, or set max_refills=0."
+        )
     example = next(iter(dataset), None)
     if example is None:
         raise ValueError("train_dataset is empty. It must have at least one example, with a 'prompt'.")

@@ -63,6 +63,10 @@ class Rows:
             Temperature that the tokens in the loss were sampled at, for each row.
         rewards_per_func (`torch.Tensor` of shape (A, F)):
             Rewards of the rows of all processes, NaN where a function gave none.
+        old_logprobs (`list[torch.Tensor | None]`, *optional*):
+            Log-probabilities of each completion, of shape (L,), under an earlier policy that it was sampled from;
+            `None` for a completion that is the present policy's. If no completion of any process is an earlier one's,
+            `None` for all.
         extra_logs (`dict[str, list]`):
             Columns of R values that the reward functions logged.
     """
@@ -74,6 +78,7 @@ class Rows:
     logprobs: list[list[float | None]] | None
     temperatures: list[float]
     rewards_per_func: torch.Tensor
+    old_logprobs: list[torch.Tensor | None] | None = None
     extra_logs: dict[str, list[Any]] = field(default_factory=dict)
 
 
@@ -253,6 +258,8 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
             self._check_same_policy(batch)
         if off_temperatures:
             self._set_behaviour_logprobs(batch, rows, off_temperatures)
+        if rows.old_logprobs is not None:
+            self._set_old_logprobs(batch, rows.old_logprobs)
         return batch
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
@@ -303,12 +310,21 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
             batch["old_per_token_logps"] = self._logprobs(batch)
         temperatures = torch.tensor(rows.temperatures, device=self.accelerator.device).unsqueeze(1)
         for temperature in off_temperatures:
-            with self._scoring_temperature(temperature):
+            with self.scoring_temperature(temperature):
                 # Of all rows: where the weights are sharded, every process has to make as many forward passes
                 behaviour = self._logprobs(batch)
             batch["old_per_token_logps"] = torch.where(
                 temperatures == temperature, behaviour, batch["old_per_token_logps"]
             )
+
+    @torch.no_grad()
+    def _set_old_logprobs(self, batch: dict[str, torch.Tensor], old_logprobs: list[torch.Tensor | None]) -> None:
+        """Take the importance ratio of rows sampled in an earlier step against the policy as it was then."""
+        if "old_per_token_logps" not in batch:
+            batch["old_per_token_logps"] = self._logprobs(batch)
+        for row, logprobs in zip(batch["old_per_token_logps"], old_logprobs, strict=True):
+            if logprobs is not None:
+                row[: len(logprobs)] = logprobs.to(row)
 
     def _logprobs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return self._get_per_token_logps_and_entropies(
@@ -320,11 +336,11 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         )[0]
 
     @contextmanager
-    def _scoring_temperature(self, temperature: float) -> Iterator[None]:
+    def scoring_temperature(self, temperature: float) -> Iterator[None]:
         """Score log-probs at another temperature: TRL's LM head has its own built in, so it gets another head."""
         model = self.model.get_base_model() if is_peft_model(self.model) else self.model
         forward = model.forward
-        add_fused_lm_head(model, temperature=temperature, cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32)
+        add_fused_lm_head(model, temperature, self.args.cast_lm_head_to_fp32, outputs=("log_probs", "entropy"))
         try:
             yield
         finally:

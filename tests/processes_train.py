@@ -4,8 +4,8 @@ Train in several processes, and keep what came of it. A script, for `torch.distr
     processes_train.py OUTPUT SETTINGS [fake] [fail] [sharded]
 
 Each process writes to OUTPUT what it saw: the trees, the logs, the weights, or the error. `fake`: completions do not
-depend on the processes. `fail`: the last process raises in its reward function. `sharded`: accelerate shards the model as
-its configuration says, which without a GPU it does not do by itself.
+depend on the processes. `fail`: the last process raises in its reward function. `sharded`: accelerate shards the model
+as its configuration says, which without a GPU it does not do by itself.
 """
 
 import hashlib

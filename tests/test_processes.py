@@ -85,7 +85,7 @@ def test_the_same_completions_give_the_same_training(loss_type, num_generations,
     "recipe", ["fsdp2", pytest.param("zero2", marks=DEEPSPEED), pytest.param("zero3", marks=DEEPSPEED)]
 )
 def test_sharded_training_is_the_same_as_in_one_process(recipe, tmp_path):
-    """FSDP2 and DeepSpeed, each in three processes: what each has to do differs, but not how often it runs the model."""
+    """FSDP2 and DeepSpeed in three processes: they have different work, and run the model equally often."""
     settings = {
         "num_generations": 12,
         "per_device_train_batch_size": 8,

@@ -202,7 +202,7 @@ def test_metrics_by_hand():
     failed.states[0] = replace(failed.states[0], value=0.0, rejected=True)
     failed.states[1] = replace(failed.states[1], value=0.5, modulation=math.exp(-0.5))
     solved.states[0] = replace(solved.states[0], value=1.0, rejected=True)
-    metrics = tree_metrics([failed, solved], torch.tensor([0.3, -0.3]))
+    metrics = tree_metrics([failed, solved], torch.tensor([0.3, -0.3]), 8)
     expected = {
         "fr3e/value/S0": 0.5,
         "fr3e/value/anchors": 0.5,
@@ -220,6 +220,8 @@ def test_metrics_by_hand():
         "fr3e/prompts/rescued": 1.0,
         "fr3e/tokens/generated": 8 + 4 + 2 + 6,
         "fr3e/tokens/per_row": 20 / 8,
+        "fr3e/tokens/per_informative_row": 20 / 2,
+        "fr3e/rows/informative": 2 / 8,
         "fr3e/advantage/mean": 0.0,
         "fr3e/advantage/std": 0.3,
     }
@@ -228,6 +230,6 @@ def test_metrics_by_hand():
 
 def test_metrics_without_an_instance_are_left_out():
     tree = Tree([1], 9, [rollout(1.0)], [torch.tensor([2.0])], [State(rollouts=[rollout(1.0)], value=1.0)])
-    metrics = tree_metrics([tree], torch.empty(0))
+    metrics = tree_metrics([tree], torch.empty(0), 4)
     assert "fr3e/prompts/rescued" not in metrics and "fr3e/value/anchors" not in metrics
     assert all(math.isfinite(value) for value in metrics.values())

@@ -79,7 +79,7 @@ def test_methods_that_are_called_or_overridden(method, expected):
             GRPOTrainer._get_per_token_logps_and_entropies,
             ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"],
         ),
-        (add_fused_lm_head, ["temperature", "cast_lm_head_to_fp32"]),
+        (add_fused_lm_head, ["model", "temperature", "cast_lm_head_to_fp32", "outputs"]),
         (pad, ["padding_value", "padding_side"]),
         (parse_response, ["prefix", "tools"]),
         (

@@ -1,0 +1,215 @@
+"""Batches that are filled up with further prompts."""
+
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from models import CPU, make_dataset, make_model, make_tokenizer
+from recorder import Recorder
+from transformers import set_seed
+
+from fr3e_trl import FR3EConfig
+from fr3e_trl.refill import PromptStream, Row, fill_batch, num_to_draw
+from fr3e_trl.tree import Rollout, rollouts_of
+
+
+def hopeful(prompts, completions, **kwargs):
+    """Prompts that begin with 9 give rewards that hardly any two completions share; the others are hopeless."""
+    return [
+        sum(math.sin(i * ord(char)) for i, char in enumerate(text, 1)) if prompt[0] == "9" else 0.0
+        for prompt, text in zip(prompts, completions, strict=True)
+    ]
+
+
+def make_prompts(num_prompts: int, num_hopeful: int) -> Dataset:
+    return Dataset.from_dict({"prompt": [f"{9 if i < num_hopeful else 1}+{i}=" for i in range(num_prompts)]})
+
+
+def make_trainer(dataset, cls=Recorder, **settings):
+    sizes = {"num_generations": 8, "per_device_train_batch_size": 32, "max_completion_length": 8, "max_steps": 3}
+    return cls(
+        make_model(),
+        hopeful,
+        FR3EConfig(**{"output_dir": "output", "learning_rate": 1e-2} | CPU | sizes | settings),
+        train_dataset=dataset,
+        processing_class=make_tokenizer(),
+    )
+
+
+def train(*args, **kwargs):
+    trainer = make_trainer(*args, **kwargs)
+    set_seed(1)
+    trainer.train()
+    return trainer
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_anchors": 0, "reject_degenerate_states": True}], ids=["fr3e", "grpo"])
+def test_a_batch_is_filled_when_most_prompts_are_hopeless(settings):
+    """80% of them; without refill most of the batch teaches nothing."""
+    dataset = make_prompts(200, 40)
+    plain = train(dataset, **settings)
+    filled = train(dataset, max_refills=12, **settings)
+    assert max(logged(plain, "fr3e/rows/informative")) < 0.5
+    assert logged(filled, "fr3e/rows/informative") == [1.0] * 3
+    assert all(0 < rounds < 12 for rounds in logged(filled, "fr3e/refill/rounds"))
+    for batch, _ in filled.batches:
+        assert batch["in_loss"].all() and (batch["advantages"] != 0).all()
+
+
+def test_a_batch_of_hopeless_prompts_ends():
+    trainer = train(make_prompts(100, 0), max_refills=3)
+    assert logged(trainer, "fr3e/refill/rounds") == [3] * 3
+    assert logged(trainer, "fr3e/refill/prompts") == [12] * 3
+    assert logged(trainer, "fr3e/rows/informative") == [0.0] * 3
+    assert logged(trainer, "loss") == [0.0] * 3
+    assert all(map(torch.equal, trainer.model.parameters(), make_model().parameters()))
+
+
+def test_a_batch_that_is_full_draws_nothing():
+    """And is the same as without refill: the prompts come in the same order."""
+    dataset = make_prompts(40, 40)
+    settings = {"num_generations": 16, "num_anchors": 0, "reject_degenerate_states": True, "max_steps": 2}
+    plain, filled = train(dataset, **settings), train(dataset, max_refills=5, **settings)
+    assert logged(plain, "fr3e/rows/informative") == [1.0] * 2
+    assert logged(filled, "fr3e/refill/prompts") == [0] * 2
+    assert all(map(torch.equal, plain.model.parameters(), filled.model.parameters()))
+
+
+def test_no_prompt_comes_twice_in_an_epoch():
+    """Nor is one left out: refills and steps draw from the same order."""
+    dataset = make_prompts(30, 6)
+    trainer = train(dataset, max_refills=2, max_steps=6)
+    drawn = [tuple(tree.prompt_ids) for _, trees in trainer.batches for tree in trees]
+    assert len(drawn) > 60
+    for epoch in (drawn[:30], drawn[30:60]):
+        assert len(set(epoch)) == 30
+    assert drawn[:30] != drawn[30:60]
+    assert sum(logged(trainer, "fr3e/refill/prompts")) + 6 * 4 == len(drawn)
+
+
+@pytest.mark.parametrize("leftovers", ["next", "drop"])
+def test_rows_that_are_left_over(leftovers):
+    trainer = train(make_prompts(200, 60), max_refills=12, refill_leftovers=leftovers, max_steps=6)
+    reused, dropped = logged(trainer, "fr3e/refill/reused"), logged(trainer, "fr3e/refill/dropped")
+    informative = [
+        sum(len(state.rollouts) for tree in trees for state in tree.states if not state.rejected)
+        for _, trees in trainer.batches
+    ]
+    left_over = [count - (32 - n) for count, n in zip(informative, reused, strict=True)]
+    assert any(left_over)
+    if leftovers == "drop":
+        assert reused == [0] * 6 and dropped == left_over
+    else:
+        # Of those of a step, each is used in the next one or dropped there
+        assert [n + m for n, m in zip(reused, dropped, strict=True)] == [0, *left_over[:-1]]
+        assert sum(reused) > 0
+
+
+def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from():
+    trainer = make_trainer(make_prompts(200, 60), max_refills=12, max_steps=6, explore_temperature_scale=1.5)
+    kept = []
+    keep = trainer._keep
+
+    def record(rows):
+        with torch.no_grad():
+            statistics = [trainer.token_statistics([row.prompt_ids], [row.completion_ids])[0][0] for row in rows]
+        keep(rows)
+        kept.append(
+            {
+                tuple(row.prompt_ids + row.completion_ids): (row, theirs)
+                for row, theirs in zip(rows, statistics, strict=True)
+            }
+        )
+
+    trainer._keep = record
+    set_seed(1)
+    trainer.train()
+    num_seen = 0
+    for before, (batch, trees) in zip(kept, trainer.batches[1:], strict=False):
+        own = {
+            tuple(tree.prompt_ids + state.prefix_ids + rollout.token_ids) for tree, state, rollout in rollouts_of(trees)
+        }
+        for i in range(32):
+            prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].tolist()
+            completion = batch["completion_ids"][i][batch["completion_mask"][i].bool()].tolist()
+            row, at_temperature_1 = before.get(tuple(prompt + completion), (None, None))
+            if row is None or tuple(prompt + completion) in own:
+                continue
+            num_seen += 1
+            old = batch["old_per_token_logps"][i][: len(completion)]
+            torch.testing.assert_close(old, row.old_logprobs)
+            if not row.prefix_ids:
+                torch.testing.assert_close(old, at_temperature_1)
+            else:
+                assert not torch.allclose(old, at_temperature_1)
+            assert batch["advantages"][i].item() == pytest.approx(row.advantage)
+    assert num_seen > 0
+
+
+def row(in_loss: bool) -> Row:
+    return Row({}, None, [1], [], Rollout([2]), 1.0, in_loss=in_loss)
+
+
+def test_fill_batch_by_hand():
+    rows = [row(True), row(False), row(False), row(True), row(False), row(True), row(True)]
+    left = [row(True), row(True)]
+    # A batch of 4: the second and third are replaced by the sixth and seventh
+    batch, left_over, num_reused = fill_batch(rows, left, 4)
+    assert [id(r) for r in batch] == [id(rows[i]) for i in (0, 5, 6, 3)]
+    assert left_over == [] and num_reused == 0
+    # Of 3 rows: what was left over fills up; and a fresh one is left over when there is no place
+    batch, left_over, num_reused = fill_batch(rows[:3], left, 3)
+    assert [id(r) for r in batch] == [id(rows[0]), id(left[0]), id(left[1])]
+    assert left_over == [] and num_reused == 2
+    batch, left_over, num_reused = fill_batch([rows[0], rows[1], rows[5], rows[6]], left, 2)
+    assert [id(r) for r in batch] == [id(rows[0]), id(rows[5])]
+    assert [id(r) for r in left_over] == [id(rows[6])] and num_reused == 0
+    # Nothing to fill with: the rejected row stays
+    assert fill_batch([rows[1]], [], 1) == ([rows[1]], [], 0)
+
+
+def test_num_to_draw_by_hand():
+    # 24 rows of 6 prompts are 4 a prompt: 10 more take 2.5 prompts
+    assert num_to_draw(10, num_informative=24, num_explored=6, limit=8) == 3
+    assert num_to_draw(100, num_informative=24, num_explored=6, limit=8) == 8
+    assert num_to_draw(1, num_informative=24, num_explored=6, limit=8) == 1
+    assert num_to_draw(10, num_informative=0, num_explored=6, limit=8) == 8
+
+
+def test_a_stream_goes_on_where_it_was():
+    stream = PromptStream(7, shuffle=True, seed=1)
+    drawn = [stream.draw(5) for _ in range(5)]
+    again = PromptStream(7, shuffle=True, seed=1)
+    again.go_to(10)
+    assert [again.draw(5) for _ in range(3)] == drawn[2:]
+    assert again.num_drawn == 25
+    assert PromptStream(7, shuffle=False, seed=1).draw(9) == [0, 1, 2, 3, 4, 5, 6, 0, 1]
+
+
+def test_the_first_prompts_are_those_of_the_data_loader():
+    trainer = make_trainer(make_dataset(16), max_refills=1)
+    sampler = trainer._get_train_sampler()
+    assert trainer._prompts.draw(16) == list(dict.fromkeys(sampler))
+
+
+def test_refill_takes_a_dataset_that_can_be_drawn_from():
+    with pytest.raises(ValueError, match="max_refills=2 draws prompts from a Dataset"):
+        make_trainer(make_dataset(16).to_iterable_dataset(), max_refills=2)
+
+
+def test_tokens_are_counted_over_all_rounds():
+    trainer = train(make_prompts(100, 20), max_refills=2, max_steps=2)
+    for (batch, trees), count, per_row in zip(
+        trainer.batches,
+        logged(trainer, "fr3e/tokens/generated"),
+        logged(trainer, "fr3e/tokens/per_informative_row"),
+        strict=True,
+    ):
+        assert count == sum(len(rollout.token_ids) for _, _, rollout in rollouts_of(trees))
+        assert per_row == pytest.approx(count / batch["in_loss"].sum().item())
+        assert math.isfinite(per_row)
