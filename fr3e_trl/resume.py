@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
@@ -49,10 +50,10 @@ class ResumableGRPOTrainer(GRPOTrainer):
         super()._load_rng_state(checkpoint)
         if checkpoint is None or not self._state_file(checkpoint).exists():
             return  # a checkpoint of GRPOTrainer's
-        state = torch.load(self._state_file(checkpoint), map_location=self.args.device, weights_only=True)
+        state = torch.load(self._state_file(checkpoint), map_location="cpu", weights_only=True)
         for name in STATE:
             setattr(self, name, state[name])
-        self._buffered_inputs = state["buffered_inputs"]
+        self._buffered_inputs = send_to_device(state["buffered_inputs"], self.args.device)
         self._metrics["train"].update(state["metrics"])
         self.resume_from_state(state["of_method"])
 

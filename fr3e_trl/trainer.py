@@ -155,6 +155,8 @@ class FR3ETrainer(RowsGRPOTrainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
+        self._prompts: PromptStream | None = None
+        self._leftovers: list[Row] = []
         if args.is_plain_grpo:
             return
         if self._dist.fsdp_version == 1:
@@ -177,8 +179,6 @@ class FR3ETrainer(RowsGRPOTrainer):
             for func, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
         self.trees: list[Tree] = []
-        self._prompts: PromptStream | None = None
-        self._leftovers: list[Row] = []
         self._context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.sampler = self._make_sampler()
         if self.use_vllm:

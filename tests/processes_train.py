@@ -40,16 +40,17 @@ class FakeSampler:
 
 
 def main(output: Path, settings: dict, *options: str) -> None:
-    scored = []
+    scored, checkpoint = [], settings.pop("resume", None)
+    num_rewards = settings.pop("num_rewards", 7)
 
     def letters(completions, log_extra, **kwargs):
         if "fail" in options and int(os.environ["WORLD_SIZE"]) - 1 == RANK:
             raise OSError("the reward model is gone")
         scored.extend(completions)
         log_extra("first", [text[:1] for text in completions])
-        return [float(sum(map(ord, text)) % 7) for text in completions]
+        return [float(sum(map(ord, text)) % num_rewards) for text in completions]
 
-    args = FR3EConfig("output", max_completion_length=12, learning_rate=1e-2, max_steps=3, **CPU | settings)
+    args = FR3EConfig("output", max_completion_length=12, learning_rate=1e-2, **CPU | {"max_steps": 3} | settings)
     if "sharded" in options:
         # accelerate asks for a kind of device other than the CPU before it lets FSDP or DeepSpeed have the processes
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -57,7 +58,7 @@ def main(output: Path, settings: dict, *options: str) -> None:
         make_model(),
         letters,
         args,
-        train_dataset=make_dataset(6),
+        train_dataset=make_dataset(16 if settings.get("max_refills") else 6),
         processing_class=make_tokenizer(),
     )
     if "fake" in options:
@@ -77,7 +78,7 @@ def main(output: Path, settings: dict, *options: str) -> None:
         return batch
 
     trainer._explore_and_assemble = record
-    trainer.train()
+    trainer.train(checkpoint)
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     backend = str(trainer.accelerator.distributed_type)
     result = {"trees": trees, "logs": trainer.state.log_history, "scored": scored, "backend": backend}

@@ -128,6 +128,46 @@ def test_real_sampling_in_two_processes(tmp_path):
     assert len(set(rollouts)) > len(rollouts) / 2  # the processes do not draw the same
 
 
+@pytest.mark.parametrize("recipe", ["ddp", "fsdp2", pytest.param("zero3", marks=DEEPSPEED)])
+def test_resuming_is_exact_in_several_processes(recipe, tmp_path):
+    """In the middle of a batch, with rows left over from a refill."""
+    options = [] if recipe == "ddp" else ["sharded"]
+    settings = {
+        "num_generations": 6,
+        "per_device_train_batch_size": 6,
+        "steps_per_generation": 2,
+        "max_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "max_refills": 4,
+        "num_rewards": 2,  # that many, for states to be rejected
+    }
+    whole = launch(tmp_path / "whole", 2, settings, *options, recipe=recipe)
+    assert sum(entry.get("fr3e/refill/reused", 0) for entry in whole[0]["logs"]) > 0
+    checkpoint = str(tmp_path / "whole" / "output" / "checkpoint-3")
+    resumed = launch(tmp_path / "resumed", 2, settings | {"resume": checkpoint}, *options, recipe=recipe)
+    assert [result["trees"] for result in resumed] == [result["trees"][-1:] for result in whole]
+    for mine, theirs in zip(resumed[0]["logs"], whole[0]["logs"], strict=True):
+        for name in mine.keys() - {"step_time", "train_runtime", "train_loss"}:
+            assert name.endswith("per_second") or mine[name] == theirs[name], (name, mine["step"])
+    assert all(map(torch.equal, weights_of(tmp_path / "resumed"), weights_of(tmp_path / "whole")))
+
+
+def test_refill_is_the_same_in_several_processes(tmp_path):
+    settings = {
+        "num_generations": 8,
+        "per_device_train_batch_size": 24,
+        "max_refills": 3,
+        "num_rewards": 2,
+        "optim": "sgd",
+    }
+    alone = launch(tmp_path / "alone", 1, settings, "fake")
+    shared = launch(tmp_path / "shared", 3, settings | {"per_device_train_batch_size": 8}, "fake")
+    assert sum(entry.get("fr3e/refill/prompts", 0) for entry in alone[0]["logs"]) > 0
+    assert all(same(result["trees"], alone[0]["trees"]) for result in shared)
+    torch.testing.assert_close(weights_of(tmp_path / "shared"), weights_of(tmp_path / "alone"), atol=1e-6, rtol=1e-6)
+
+
 def test_a_process_with_nothing_to_do(tmp_path):
     """Two base trajectories, for three processes."""
     settings = {"num_generations": 6, "num_anchors": 2, "per_device_train_batch_size": 2}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
 from peft import LoraConfig
-from resume_train import letters
+from resume_train import letters, parity
 from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 
@@ -25,7 +25,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 8}
 def make_trainer(cls=FR3ETrainer, config=FR3EConfig, peft_config=None, **settings):
     return cls(
         model_on_disk() if settings.get("beta") else make_model(),
-        letters,
+        parity if settings.get("max_refills") else letters,
         config(**{"output_dir": "output", "learning_rate": 1e-2} | CPU | SIZES | SAVING | settings),
         train_dataset=make_dataset(6),  # three steps an epoch, of two prompts each
         processing_class=make_tokenizer(),
@@ -51,8 +51,9 @@ def check_same(resumed, whole):
         {"steps_per_generation": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 3},
         {"num_iterations": 3, "peft_config": LoraConfig(lora_dropout=0.2, target_modules="all-linear")},
         {"logging_steps": 3, "num_anchors": 0, "num_iterations": 2},
+        {"max_refills": 3, "explore_temperature_scale": 1.5},
     ],
-    ids=["aligned", "iterations", "buffer", "misaligned", "dropout", "grpo"],
+    ids=["aligned", "iterations", "buffer", "misaligned", "dropout", "grpo", "refill"],
 )
 def test_resuming_from_any_checkpoint_is_exact(settings):
     """Also within a generated batch, between two logs, and in a later epoch."""
@@ -103,8 +104,10 @@ def start():
     """A run in a process of its own, when it begins to train."""
     command = [sys.executable, Path(__file__).with_name("resume_train.py")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "training\n", process.stderr.read()
-    return process
+    for line in process.stdout:  # libraries that are imported may print, too
+        if line == "training\n":
+            return process
+    raise AssertionError(process.stderr.read())
 
 
 def finish(process) -> str:
