@@ -14,6 +14,7 @@ PAPER: dict[str, Any] = {
     "anchor_quantile": None,
     "anchor_min_gap": 1,
     "anchor_min_budget": 1,
+    "anchor_budget": "uniform",
     "base_selection": "mixed",
     "reuse_base": True,
     "explore_temperature_scale": 1.0,
@@ -82,6 +83,11 @@ class FR3EConfig(GRPOConfig):
         num_base_trajectories (`int`, *optional*):
             Base trajectories per prompt when `reuse_base=False`, `4` if `None`. Otherwise the prompt's rollouts are
             the base trajectories, and it must stay `None`.
+        anchor_budget (`str`, *optional*, defaults to `"uniform"`):
+            How a prompt's rollouts are shared out among its states: `"uniform"`, `num_rollouts` for each;
+            `"adaptive"`, half as many at first, and the rest where the rewards of these leave the value most
+            uncertain. The first half's rewards are then compared with one another alone, and those of the rest with
+            all others, so that no row's baseline depends on its own reward.
         explore_temperature_scale (`float`, *optional*, defaults to `1.0`):
             Factor on `temperature` when sampling from anchors. Where it is not 1, the importance ratio is taken
             against the distribution that was sampled from.
@@ -185,6 +191,14 @@ class FR3EConfig(GRPOConfig):
         metadata={
             "help": "Base trajectories per prompt when `reuse_base=False`, 4 if `None`. Otherwise the prompt's "
             "rollouts are the base trajectories, and it must stay `None`."
+        },
+    )
+    anchor_budget: str = field(
+        default="uniform",
+        metadata={
+            "help": "How a prompt's rollouts are shared out among its states: evenly ('uniform'), or half of them "
+            "evenly, and the rest where the rewards of these leave the value most uncertain ('adaptive').",
+            "choices": ["uniform", "adaptive"],
         },
     )
     explore_temperature_scale: float = field(
@@ -292,9 +306,19 @@ class FR3EConfig(GRPOConfig):
         return self.num_generations // self.num_states
 
     @property
+    def is_adaptive(self) -> bool:
+        """Whether the rollouts of a prompt go where they are needed."""
+        return self.anchor_budget == "adaptive" and bool(self.num_anchors)
+
+    @property
+    def first_share(self) -> int:
+        """Rollouts of each state that do not depend on what others scored."""
+        return max(self.num_rollouts // 2, 2) if self.is_adaptive else self.num_rollouts
+
+    @property
     def num_bases(self) -> int:
         """Base trajectories per prompt."""
-        return self.num_rollouts if self.num_base_trajectories is None else self.num_base_trajectories
+        return self.first_share if self.num_base_trajectories is None else self.num_base_trajectories
 
     @property
     def is_plain_grpo(self) -> bool:
@@ -349,7 +373,7 @@ class FR3EConfig(GRPOConfig):
 
     def _resolve(self) -> None:
         """Check each of FR3E's fields, and fill in those that were left to be chosen."""
-        for name in ("anchor_score", "base_selection", "modulation", "refill_leftovers"):
+        for name in ("anchor_score", "anchor_budget", "base_selection", "modulation", "refill_leftovers"):
             _require_choice(self, name)
         _require(self, "anchor_min_gap", self.anchor_min_gap >= 1, "at least 1")
         _require(self, "anchor_min_budget", self.anchor_min_budget >= 1, "at least 1")
@@ -382,6 +406,14 @@ class FR3EConfig(GRPOConfig):
             self.num_anchors = _default_num_anchors(self.num_generations)
         else:
             _require_whole_states(self.num_generations, self.num_anchors, min_rollouts)
+        _require(
+            self,
+            "anchor_budget",
+            not self.is_adaptive or self.num_rollouts >= 3,
+            f"'uniform' with num_generations={self.num_generations} and num_anchors={self.num_anchors}, where a state "
+            f"has {self.num_rollouts} rollouts and two of them are its first share; set num_generations="
+            f"{4 * self.num_states} or more",
+        )
         if self.reject_degenerate_states is None:
             self.reject_degenerate_states = self.num_anchors > 0
         _require(

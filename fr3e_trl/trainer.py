@@ -448,6 +448,7 @@ class FR3ETrainer(RowsGRPOTrainer):
             scale=self.args.scale_rewards,
             prior_strength=self.args.value_prior_strength,
             reject=bool(self.args.reject_degenerate_states),
+            shares=torch.tensor([r.share for _, _, r in rollouts_of(self.trees)]) if self.args.is_adaptive else None,
         )
         for state, value, factor, rejected in zip(
             states, result.values.tolist(), result.factors.tolist(), result.rejected.tolist(), strict=True

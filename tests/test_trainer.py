@@ -173,6 +173,22 @@ def test_evaluation_does_not_explore():
 # What a batch consists of
 
 
+def test_adaptive_budgets_train():
+    trainer = train(num_generations=12, per_device_train_batch_size=24, max_steps=3, anchor_budget="adaptive")
+    sizes = set()
+    for batch, trees in trainer.batches:
+        check_batch(trainer, batch, trees)
+        rewards = [[(r.score.reward, r.share) for r in state.rollouts] for tree in trees for state in tree.states]
+        sizes |= {tuple(len(state.rollouts) for state in tree.states) for tree in trees}
+        expected = []
+        for of_state, state in zip(rewards, [state for tree in trees for state in tree.states], strict=True):
+            for i, (reward, share) in enumerate(of_state):
+                others = [r for j, (r, s) in enumerate(of_state) if j != i and s <= share]
+                expected.append(0.0 if state.rejected else state.modulation * (reward - sum(others) / len(others)))
+        assert batch["advantages"].tolist() == pytest.approx(expected, abs=1e-6)
+    assert len(sizes) > 1
+
+
 def check_batch(trainer, batch, trees):
     args, pad_id = trainer.args, 0
     rows = rollouts_of(trees)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fr3e_trl import FR3EConfig
+from fr3e_trl.budgets import allocate
 from fr3e_trl.metrics import tree_metrics
 from fr3e_trl.sampling import Sample
 from fr3e_trl.tree import Rollout, Score, State, Tree, chains_of, explore, rollouts_of
@@ -84,7 +85,8 @@ PROMPTS = [[5, 6], [7], [8, 8, 8]]
 
 settings_strategy = st.fixed_dictionaries(
     {
-        "num_generations": st.sampled_from([4, 8, 12, 20]),
+        "num_generations": st.sampled_from([8, 12, 20]),
+        "anchor_budget": st.sampled_from(["uniform", "adaptive"]),
         "anchor_score": st.sampled_from(["entropy", "surprisal", "random"]),
         "base_selection": st.sampled_from(["mixed", "best", "worst", "random"]),
         "reuse_base": st.booleans(),
@@ -109,8 +111,11 @@ def test_a_tree_has_exactly_its_rows_and_none_is_too_long(settings, budget, eos_
             assert len(completion) == budget or completion[-1] == EOS
             # Scored exactly once, on the whole completion
             assert (i, completion) in scorer.scored
+        if args.is_adaptive:
+            assert all(sum(r.share == 0 for r in state.rollouts) == args.first_share for state in tree.states)
+        else:
+            assert all(len(state.rollouts) == args.num_rollouts for state in tree.states[1:])
         for state in tree.states[1:]:
-            assert len(state.rollouts) == args.num_rollouts
             assert 0 < len(state.prefix_ids) <= budget - args.anchor_min_budget
             assert tree.bases[state.base].token_ids[: len(state.prefix_ids)] == state.prefix_ids
             parent = tree.states[state.parent]
@@ -128,6 +133,19 @@ def test_order_and_number_of_prompts_change_no_tree(settings, prompts):
         other = alone[tuple(tree.prompt_ids)]
         assert tree.states == other.states
         assert all(a.equal(b) for a, b in zip(tree.entropies, other.entropies, strict=True))
+
+
+def test_adaptive_budgets_go_where_values_are_uncertain():
+    args = make_args(num_generations=12, num_anchors=2, anchor_budget="adaptive")
+    assert (args.num_bases, args.first_share) == (2, 2)
+    trees, _, _ = grow(args, [[i] for i in range(5, 35)])
+    sizes = [[len(state.rollouts) for state in tree.states] for tree in trees]
+    assert all(sum(of_tree) == 12 for of_tree in sizes)
+    assert any(max(of_tree) > min(of_tree) for of_tree in sizes if len(of_tree) == 3)
+    for tree, of_tree in zip(trees, sizes, strict=True):
+        first = [[r.score.reward for r in state.rollouts if r.share == 0] for state in tree.states]
+        further = allocate(first, 12 - sum(map(len, first)))
+        assert of_tree == [len(rewards) + count for rewards, count in zip(first, further, strict=True)]
 
 
 def test_each_request_has_its_own_budget_and_temperature():
