@@ -7,7 +7,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # Each process of the tests, and the demo's tiny model, are faster without more threads
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-vllm lint bench bench-vllm serve clean
+.PHONY: demo test test-vllm lint bench bench-scaling bench-vllm serve clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -30,6 +30,9 @@ lint: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/vs_grpo.py
+
+bench-scaling: $(VENV)/installed
+	$(BIN)/python benchmarks/scaling.py
 
 bench-vllm: $(VLLM_VENV)/installed
 	$(VLLM_BIN)/python benchmarks/vllm_server.py
