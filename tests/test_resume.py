@@ -104,25 +104,33 @@ def start():
     """A run in a process of its own, when it begins to train."""
     command = [sys.executable, Path(__file__).with_name("resume_train.py")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for line in process.stdout:  # libraries that are imported may print, too
-        if line == "training\n":
-            return process
+    line_of(process, "training")
+    return process
+
+
+def line_of(process, beginning: str) -> str:
+    """The next line of what a run prints that begins like this: libraries that it imports may print, too."""
+    for line in process.stdout:
+        if line.startswith(beginning):
+            return line
     raise AssertionError(process.stderr.read())
 
 
 def finish(process) -> str:
-    stdout, stderr = process.communicate(timeout=200)
-    assert process.returncode == 0, stderr
-    return stdout.splitlines()[-1]
+    digest = line_of(process, "digest")
+    process.communicate(timeout=200)
+    assert process.returncode == 0
+    return digest
 
 
 def test_kill_9_at_random_moments(num_kills):
-    """Each run is killed once, within the time that the whole one took, and resumed to its end."""
+    """Each run is killed once, within the time that the whole one trained, and resumed to its end."""
     process = start()
     began = time.monotonic()
-    whole = finish(process)
+    whole = line_of(process, "digest")
     seconds = time.monotonic() - began
-    print("uncut:", whole)
+    process.communicate(timeout=200)
+    print("uncut:", whole, end="")
     for kill in range(num_kills):
         shutil.rmtree("output", ignore_errors=True)
         process = start()
@@ -132,5 +140,5 @@ def test_kill_9_at_random_moments(num_kills):
         process.communicate()
         saved = sorted(path.name for path in Path("output").glob("checkpoint-*"))
         resumed = finish(start())
-        print(f"kill {kill + 1} after {moment:.2f} of {seconds:.2f} s, checkpoints {saved}: {resumed}", flush=True)
+        print(f"kill {kill + 1} after {moment:.2f} of {seconds:.2f} s, {saved}: {resumed}", end="", flush=True)
         assert resumed == whole

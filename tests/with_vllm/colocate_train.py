@@ -1,5 +1,6 @@
 """
-Train with vLLM in this process, and print what happened as JSON. A script: the engine makes the process its own.
+Train with vLLM in this process, or in each of several, and print what happened as JSON. A script: the engine makes the
+process its own.
 
 On a CPU, vLLM packs the weights for oneDNN, after which none can be loaded into it; without oneDNN it leaves them as
 they are. It has no sleep mode there: what would be called is recorded, around the real engine.
@@ -23,10 +24,12 @@ from fr3e_trl.tree import rollouts_of
 def main() -> None:
     os.environ.update(ENVIRONMENT)
     vllm._custom_ops._supports_onednn = False
+    num_processes = int(os.environ.get("WORLD_SIZE", 1))
+    sizes = SIZES | {"per_device_train_batch_size": SIZES["per_device_train_batch_size"] // num_processes}
     trainer = Recorder(
         str(POLICY),
         letters,
-        FR3EConfig("output", use_vllm=True, vllm_mode="colocate", learning_rate=1e-2, **CPU | SIZES | {"max_steps": 4}),
+        FR3EConfig("output", use_vllm=True, vllm_mode="colocate", learning_rate=1e-2, **CPU | sizes | {"max_steps": 4}),
         train_dataset=make_dataset(),
         processing_class=AutoTokenizer.from_pretrained(POLICY),
         peft_config=lora(),
@@ -57,7 +60,8 @@ def main() -> None:
     longest = max(
         len(s.prefix_ids) + len(r.token_ids) for _, trees in trainer.batches for _, s, r in rollouts_of(trees)
     )
-    print(json.dumps({"log": trainer.state.log_history, "awake": awake, "with_sleep": calls, "longest": longest}))
+    if trainer.is_world_process_zero():
+        print(json.dumps({"log": trainer.state.log_history, "awake": awake, "with_sleep": calls, "longest": longest}))
     torch.distributed.destroy_process_group()
 
 

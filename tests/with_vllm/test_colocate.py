@@ -6,21 +6,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from policies import SIZES
 
 HERE = Path(__file__).parent
 
 
-def test_it_trains():
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_it_trains(num_processes):
     """TRL merges the adapter into the engine's weights at each step, here in float32 into bfloat16."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"] if num_processes == 2 else []
     path = os.pathsep.join([str(HERE), str(HERE.parent)])
     completed = subprocess.run(
-        [sys.executable, HERE / "colocate_train.py"],
+        [sys.executable, *launcher, HERE / "colocate_train.py"],
         env=os.environ | {"PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "ERROR"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=280,
+        timeout=400,
     )
     result = json.loads(completed.stdout.splitlines()[-1])
     steps = [entry for entry in result["log"] if "loss" in entry]
