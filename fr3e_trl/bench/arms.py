@@ -67,24 +67,35 @@ def make_trainer(
         ValueError: A setting is unknown, missing or impossible.
     """
     settings = DEFAULTS | {"max_completion_length": task.max_completion_length} | settings | overrides
-    check_settings(settings)
-    trainer_class, config_class = TRAINERS[settings["trainer"]]
-    config = {name: value for name, value in settings.items() if name not in OWN_SETTINGS}
-    num_rows = settings["num_prompts"] * settings["num_generations"]
-    config.setdefault("per_device_train_batch_size", num_rows)
-    if "gradient_accumulation_steps" not in config:
-        config["gradient_accumulation_steps"] = _micro_batches(num_rows, config["per_device_train_batch_size"])
-    config.setdefault("steps_per_generation", _micro_batches(num_rows, config["per_device_train_batch_size"]))
-    config.setdefault("use_cpu", not torch.cuda.is_available())
+    trainer_class, _ = TRAINERS[settings["trainer"]]
     trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32),
         reward_funcs=task.reward,
-        args=config_class(output_dir=str(output_dir), seed=seed, **config),
+        args=make_config(settings, output_dir, seed),
         train_dataset=task.examples("train", seed, settings["num_train_examples"]),
         processing_class=AutoTokenizer.from_pretrained(policy, padding_side="left"),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def make_config(settings: dict[str, Any], output_dir: Path, seed: int) -> GRPOConfig:
+    """The trainer's configuration of an arm's settings, see [`make_trainer`]."""
+    settings = DEFAULTS | settings
+    check_settings(settings)
+    _, config_class = TRAINERS[settings["trainer"]]
+    config = {name: value for name, value in settings.items() if name not in OWN_SETTINGS}
+    num_rows = settings["num_prompts"] * settings["num_generations"]
+    batch_size = config.setdefault("per_device_train_batch_size", num_rows)
+    if num_rows % batch_size != 0:
+        raise ValueError(
+            f"per_device_train_batch_size={batch_size} must divide the {num_rows} rows of a generation batch "
+            "(num_prompts times num_generations). Leave it out to take them all at once."
+        )
+    config.setdefault("steps_per_generation", num_rows // batch_size)
+    config.setdefault("gradient_accumulation_steps", config["steps_per_generation"])
+    config.setdefault("use_cpu", not torch.cuda.is_available())
+    return config_class(output_dir=str(output_dir), seed=seed, **config)
 
 
 def check_settings(settings: dict[str, Any]) -> None:
@@ -110,12 +121,3 @@ def _unknown(name: str, trainer: str, known: list[str]) -> str:
         return f"{message} It is one of FR3E's: use trainer='fr3e', also for GRPO with rejection (num_anchors=0)."
     near = difflib.get_close_matches(name, known, n=3)
     return f"{message} Did you mean {' or '.join(near)}?" if near else message
-
-
-def _micro_batches(num_rows: int, batch_size: int) -> int:
-    if num_rows % batch_size != 0:
-        raise ValueError(
-            f"per_device_train_batch_size={batch_size} must divide the {num_rows} rows of a generation batch "
-            "(num_prompts times num_generations). Leave it out to take them all at once."
-        )
-    return num_rows // batch_size
