@@ -31,9 +31,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         implementation = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name not in ("matplotlib", "reasoning_gym", "rich"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("matplotlib", "reasoning_gym", "rich"):
             raise
-        sys.exit(f"fr3e {command} needs {error.name}. Install it with: pip install 'fr3e-trl[bench]'")
+        sys.exit(f"fr3e {command} needs {package}. Install it with: pip install 'fr3e-trl[bench]'")
     sys.argv[0] = f"fr3e {command}"
     implementation.main(arguments[1:])
 

@@ -129,7 +129,7 @@ def batch_signal(
         "all_wrong": (num_right == 0).float().mean().item(),
         "signal": (counted != 0).float().mean().item(),
         "rejected": (~in_loss).float().mean().item(),
-        "advantage_mean": counted.mean().item(),
+        "advantage_mean": round(counted.mean().item(), 7),  # what is left of a 0 in float32 is none
         "advantage_std": counted.std(correction=0).item(),
         "reward": rewards.mean().item(),
     }

@@ -74,6 +74,7 @@ def _draw(path: Path, panels: dict[str, dict[str, list[Points]]], x: str = "", y
     for panel in axes.flat[len(panels) :]:
         panel.set_visible(False)
     for panel, (name, arms) in zip(axes.flat, panels.items(), strict=False):
+        panel.set_prop_cycle(color=pyplot.get_cmap("tab10" if len(arms) <= 10 else "tab20").colors)
         for arm, curves in arms.items():
             _draw_arm(panel, arm, curves)
         panel.set_xlabel(x or name)
