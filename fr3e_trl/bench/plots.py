@@ -70,13 +70,13 @@ def _draw(path: Path, panels: dict[str, dict[str, list[Points]]], x: str = "", y
     """Draw panels beside each other, each named on the axis that is not given."""
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
+    colours = pyplot.get_cmap("tab10" if len(next(iter(panels.values()))) <= 10 else "tab20")
     figure, axes = pyplot.subplots(rows, columns, figsize=(5 * columns, 3.8 * rows), squeeze=False)
     for panel in axes.flat[len(panels) :]:
         panel.set_visible(False)
     for panel, (name, arms) in zip(axes.flat, panels.items(), strict=False):
-        panel.set_prop_cycle(color=pyplot.get_cmap("tab10" if len(arms) <= 10 else "tab20").colors)
-        for arm, curves in arms.items():
-            _draw_arm(panel, arm, curves)
+        for number, (arm, curves) in enumerate(arms.items()):
+            _draw_arm(panel, arm, curves, colours(number % colours.N))
         panel.set_xlabel(x or name)
         panel.set_ylabel(y or name)
         panel.grid(alpha=0.3)
@@ -88,12 +88,12 @@ def _draw(path: Path, panels: dict[str, dict[str, list[Points]]], x: str = "", y
     return path.name
 
 
-def _draw_arm(panel: Axes, arm: str, curves: list[Points]) -> None:
+def _draw_arm(panel: Axes, arm: str, curves: list[Points], colour: Any) -> None:
     """The mean of an arm's curves, where all have points, and its interval."""
     start, end = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
     at = [start + (end - start) * i / (NUM_POINTS - 1) for i in range(NUM_POINTS - 1)] + [end]
     intervals = [mean_interval([interpolate(x, y, point) for x, y in curves]) for point in at]
-    (line,) = panel.plot(at, [interval.mean for interval in intervals], label=arm)
+    panel.plot(at, [interval.mean for interval in intervals], label=arm, color=colour)
     if len(curves) > 1:
         low, high = [interval.low for interval in intervals], [interval.high for interval in intervals]
-        panel.fill_between(at, low, high, color=line.get_color(), alpha=0.12)
+        panel.fill_between(at, low, high, color=colour, alpha=0.12)
