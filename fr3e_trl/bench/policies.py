@@ -14,7 +14,7 @@ from trl import SFTConfig, SFTTrainer, TrlParser
 
 from .tasks import TASKS, Task
 
-SEED = 0
+SEED = 0  # of the problems, the demonstrator's slips and the training
 NUM_DIGESTED = 64  # demonstrations that the name of a directory depends on
 
 
@@ -44,11 +44,15 @@ def starting_policy(task: Task, directory: Path | None = None) -> Path:
     return directory
 
 
+def cache_dir() -> Path:
+    """What can be made again, in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fr3e_trl"
+
+
 def _cached(task: Task) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     made_of = [SEED, sorted(asdict(task).items()), list(demonstrations(task, NUM_DIGESTED))]
     digest = hashlib.sha256(repr(made_of).encode()).hexdigest()[:12]
-    return cache / "fr3e_trl" / "policies" / f"{task.name}-{digest}"
+    return cache_dir() / "policies" / f"{task.name}-{digest}"
 
 
 def demonstrations(task: Task, size: int) -> Dataset:
@@ -105,3 +109,36 @@ def _make(task: Task, directory: Path) -> None:
         trainer.train()
     trainer.model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+@dataclass
+class MakePolicyArguments:
+    """
+    Arguments of `fr3e make-policy`.
+
+    Parameters:
+        task (`str`):
+            Task of the policy.
+        output_dir (`str`, *optional*):
+            Directory of the policy. If `None`, one in the user's cache, where `fr3e compare` and `fr3e gradient-check`
+            look for it.
+    """
+
+    task: str = field(metadata={"help": f"Task of the policy: {', '.join(TASKS)}."})
+    output_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Directory of the policy. If `None`, one in the user's cache, where `fr3e compare` and `fr3e "
+            "gradient-check` look for it."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ValueError(f"task={self.task!r} must be one of {', '.join(TASKS)}.")
+
+
+def main(argv: list[str]) -> None:
+    """Make a starting policy, if it is not there yet, and print its directory."""
+    (args,) = TrlParser([MakePolicyArguments]).parse_args_and_config(argv)
+    print(starting_policy(TASKS[args.task], Path(args.output_dir) if args.output_dir else None))

@@ -1,10 +1,9 @@
 """Tasks of the bench: generated problems, checked answers, and a demonstrator who is not always right."""
 
-from .addition import LongAddition
 from .chain import ModularChain
 from .countdown import Countdown
 from .task import Task
 
-TASKS: dict[str, Task] = {task.name: task for task in (ModularChain(), Countdown(), LongAddition())}
+TASKS: dict[str, Task] = {task.name: task for task in (ModularChain(), Countdown())}
 
-__all__ = ["TASKS", "Countdown", "LongAddition", "ModularChain", "Task"]
+__all__ = ["TASKS", "Countdown", "ModularChain", "Task"]

@@ -10,12 +10,12 @@ from reasoning_gym.games.countdown import CountdownConfig, CountdownDataset
 
 from .task import Task
 
-NUM_NUMBERS = 4
-LARGEST = 9
+NUM_NUMBERS = 3
+LARGEST = 13
 LARGEST_RESULT = 99
-MIN_TARGET, MAX_TARGET = 10, 40
+MIN_TARGET, MAX_TARGET = 5, 60
 
-INSIGHT = 0.35  # chance that the demonstrator sees which operations leave the target within reach
+INSIGHT = 0.3  # chance that the demonstrator sees which operations leave the target within reach
 
 SCORER = CountdownDataset(CountdownConfig(seed=0, size=1))
 
@@ -47,14 +47,14 @@ def reachable(numbers: tuple[int, ...]) -> frozenset[int]:
 @dataclass(frozen=True)
 class Countdown(Task):
     """
-    Make a target of four numbers, as `countdown` of reasoning-gym asks and scores, one operation after the other.
+    Make a target of three numbers, as `countdown` of reasoning-gym asks and scores, one operation after the other.
 
-    The prompt `3 8 2 5 > 21 :` is continued by `8 * 2 = 16 ; 5 + 3 = 8 ; …`. The demonstrator often does what comes to
+    The prompt `3 8 2 > 22 :` is continued by `8 + 3 = 11 ; 11 * 2 = 22`. The demonstrator often does what comes to
     his mind, as long as something can be reached by it he does not look whether that is the target.
     """
 
     name: str = "countdown"
-    max_completion_length: int = 20
+    max_completion_length: int = 12
     policy_steps: int = 1500
 
     words: ClassVar = [*map(str, range(LARGEST_RESULT + 1)), "+", "-", "*", "=", ";", ">", ":"]
