@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.ticker import EngFormatter
 
 from .statistics import interpolate, mean_interval
 
@@ -77,6 +78,7 @@ def _draw(path: Path, panels: dict[str, dict[str, list[Points]]], x: str = "", y
     for panel, (name, arms) in zip(axes.flat, panels.items(), strict=False):
         for number, (arm, curves) in enumerate(arms.items()):
             _draw_arm(panel, arm, curves, colours(number % colours.N))
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))  # 100k
         panel.set_xlabel(x or name)
         panel.set_ylabel(y or name)
         panel.grid(alpha=0.3)
