@@ -1,6 +1,19 @@
 """FR3E for TRL: reinforcement learning of language models with entropy-anchored exploration."""
 
-from .config import FR3EConfig
-from .trainer import FR3ETrainer
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import FR3EConfig
+    from .trainer import FR3ETrainer
 
 __all__ = ["FR3EConfig", "FR3ETrainer"]
+
+# Imported when they are asked for: they take seconds, which `fr3e --help` need not
+_MODULES = {"FR3EConfig": "config", "FR3ETrainer": "trainer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

@@ -1,0 +1,1 @@
+"""The bench: FR3E and GRPO compared at equal cost."""

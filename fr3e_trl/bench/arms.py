@@ -1,0 +1,123 @@
+"""From an arm's settings to its trainer."""
+
+import difflib
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from ..config import FR3EConfig
+from .measures import MeasuredFR3ETrainer, MeasuredGRPOTrainer
+
+if TYPE_CHECKING:
+    from .tasks import Task
+
+TRAINERS: dict[str, tuple[type[GRPOTrainer], type[GRPOConfig]]] = {
+    "fr3e": (MeasuredFR3ETrainer, FR3EConfig),
+    "grpo": (MeasuredGRPOTrainer, GRPOConfig),
+}
+
+# An arm's settings that are not of the trainer's configuration
+OWN_SETTINGS = ("trainer", "num_prompts", "num_train_examples")
+
+# What every arm has unless it says otherwise: nothing that belongs to a method
+DEFAULTS: dict[str, Any] = {
+    "num_train_examples": 4096,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "temperature": 1.0,
+    "lr_scheduler_type": "constant",
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "logging_steps": 100,
+}
+
+# Settings whose default is not the same for both trainers: a comparison must say what it wants
+DISPUTED = ("epsilon_high", "scale_rewards")
+
+
+def make_trainer(
+    settings: dict[str, Any], policy: Path, task: "Task", output_dir: Path, seed: int, **overrides: Any
+) -> GRPOTrainer:
+    """
+    The trainer of an arm: the real [`FR3ETrainer`] or [`~trl.GRPOTrainer`], with measurements taken.
+
+    A batch of `num_prompts` prompts is one optimizer step, unless the settings say otherwise.
+
+    Args:
+        settings (`dict[str, Any]`):
+            `trainer` (`"fr3e"` or `"grpo"`), `num_prompts` (prompts per generation batch), `num_train_examples` (how
+            many prompts to train on), and any setting of [`FR3EConfig`] or [`~trl.GRPOConfig`].
+        policy (`Path`):
+            Directory of the starting policy and its tokenizer.
+        task ([`Task`]):
+            What is learned.
+        output_dir (`Path`):
+            Directory of the trainer.
+        seed (`int`):
+            Decides the prompts, their order and the sampling.
+        **overrides:
+            Settings that take the place of those in `settings`.
+
+    Raises:
+        ValueError: A setting is unknown, missing or impossible.
+    """
+    settings = DEFAULTS | {"max_completion_length": task.max_completion_length} | settings | overrides
+    trainer_class, _ = TRAINERS[settings["trainer"]]
+    trainer = trainer_class(
+        model=AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32),
+        reward_funcs=task.reward,
+        args=make_config(settings, output_dir, seed),
+        train_dataset=task.examples("train", seed, settings["num_train_examples"]),
+        processing_class=AutoTokenizer.from_pretrained(policy, padding_side="left"),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def make_config(settings: dict[str, Any], output_dir: Path, seed: int) -> GRPOConfig:
+    """The trainer's configuration of an arm's settings, see [`make_trainer`]."""
+    settings = DEFAULTS | settings
+    check_settings(settings)
+    _, config_class = TRAINERS[settings["trainer"]]
+    config = {name: value for name, value in settings.items() if name not in OWN_SETTINGS}
+    num_rows = settings["num_prompts"] * settings["num_generations"]
+    batch_size = config.setdefault("per_device_train_batch_size", num_rows)
+    if num_rows % batch_size != 0:
+        raise ValueError(
+            f"per_device_train_batch_size={batch_size} must divide the {num_rows} rows of a generation batch "
+            "(num_prompts times num_generations). Leave it out to take them all at once."
+        )
+    config.setdefault("steps_per_generation", num_rows // batch_size)
+    config.setdefault("gradient_accumulation_steps", config["steps_per_generation"])
+    config.setdefault("use_cpu", not torch.cuda.is_available())
+    return config_class(output_dir=str(output_dir), seed=seed, **config)
+
+
+def check_settings(settings: dict[str, Any]) -> None:
+    """Raise a `ValueError` that says what to do if an arm's settings are not those of its trainer."""
+    if settings.get("trainer") not in TRAINERS:
+        raise ValueError(
+            f"trainer={settings.get('trainer')!r} must be one of {', '.join(TRAINERS)}, in every arm or in the base."
+        )
+    _, config_class = TRAINERS[settings["trainer"]]
+    known = [*OWN_SETTINGS, *(field.name for field in fields(config_class) if field.init)]
+    for name in settings:
+        if name not in known:
+            raise ValueError(_unknown(name, settings["trainer"], known))
+    for name in ("num_prompts", "num_generations", *DISPUTED):
+        if name not in settings:
+            reason = ", since the trainers' defaults differ" if name in DISPUTED else ""
+            raise ValueError(f"{name} is not set. Set it in every arm, or in the base{reason}.")
+
+
+def _unknown(name: str, trainer: str, known: list[str]) -> str:
+    message = f"There is no setting {name!r} for trainer={trainer!r}."
+    if name in {field.name for field in fields(FR3EConfig)}:
+        return f"{message} It is one of FR3E's: use trainer='fr3e', also for GRPO with rejection (num_anchors=0)."
+    near = difflib.get_close_matches(name, known, n=3)
+    return f"{message} Did you mean {' or '.join(near)}?" if near else message

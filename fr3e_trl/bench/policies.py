@@ -1,0 +1,144 @@
+"""The policies that training starts from, made here: nothing is downloaded."""
+
+import hashlib
+import os
+import random
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import datasets
+from datasets import Dataset
+from transformers import PrinterCallback, Qwen3Config, Qwen3ForCausalLM, set_seed
+from trl import SFTConfig, SFTTrainer, TrlParser
+
+from .tasks import TASKS, Task
+
+SEED = 0  # of the problems, the demonstrator's slips and the training
+NUM_DIGESTED = 64  # demonstrations that the name of a directory depends on
+
+
+def starting_policy(task: Task, directory: Path | None = None) -> Path:
+    """
+    The directory of a task's starting policy and its tokenizer. It is made first if it is not there.
+
+    Args:
+        task ([`Task`]):
+            The task.
+        directory (`Path`, *optional*):
+            Where the policy is, or is put. If `None`, a directory in the user's cache of which the name depends on
+            everything that makes the policy, so that it is made anew when any of that changes.
+    """
+    directory = directory or _cached(task)
+    if directory.exists():
+        return directory
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as partial:
+        made = Path(partial) / "policy"
+        _make(task, made)
+        try:
+            made.rename(directory)  # whole or not at all
+        except OSError:
+            if not directory.exists():  # or else another process was faster: its policy is the same
+                raise
+    return directory
+
+
+def cache_dir() -> Path:
+    """What can be made again, in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fr3e_trl"
+
+
+def _cached(task: Task) -> Path:
+    made_of = [SEED, sorted(asdict(task).items()), list(demonstrations(task, NUM_DIGESTED))]
+    digest = hashlib.sha256(repr(made_of).encode()).hexdigest()[:12]
+    return cache_dir() / "policies" / f"{task.name}-{digest}"
+
+
+def demonstrations(task: Task, size: int) -> Dataset:
+    """Prompts and what the demonstrator writes, the first `size` of an endless sequence."""
+    rng = random.Random(SEED)
+    problems = task.examples("policy", SEED, size)
+    return Dataset.from_list(
+        [{"prompt": problem["prompt"], "completion": f" {task.demonstrate(problem, rng)}"} for problem in problems]
+    )
+
+
+def _make(task: Task, directory: Path) -> None:
+    """Train a small Qwen3 from nothing on the task's demonstrations."""
+    set_seed(SEED)
+    tokenizer = task.make_tokenizer()
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=task.hidden_size,
+            intermediate_size=4 * task.hidden_size,
+            num_hidden_layers=task.num_layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=task.hidden_size // 4,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+    with tempfile.TemporaryDirectory() as output_dir:
+        trainer = SFTTrainer(
+            model=model,
+            args=SFTConfig(
+                output_dir=output_dir,
+                seed=SEED,
+                max_steps=task.policy_steps,
+                per_device_train_batch_size=task.policy_batch_size,
+                learning_rate=task.policy_learning_rate,
+                lr_scheduler_type="cosine",
+                warmup_steps=task.policy_steps // 10,
+                max_grad_norm=1.0,
+                gradient_checkpointing=False,
+                bf16=False,
+                use_cpu=True,
+                save_strategy="no",
+                report_to=[],
+                logging_strategy="steps",
+                logging_steps=100,
+            ),
+            train_dataset=demonstrations(task, task.policy_steps * task.policy_batch_size),
+            processing_class=tokenizer,
+        )
+        trainer.train()
+    trainer.model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+@dataclass
+class MakePolicyArguments:
+    """
+    Arguments of `fr3e make-policy`.
+
+    Parameters:
+        task (`str`):
+            Task of the policy.
+        output_dir (`str`, *optional*):
+            Directory of the policy. If `None`, one in the user's cache, where `fr3e compare` and `fr3e gradient-check`
+            look for it.
+    """
+
+    task: str = field(metadata={"help": f"Task of the policy: {', '.join(TASKS)}."})
+    output_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Directory of the policy. If `None`, one in the user's cache, where `fr3e compare` and `fr3e "
+            "gradient-check` look for it."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ValueError(f"task={self.task!r} must be one of {', '.join(TASKS)}.")
+
+
+def main(argv: list[str]) -> None:
+    """Make a starting policy, if it is not there yet, and print its directory."""
+    (args,) = TrlParser([MakePolicyArguments]).parse_args_and_config(argv)
+    print(starting_policy(TASKS[args.task], Path(args.output_dir) if args.output_dir else None))

@@ -1,0 +1,69 @@
+"""How far a comparison is, and how long it will still take."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+CONSOLE = Console(stderr=True)
+
+
+class RunProgress:
+    """
+    Shows the progress of runs on stderr: a bar if it is a terminal, and a line for each finished run.
+
+    Args:
+        tokens (`dict[str, int]`):
+            Tokens that each run is to generate, by its name.
+    """
+
+    def __init__(self, tokens: dict[str, int]):
+        self.tokens = tokens
+        self.done = dict.fromkeys(tokens, 0)
+        self.num_finished = 0
+        self.start = time.monotonic()
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            console=CONSOLE,
+            disable=not sys.stderr.isatty(),
+            speed_estimate_period=600,
+        )
+        self.task = self.bar.add_task(f"{len(tokens)} runs", total=sum(tokens.values()))
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def update(self, name: str, generated_tokens: int) -> None:
+        """A run has generated so many tokens."""
+        self.done[name] = min(generated_tokens, self.tokens[name])
+        self.bar.update(self.task, completed=sum(self.done.values()))
+
+    def finish(self, name: str) -> None:
+        """A run is done."""
+        self.update(name, self.tokens[name])
+        self.num_finished += 1
+        elapsed = time.monotonic() - self.start
+        left = elapsed * (sum(self.tokens.values()) / sum(self.done.values()) - 1)
+        CONSOLE.print(
+            f"[{self.num_finished}/{len(self.tokens)}] {name} after {minutes(elapsed)}, about {minutes(left)} left",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def minutes(seconds: float) -> str:
+    """A duration, such as `2:05` for 125 seconds."""
+    return f"{seconds // 60:.0f}:{seconds % 60:02.0f}"

@@ -1,0 +1,148 @@
+"""One run of a comparison: an arm, trained with one seed until it has generated so many tokens."""
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import transformers
+
+from .arms import make_trainer
+from .evaluation import HELDOUT_SEED, evaluate
+from .measures import now
+from .tasks import TASKS, Task
+
+UNBOUNDED = 10**9  # steps: the tokens end a run
+
+# The batch by which an arm's tokens per prompt are measured, whatever its own batches are
+PROBE = {"num_prompts": 32, "num_iterations": 1, "steps_per_generation": 1, "gradient_accumulation_steps": 1}
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    What decides a run.
+
+    Args:
+        arm (`str`):
+            Name of the arm.
+        settings (`dict[str, Any]`):
+            All settings of the arm, see [`make_trainer`].
+        seed (`int`):
+            Seed of the training.
+        generated_tokens (`int`):
+            The run stops after the first batch at which it has generated as many tokens.
+        task (`str`):
+            Name of the task.
+        policy (`str`):
+            Directory of the starting policy.
+        num_evals, num_heldout, num_samples, eval_batch_size (`int`):
+            See [`CompareArguments`].
+        path (`str`):
+            File that the result is written to.
+    """
+
+    arm: str
+    settings: dict[str, Any]
+    seed: int
+    generated_tokens: int
+    task: str
+    policy: str
+    num_evals: int
+    num_heldout: int
+    num_samples: int
+    eval_batch_size: int
+    path: str
+
+
+# Is told how many tokens of a run have been generated
+Report = Callable[[int], None]
+
+
+class Course(transformers.TrainerCallback):
+    """Measures a run along its course, and ends it when its tokens are spent."""
+
+    def __init__(self, run: Run, task: Task, trainer: Any, report: Report):
+        self.run = run
+        self.task = task
+        self.trainer = trainer
+        self.report = report
+        self.heldout = task.examples("heldout", HELDOUT_SEED, run.num_heldout)
+        self.evaluations: list[dict[str, Any]] = []
+        self._num_due = 0  # the next evaluation, as a number of `num_evals`-ths of the tokens
+        self._since = 0.0  # when training went on
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._evaluate()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        micro_batches = state.global_step * args.gradient_accumulation_steps
+        if micro_batches % (args.steps_per_generation * args.num_iterations) != 0:
+            return  # the batch is still being trained on
+        costs, run = self.trainer.costs, self.run
+        costs.seconds += now(args.device) - self._since
+        self.report(costs.generated_tokens)
+        control.should_training_stop = costs.generated_tokens >= run.generated_tokens
+        # Several fractions of the budget that one batch steps over are measured once
+        if costs.generated_tokens * run.num_evals >= self._num_due * run.generated_tokens:
+            self._evaluate()
+        self._since = now(args.device)
+
+    def _evaluate(self) -> None:
+        trainer, run = self.trainer, self.run
+        evaluation = evaluate(
+            trainer.model, trainer.processing_class, self.task, self.heldout, run.num_samples, run.eval_batch_size
+        )
+        self.evaluations.append(asdict(trainer.costs) | asdict(evaluation))
+        self._num_due = trainer.costs.generated_tokens * run.num_evals // run.generated_tokens + 1
+        self._since = now(trainer.args.device)
+
+
+def execute(run: Run, report: Report) -> None:
+    """Train, and write what was measured to the run's file."""
+    be_quiet()
+    task = TASKS[run.task]
+    with tempfile.TemporaryDirectory() as output_dir:
+        trainer: Any = make_trainer(
+            run.settings, Path(run.policy), task, Path(output_dir), run.seed, max_steps=UNBOUNDED
+        )
+        course = Course(run, task, trainer, report)
+        trainer.add_callback(course)
+        trainer.train()
+    result = {
+        **{name: getattr(run, name) for name in ("arm", "settings", "seed", "generated_tokens")},
+        "evaluations": course.evaluations,
+        "batches": trainer.batches,
+    }
+    write_json(Path(run.path), result)
+
+
+def tokens_per_prompt(settings: dict[str, Any], policy: Path, task: Task) -> float:
+    """Tokens that an arm generates for a prompt, in its first batch from the starting policy."""
+    be_quiet()
+    settings = {name: value for name, value in settings.items() if name != "per_device_train_batch_size"}
+    with tempfile.TemporaryDirectory() as output_dir:
+        trainer: Any = make_trainer(settings, policy, task, Path(output_dir), HELDOUT_SEED, **PROBE, max_steps=1)
+        trainer.train()
+    return trainer.costs.generated_tokens / PROBE["num_prompts"]
+
+
+def be_quiet() -> None:
+    """Have the libraries keep their progress bars and forecasts to themselves."""
+    warnings.simplefilter("ignore", FutureWarning)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file that is there as a whole, or not at all, whenever the process is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content))
+    partial.replace(path)

@@ -1,0 +1,113 @@
+"""Estimates and their uncertainty, as functions of plain numbers."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Interval:
+    """
+    A mean and its confidence interval, `mean ± half_width`.
+
+    Args:
+        mean (`float`):
+            The mean.
+        half_width (`float`):
+            Half of the interval's width, NaN where one value alone says nothing of it.
+    """
+
+    mean: float
+    half_width: float
+
+    @property
+    def low(self) -> float:
+        return self.mean - self.half_width
+
+    @property
+    def high(self) -> float:
+        return self.mean + self.half_width
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """
+    Unbiased estimate of the probability that one of `k` samples is right, from `num_samples` of them.
+
+    It is 1 − C(n − c, k) / C(n, k), for c right ones among n.
+
+    Raises:
+        ValueError: There are fewer than `k` samples.
+
+    Source: arXiv 2107.03374, equation 1.
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} cannot be estimated from {num_samples} samples: it takes at least as many as k.")
+    return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Mean of independent values and its interval by Student's t, from their own standard deviation."""
+    n = len(values)
+    mean = sum(values) / n
+    if n == 1:
+        return Interval(mean, math.nan)
+    variance = sum((value - mean) ** 2 for value in values) / (n - 1)
+    return Interval(mean, t_quantile((1 + confidence) / 2, n - 1) * math.sqrt(variance / n))
+
+
+def paired_difference(values: Sequence[float], reference: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Mean of `values` − `reference`, which belong together one by one, and its interval."""
+    return mean_interval([a - b for a, b in zip(values, reference, strict=True)], confidence)
+
+
+def t_quantile(probability: float, degrees: int) -> float:
+    """Quantile of Student's t distribution with a whole number of degrees of freedom, for a probability above 0.5."""
+    low, high = 0.0, 1.0
+    while _t_cdf(high, degrees) < probability:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_cdf(middle, degrees) < probability else (low, middle)
+    return high
+
+
+def _t_cdf(t: float, degrees: int) -> float:
+    """
+    Distribution function of Student's t, for t ≥ 0.
+
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
+    """
+    angle = math.atan(t / math.sqrt(degrees))
+    is_odd = degrees % 2
+    term = math.cos(angle) if is_odd else 1.0
+    total = 0.0
+    for i in range(2 + is_odd, degrees + 1, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (i - 1) / i
+    within = 2 / math.pi * (angle + math.sin(angle) * total) if is_odd else math.sin(angle) * total
+    return (1 + within) / 2
+
+
+def interpolate(x: Sequence[float], y: Sequence[float], at: float) -> float:
+    """Value at `at` of the line through the points, NaN outside of them. `x` must not decrease."""
+    for left, right, y_left, y_right in zip(x, x[1:], y, y[1:], strict=False):
+        if left <= at <= right:
+            share = (at - left) / (right - left) if right > left else 1.0
+            return y_left + share * (y_right - y_left)
+    return math.nan
+
+
+def mean_height(x: Sequence[float], y: Sequence[float]) -> float:
+    """Area under the line through the points, divided by its length along `x`."""
+    area = sum((x[i + 1] - x[i]) * (y[i] + y[i + 1]) / 2 for i in range(len(x) - 1))
+    return area / (x[-1] - x[0])
+
+
+def first_reached(x: Sequence[float], y: Sequence[float], level: float) -> float:
+    """Where along `x` the line through the points first reaches `level`, infinity if nowhere."""
+    if y[0] >= level:
+        return x[0]
+    for left, right, y_left, y_right in zip(x, x[1:], y, y[1:], strict=False):
+        if y_right >= level:
+            return left + (level - y_left) / (y_right - y_left) * (right - left)
+    return math.inf

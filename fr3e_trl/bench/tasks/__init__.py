@@ -1,0 +1,9 @@
+"""Tasks of the bench: generated problems, checked answers, and a demonstrator who is not always right."""
+
+from .chain import ModularChain
+from .countdown import Countdown
+from .task import Task
+
+TASKS: dict[str, Task] = {task.name: task for task in (ModularChain(), Countdown())}
+
+__all__ = ["TASKS", "Countdown", "ModularChain", "Task"]

@@ -1,0 +1,97 @@
+"""What a task is."""
+
+import random
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+# Of 100 problems, by a hash of their words: no problem is in two splits, whatever the seeds and the order of its words.
+SPLITS = {"policy": range(80), "train": range(80, 90), "heldout": range(90, 100)}
+
+SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>"]
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """
+    A family of problems with a reward of 1 for a right completion and 0 for a wrong one.
+
+    All text is words with a space between them, and every word is one token.
+
+    Args:
+        name (`str`):
+            Name of the task.
+        max_completion_length (`int`):
+            Longest completion that training samples, in tokens. Every demonstration fits.
+        policy_steps, policy_batch_size, policy_learning_rate:
+            Supervised training that makes the starting policy.
+        hidden_size, num_layers (`int`):
+            Size of the starting policy.
+    """
+
+    name: str
+    max_completion_length: int
+    policy_steps: int
+    policy_batch_size: int = 64
+    policy_learning_rate: float = 3e-3
+    hidden_size: int = 64
+    num_layers: int = 2
+
+    words: ClassVar[Sequence[str]]  # the vocabulary
+
+    @abstractmethod
+    def problem(self, rng: random.Random) -> dict[str, Any]:
+        """A problem: its `"prompt"`, and the columns that the reward and the demonstrator need."""
+
+    @abstractmethod
+    def demonstrate(self, problem: dict[str, Any], rng: random.Random, is_noisy: bool = True) -> str:
+        """What the demonstrator writes. Without the noise, it is right."""
+
+    @abstractmethod
+    def is_right(self, completion: str, **problem: Any) -> bool:
+        """Whether a completion solves a problem, given by its columns without the prompt."""
+
+    def examples(self, split: str, seed: int, size: int) -> Dataset:
+        """
+        Problems of a split.
+
+        Args:
+            split (`str`):
+                `"policy"`, for the starting policy, `"train"` or `"heldout"`. No two have a problem in common.
+            seed (`int`):
+                Decides which problems, and their order.
+            size (`int`):
+                How many. In a small family some come again.
+        """
+        rng = random.Random(f"{self.name} {seed}")
+        problems: list[dict[str, Any]] = []
+        while len(problems) < size:
+            problem = self.problem(rng)
+            if zlib.crc32(" ".join(sorted(problem["prompt"].split())).encode()) % 100 in SPLITS[split]:
+                problems.append(problem)
+        return Dataset.from_list(problems)
+
+    def reward(self, completions: list[str], **columns: Any) -> list[float]:
+        """Reward function for a trainer: 1 for each right completion, 0 for each wrong one."""
+        problems = {name: columns[name] for name in self.reward_columns}
+        return [
+            float(self.is_right(completion, **dict(zip(problems, values, strict=True))))
+            for completion, *values in zip(completions, *problems.values(), strict=True)
+        ]
+
+    reward_columns: ClassVar[Sequence[str]] = ("answer",)
+
+    def make_tokenizer(self) -> PreTrainedTokenizerFast:
+        """A tokenizer of the task's words."""
+        vocabulary = dict.fromkeys([*SPECIAL_TOKENS, *self.words])  # each word once
+        tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+        )

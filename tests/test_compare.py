@@ -1,0 +1,514 @@
+"""`fr3e compare`: what it counts, when it stops, what it reports, and that a kill changes nothing."""
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from bench_task import Ones
+from models import model_on_disk
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOTrainer, TrlParser
+
+from fr3e_trl import cli
+from fr3e_trl.bench.arms import make_config, make_trainer
+from fr3e_trl.bench.compare import CompareArguments, compare
+from fr3e_trl.bench.measures import batch_signal
+from fr3e_trl.bench.statistics import (
+    first_reached,
+    interpolate,
+    mean_height,
+    mean_interval,
+    paired_difference,
+    pass_at_k,
+    t_quantile,
+)
+from fr3e_trl.sampling import GenerateSampler
+
+ROOT = Path(__file__).parent.parent
+
+BASE = {
+    "trainer": "fr3e",
+    "num_prompts": 4,
+    "num_generations": 4,
+    "num_train_examples": 64,
+    "learning_rate": 1e-3,
+    "epsilon_high": 0.28,
+    "scale_rewards": "none",
+}
+GRPO = {"trainer": "grpo"}
+FR3E = {"num_anchors": 1}
+THROWN_AWAY = {"num_anchors": 1, "reuse_base": False, "num_base_trajectories": 3}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As in a worker process."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(autouse=True)
+def without_plots(request, monkeypatch):
+    """They take longer than the runs of these tests: they are drawn where a test is about them."""
+    if request.node.get_closest_marker("plots") is None:
+        monkeypatch.setattr("fr3e_trl.bench.report.plot_all", lambda results, output_dir: {})
+
+
+def arguments(**overrides):
+    settings = {
+        "task": "ones",
+        "policy": model_on_disk(),
+        "output_dir": "out",
+        "base": BASE,
+        "arms": {"fr3e": FR3E, "grpo": GRPO},
+        "reference": "grpo",
+        "generated_tokens": 500,
+        "seeds": [0],
+        "num_evals": 2,
+        "num_heldout": 6,
+        "num_samples": 4,
+        "pass_at": [2],
+        "threshold": 0.3,
+    }
+    return CompareArguments(**settings | overrides)
+
+
+def run(**overrides):
+    """Compare, and return the raw results."""
+    args = arguments(**overrides)
+    compare(args, "fr3e compare --config x.yaml")
+    return json.loads((Path(args.output_dir) / "results.json").read_text())
+
+
+def without_times(results):
+    """What must come out the same again."""
+    for evaluation in itertools.chain(*(run["evaluations"] for run in results["runs"] + results["tuning"])):
+        del evaluation["seconds"]
+    for name in ("output_dir", "num_workers"):
+        del results["arguments"][name]
+    return results
+
+
+# Statistics, by hand
+
+
+@pytest.mark.parametrize(
+    "n, c, k, expected",
+    [
+        (4, 1, 1, 1 / 4),
+        (5, 2, 3, 9 / 10),  # all three among the three wrong ones: 1 of 10 choices
+        (4, 2, 2, 5 / 6),  # both wrong: 1 of 6 choices
+        (8, 0, 8, 0.0),
+        (8, 1, 8, 1.0),
+    ],
+)
+def test_pass_at_k(n, c, k, expected):
+    assert pass_at_k(n, c, k) == pytest.approx(expected)
+
+
+def test_pass_at_more_than_there_are_samples():
+    with pytest.raises(ValueError, match="pass@5 cannot be estimated from 4 samples"):
+        pass_at_k(4, 2, 5)
+
+
+@pytest.mark.parametrize(
+    "degrees, quantile", [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (5, 2.5706), (9, 2.2622), (30, 2.0423)]
+)
+def test_t_quantiles_of_the_tables(degrees, quantile):
+    assert t_quantile(0.975, degrees) == pytest.approx(quantile, abs=5e-5)
+
+
+def test_intervals():
+    # Deviations -0.1, 0, 0.1: variance 0.02 / 2, standard error 0.1 / sqrt(3)
+    interval = mean_interval([0.4, 0.5, 0.6])
+    assert interval.mean == pytest.approx(0.5)
+    assert interval.half_width == pytest.approx(4.302653 * 0.1 / 3**0.5, rel=1e-6)
+    assert (interval.low, interval.high) == pytest.approx((0.5 - 0.248414, 0.5 + 0.248414), abs=1e-5)
+    assert mean_interval([0.4]).half_width != mean_interval([0.4]).half_width  # NaN
+    # The seeds differ by far more than the arms do: differences 0.1, 0.2
+    difference = paired_difference([0.3, 0.9], [0.2, 0.7])
+    assert difference.mean == pytest.approx(0.15)
+    assert difference.half_width == pytest.approx(12.706205 * 0.05, rel=1e-6)
+
+
+def test_curves():
+    x, y = [0, 10, 20], [0.0, 0.5, 0.7]
+    assert [interpolate(x, y, at) for at in (0, 5, 15, 20)] == pytest.approx([0.0, 0.25, 0.6, 0.7])
+    assert interpolate(x, y, 21) != interpolate(x, y, 21)  # NaN
+    assert mean_height(x, y) == pytest.approx((10 * 0.25 + 10 * 0.6) / 20)
+    assert first_reached(x, y, 0.6) == pytest.approx(15)
+    assert first_reached(x, y, 0.0) == 0
+    assert first_reached(x, y, 0.8) == float("inf")
+
+
+def test_signal_of_a_batch():
+    signal = batch_signal(
+        rewards=torch.tensor([1.0, 0, 1, 1, 0, 0]),
+        states=torch.tensor([0, 0, 1, 1, 2, 2]),
+        advantages=torch.tensor([0.5, -0.5, 0, 0, 0.25, 0]),
+        in_loss=torch.tensor([True, True, False, False, True, True]),
+    )
+    assert signal["all_right"] == pytest.approx(1 / 3)
+    assert signal["all_wrong"] == pytest.approx(1 / 3)
+    assert signal["signal"] == pytest.approx(3 / 6)
+    assert signal["rejected"] == pytest.approx(2 / 6)
+    assert signal["advantage_mean"] == pytest.approx(0.25 / 6)
+    assert signal["advantage_std"] == pytest.approx(((0.5 + 0.0625) / 6 - (0.25 / 6) ** 2) ** 0.5)
+    assert signal["reward"] == pytest.approx(3 / 6)
+
+
+# What runs count
+
+
+@pytest.fixture
+def sampled(monkeypatch):
+    """Lengths of the completions that training samples, taken where they come from."""
+    lengths = []
+    sample, reward = GenerateSampler.sample, Ones.reward
+
+    def sample_and_count(self, requests):
+        samples = sample(self, requests)
+        lengths.extend(len(sample.token_ids) for of_request in samples for sample in of_request)
+        return samples
+
+    def reward_and_count(self, completions, right, completion_ids=None, trainer_state=None, **kwargs):
+        if count_scored and completion_ids is not None:
+            lengths.extend(map(len, completion_ids))
+        return reward(self, completions, right)
+
+    count_scored = []
+    monkeypatch.setattr(GenerateSampler, "sample", sample_and_count)
+    monkeypatch.setattr(Ones, "reward", reward_and_count)
+    lengths_and_switch = (lengths, count_scored)
+    return lengths_and_switch
+
+
+@pytest.mark.parametrize("arm", [GRPO, FR3E, THROWN_AWAY, {"num_anchors": 0, "reject_degenerate_states": True}])
+def test_stops_at_the_tokens_to_one_batch(arm, sampled):
+    lengths, count_scored = sampled
+    if arm is GRPO:
+        count_scored.append(True)
+    (result,) = run(arms={"arm": arm}, reference="arm")["runs"]
+    tokens = [batch["generated_tokens"] for batch in result["batches"]]
+    assert tokens[-2] < 500 <= tokens[-1]
+    assert tokens[-1] == sum(lengths)
+    end = result["evaluations"][-1]
+    assert (end["generated_tokens"], end["batches"], end["training_rows"]) == (
+        tokens[-1],
+        len(tokens),
+        16 * len(tokens),
+    )
+
+
+def test_a_batch_is_trained_on_to_its_end():
+    """Micro-batches, steps and iterations of one batch: all its tokens go through the loss as often."""
+    micro = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 2}
+    (result,) = run(arms={"grpo": GRPO | micro | {"num_iterations": 2}})["runs"]
+    end = result["evaluations"][-1]
+    tokens = [batch["generated_tokens"] for batch in result["batches"]]
+    assert tokens[-2] < 500 <= tokens[-1] == end["generated_tokens"]
+    read = end["forward_tokens"] - end["generated_tokens"] - end["forward_backward_tokens"] // 2  # by generation
+    # Old log-probs once, the loss twice, each of prompt and completion
+    assert end["forward_backward_tokens"] == 2 * (read + end["generated_tokens"])
+
+
+def test_evaluations_leave_no_trace_and_are_evenly_spaced():
+    seldom = run(output_dir="seldom", num_evals=1)
+    often = run(output_dir="often", num_evals=4)
+    assert [result["batches"] for result in seldom["runs"]] == [result["batches"] for result in often["runs"]]
+    for result in often["runs"]:
+        tokens = [0, *(batch["generated_tokens"] for batch in result["batches"])]
+        due = [next(count for count in tokens if count >= 125 * i) for i in range(5)]
+        assert [evaluation["generated_tokens"] for evaluation in result["evaluations"]] == list(dict.fromkeys(due))
+
+
+def test_measuring_changes_nothing(tmp_path):
+    task = Ones()
+    settings = BASE | GRPO
+    settings |= {"max_completion_length": 8, "max_steps": 2, "logging_steps": 1}
+
+    def make_plain():
+        return GRPOTrainer(
+            AutoModelForCausalLM.from_pretrained(model_on_disk(), dtype=torch.float32),
+            task.reward,
+            make_config(settings, tmp_path, seed=3),
+            train_dataset=task.examples("train", 3, 64),
+            processing_class=AutoTokenizer.from_pretrained(model_on_disk(), padding_side="left"),
+        )
+
+    losses = []
+    for make in (lambda: make_trainer(settings, Path(model_on_disk()), task, tmp_path, seed=3), make_plain):
+        trainer = make()
+        trainer.train()
+        losses.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log])
+    assert any(loss != 0 for loss, _ in losses[0])
+    assert losses[0] == losses[1]
+
+
+# The report
+
+
+def rows_of(report, heading):
+    """Cells of the table below a heading, by the name in the first."""
+    _, _, section = report.partition(f"## {heading}")
+    lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| `")]
+    return {cells[0].strip("`"): cells[1:] for cells in ([c.strip() for c in line.split("|")[1:-1]] for line in lines)}
+
+
+def test_report_has_the_numbers_of_the_raw_data():
+    """All recomputed here, from the JSON alone."""
+    raw = run(seeds=[0, 1, 2], arms={"fr3e": FR3E, "grpo": GRPO, "fixed": GRPO | {"learning_rate": 0.0}})
+    report = Path("out/report.md").read_text()
+
+    def pass_at_1(evaluation):
+        return sum(evaluation["num_right"]) / (4 * 6)
+
+    def pass_at_2(evaluation):
+        return sum(1 - (4 - c) * (3 - c) / 12 for c in evaluation["num_right"]) / 6
+
+    def at(run, tokens):
+        points = [(e["generated_tokens"], pass_at_1(e)) for e in run["evaluations"]]
+        for (x0, y0), (x1, y1) in itertools.pairwise(points):
+            if x0 <= tokens <= x1:
+                return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
+
+    def area(run):
+        points = [(e["generated_tokens"], pass_at_1(e)) for e in run["evaluations"]]
+        return sum((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in itertools.pairwise(points)) / points[-1][0]
+
+    def summary(values, sign=""):
+        mean = sum(values) / 3
+        half_width = 4.302652730 * (sum((v - mean) ** 2 for v in values) / 2 / 3) ** 0.5
+        return f"{mean:{sign}.3f} ± {half_width:.3f}".replace("-0.000", "0.000")
+
+    runs = {arm: [run for run in raw["runs"] if run["arm"] == arm] for arm in ("fr3e", "grpo", "fixed")}
+    assert [run["seed"] for run in runs["fr3e"]] == [0, 1, 2]
+    table = rows_of(report, "After 500 generated tokens")
+    for arm, of_arm in runs.items():
+        final = [at(run, 500) for run in of_arm]
+        ends = [run["evaluations"][-1] for run in of_arm]
+        assert table[arm][0] == summary(final)
+        assert table[arm][2] == summary([sum(end["greedy_right"]) / 6 for end in ends])
+        assert table[arm][3] == summary([pass_at_2(end) for end in ends])
+        assert table[arm][4] == summary([area(run) for run in of_arm])
+        if arm != "grpo":
+            difference = [a - at(run, 500) for a, run in zip(final, runs["grpo"], strict=True)]
+            assert table[arm][1].replace("−", "-").lstrip("+") == summary(difference)
+        course = rows_of(report, "pass@1 along the run")[arm]
+        assert course == [summary([at(run, tokens) for run in of_arm]) for tokens in (0, 250, 500)]
+        signal = rows_of(report, "What the batches taught")[arm]
+        shares = [sum(b["signal"] for b in run["batches"]) / len(run["batches"]) for run in of_arm]
+        assert signal[2] == summary(shares)
+        costs = rows_of(report, "What a run cost")[arm]
+        assert costs[3] == f"{sum(end['generated_tokens'] for end in ends) / 3:,.0f}"
+    assert f"`grpo` (pass@1 {table['grpo'][0]})" in report.splitlines()[2]
+    assert "fr3e compare --config x.yaml" in report
+    # A policy that does not learn stays what it was
+    assert {pass_at_1(e) for run in runs["fixed"] for e in run["evaluations"]} == {
+        pass_at_1(runs["grpo"][0]["evaluations"][0])
+    }
+
+
+@pytest.mark.plots
+def test_plots():
+    run(seeds=[0, 1])
+    report = Path("out/report.md").read_text()
+    for name in ("accuracy", "policy", "batches"):
+        assert Path(f"out/{name}.png").stat().st_size > 10_000
+        assert f"({name}.png)" in report
+
+
+def test_verdict_names_what_wins():
+    """A policy that learns against one that does not."""
+    arms = {"still": GRPO | {"learning_rate": 0.0}, "learns": GRPO | {"num_generations": 8, "learning_rate": 1e-2}}
+    run(arms=arms, reference="still", seeds=[0, 1, 2], generated_tokens=2500, num_heldout=16)
+    assert "generated tokens, `learns` (+" in Path("out/report.md").read_text().splitlines()[2]
+    # The report is made anew, without a run, for another reference
+    raw = run(arms=arms, reference="learns", seeds=[0, 1, 2], generated_tokens=2500, num_heldout=16)
+    assert len(raw["runs"]) == 6
+    assert "no arm beats `learns`" in Path("out/report.md").read_text().splitlines()[2]
+    assert "worse than it: `still` (−" in Path("out/report.md").read_text().splitlines()[2]
+
+
+# Tuning, sizes
+
+
+def test_both_sides_are_tuned_alike():
+    base = {name: value for name, value in BASE.items() if name != "learning_rate"}
+    rates = [0.0, 1e-2]
+    raw = run(base=base, learning_rates=rates, tuning_seeds=[7, 8], tuning_tokens=1000, seeds=[0])
+    right = {}
+    for result in raw["tuning"]:
+        key = result["arm"], result["settings"]["learning_rate"]
+        right.setdefault(key, []).append(sum(result["evaluations"][-1]["num_right"]))
+    assert right.keys() == set(itertools.product(["fr3e", "grpo"], rates))
+    assert {result["seed"] for result in raw["tuning"]} == {7, 8}
+    table = rows_of(Path("out/report.md").read_text(), "Learning rates")
+    for result in raw["runs"]:
+        arm = result["arm"]
+        best = max(rates, key=lambda rate: sum(right[arm, rate]))
+        assert result["settings"]["learning_rate"] == best
+        means = [f"{sum(right[arm, rate]) / (2 * 4 * 6):.3f}" for rate in rates]
+        assert table[arm] == [f"**{m}**" if rate == best else m for m, rate in zip(means, rates, strict=True)]
+
+
+def test_batches_of_equal_tokens():
+    base = {name: value for name, value in BASE.items() if name != "num_prompts"}
+    arms = {"fr3e": FR3E | {"num_generations": 8}, "grpo": GRPO, "given": GRPO | {"num_prompts": 3}}
+    raw = run(base=base, arms=arms, tokens_per_batch=600, generated_tokens=2000, num_evals=1)
+    for result in raw["runs"]:
+        tokens = result["batches"][-1]["generated_tokens"] / len(result["batches"])
+        if result["arm"] == "given":
+            assert result["settings"]["num_prompts"] == 3
+        else:
+            assert tokens == pytest.approx(600, rel=0.15)
+
+
+# Interrupted
+
+
+def children_of(process):
+    return [child for child in psutil.Process(process.pid).children(recursive=True) if child.is_running()]
+
+
+def test_killed_comparison_goes_on_as_the_uncut_one(tmp_path):
+    settings = {"seeds": [0, 1], "arms": {"fr3e": FR3E, "grpo": GRPO}, "generated_tokens": 1500}
+    uncut = run(output_dir="uncut", **settings)
+
+    command = {
+        name: value for name, value in vars(arguments(output_dir="cut", **settings)).items() if value is not None
+    }
+    Path("config.yaml").write_text(yaml.safe_dump(command))
+    script = [sys.executable, ROOT / "tests" / "bench_task.py", "--config", "config.yaml", "--num_workers", "2"]
+    process = subprocess.Popen(script, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while not list(Path("cut").glob("runs/*.json")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    workers = children_of(process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    psutil.wait_procs(workers, timeout=20)
+    assert not [worker for worker in workers if worker.is_running()]  # none goes on by itself
+
+    finished = {path: path.stat().st_mtime_ns for path in Path("cut").glob("runs/*.json")}
+    assert 1 <= len(finished) <= 4
+    resumed = run(output_dir="cut", **settings)
+    assert without_times(resumed) == without_times(uncut)
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished  # not run again
+
+
+def test_other_arguments_for_the_same_directory():
+    run(arms={"grpo": GRPO}, generated_tokens=100)
+    with pytest.raises(ValueError, match=r"differs in generated_tokens \(was 100\)\. Use another"):
+        run(arms={"grpo": GRPO}, generated_tokens=200)
+    with pytest.raises(ValueError, match=r"differs in arms\.grpo \(was"):
+        run(arms={"grpo": GRPO | {"num_generations": 8}}, generated_tokens=100)
+    # What no finished run depends on may change
+    raw = run(arms={"grpo": GRPO, "fr3e": FR3E}, generated_tokens=100, seeds=[0, 1], threshold=0.1)
+    assert len(raw["runs"]) == 4
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"task": "twos"}, "task='twos' must be one of .*ones"),
+        ({"reference": "dapo"}, "reference='dapo' must be one of the arms: fr3e, grpo"),
+        ({"pass_at": [8]}, r"pass_at=\[8\] must be from 1 to num_samples=4"),
+        ({"arms": {"grpo": {"trainer": "ppo"}}}, "Arm 'grpo': trainer='ppo' must be one of fr3e, grpo"),
+        ({"arms": {"grpo": GRPO | FR3E}}, "Arm 'grpo': There is no setting 'num_anchors' for trainer='grpo'.*FR3E's"),
+        ({"arms": {"grpo": {"num_anchor": 1}}}, "no setting 'num_anchor' .* Did you mean num_anchors"),
+        ({"arms": {"grpo": {"num_anchors": 2}}}, "Arm 'grpo': num_anchors=2 does not fit num_generations=4"),
+        ({"arms": {"grpo": {"lr_scheduler_type": "linear"}}}, "'linear' needs to know the number of steps"),
+        ({"arms": {"grpo": {"per_device_train_batch_size": 5}}}, "=5 must divide the 16 rows of a generation batch"),
+        ({"arms": {"a/b": GRPO}, "reference": "a/b"}, "name is a file's too"),
+        ({"base": {k: v for k, v in BASE.items() if k != "epsilon_high"}}, "epsilon_high is not set.*defaults differ"),
+        ({"base": {k: v for k, v in BASE.items() if k != "num_prompts"}}, "num_prompts is not set"),
+        ({"base": {k: v for k, v in BASE.items() if k != "learning_rate"}}, "Set either its learning_rate"),
+        ({"learning_rates": [1e-3]}, "Set either its learning_rate"),
+        ({"learning_rates": [1e-3], "tuning_seeds": [0]}, "must have none in common"),
+        ({"base": "nothing"}, "'nothing' must be a mapping"),
+    ],
+)
+def test_arguments_that_cannot_be(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        arguments(**overrides)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "bench").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configurations(path):
+    text = path.read_text()
+    if "fr3e compare" not in text:
+        pytest.skip("not of this command")
+    assert f"#     fr3e compare --config recipes/bench/{path.name}" in text
+    (args,) = TrlParser([CompareArguments]).parse_args_and_config(["--config", str(path), "--seeds", "5", "6"])
+    assert args.seeds == [5, 6]
+    assert args.output_dir == f"outputs/bench/{path.stem.removeprefix('compare_')}"
+    if path.stem == "smoke":
+        return
+    kinds = {
+        (settings.get("trainer", args.base["trainer"]), settings.get("num_anchors")) for settings in args.arms.values()
+    }
+    assert {("grpo", None), ("fr3e", 0), ("fr3e", 3)} <= kinds
+
+
+def test_arguments_of_the_command_line():
+    config = {name: value for name, value in vars(arguments()).items() if value is not None}
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    command = ["--config", "config.yaml", "--arms", '{"grpo": {"trainer": "grpo", "learning_rate": "1e-2"}}']
+    (args,) = TrlParser([CompareArguments]).parse_args_and_config([*command, "--seeds", "3", "4"])
+    assert args.arms == {"grpo": {"trainer": "grpo", "learning_rate": 0.01}}
+    assert args.seeds == [3, 4]
+
+
+# The command
+
+
+def test_installed_command():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"fr3e": "fr3e_trl.cli:main"}
+
+
+def test_help_is_quick():
+    code = (
+        "import atexit, sys; from fr3e_trl import cli; atexit.register(lambda: print('torch' in sys.modules)); "
+        "cli.main(['--help'])"
+    )
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert all(command in output for command in ("compare", "gradient-check", "make-policy"))
+    assert output.splitlines()[-1] == "False"
+
+
+def test_subcommand_gets_what_follows(monkeypatch):
+    given = []
+    monkeypatch.setattr("fr3e_trl.bench.compare.main", given.extend)
+    cli.main(["compare", "--config", "x.yaml", "--help"])
+    assert given == ["--config", "x.yaml", "--help"]
+
+
+def test_unknown_subcommand(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["comapre"])
+    assert "compare" in capsys.readouterr().err
+
+
+def test_missing_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    for name in ("compare", "progress"):
+        monkeypatch.delitem(sys.modules, f"fr3e_trl.bench.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, "rich.console", raising=False)
+    with pytest.raises(SystemExit, match=r"needs rich.*fr3e-trl\[bench\]"):
+        cli.main(["compare"])
