@@ -21,7 +21,7 @@ from trl import GRPOTrainer, TrlParser
 from fr3e_trl import cli
 from fr3e_trl.bench.arms import make_config, make_trainer
 from fr3e_trl.bench.compare import CompareArguments, compare
-from fr3e_trl.bench.measures import batch_signal
+from fr3e_trl.bench.measures import batch_signal, sampled_states
 from fr3e_trl.bench.statistics import (
     first_reached,
     interpolate,
@@ -153,19 +153,16 @@ def test_curves():
 
 
 def test_signal_of_a_batch():
+    states = sampled_states(rewards=torch.tensor([1.0, 0, 1, 1, 0, 0]), states=torch.tensor([0, 0, 1, 1, 2, 2]))
+    assert states == pytest.approx({"all_right": 1 / 3, "all_wrong": 1 / 3, "reward": 3 / 6})
     signal = batch_signal(
-        rewards=torch.tensor([1.0, 0, 1, 1, 0, 0]),
-        states=torch.tensor([0, 0, 1, 1, 2, 2]),
         advantages=torch.tensor([0.5, -0.5, 0, 0, 0.25, 0]),
         in_loss=torch.tensor([True, True, False, False, True, True]),
     )
-    assert signal["all_right"] == pytest.approx(1 / 3)
-    assert signal["all_wrong"] == pytest.approx(1 / 3)
     assert signal["signal"] == pytest.approx(3 / 6)
     assert signal["rejected"] == pytest.approx(2 / 6)
     assert signal["advantage_mean"] == pytest.approx(0.25 / 6)
     assert signal["advantage_std"] == pytest.approx(((0.5 + 0.0625) / 6 - (0.25 / 6) ** 2) ** 0.5)
-    assert signal["reward"] == pytest.approx(3 / 6)
 
 
 # What runs count

@@ -21,7 +21,7 @@ COSTS = {
     "seconds": "CPU (or GPU) seconds of training",
 }
 
-# What batches teach, see `batch_signal`
+# What batches teach, see `sampled_states` and `batch_signal`
 SIGNALS = {
     "all_right": "states all right",
     "all_wrong": "states all wrong",
