@@ -414,6 +414,8 @@ def test_other_arguments_for_the_same_directory():
     # What no finished run depends on may change
     raw = run(arms={"grpo": GRPO, "fr3e": FR3E}, generated_tokens=100, seeds=[0, 1], threshold=0.1)
     assert len(raw["runs"]) == 4
+    raw = run(arms={"grpo": GRPO, "fr3e": FR3E}, generated_tokens=100, seeds=[0, 1], only=["grpo"])
+    assert {result["arm"] for result in raw["runs"]} == {"grpo"} and len(raw["runs"]) == 2
 
 
 # Arguments
@@ -424,6 +426,8 @@ def test_other_arguments_for_the_same_directory():
     [
         ({"task": "twos"}, "task='twos' must be one of .*ones"),
         ({"reference": "dapo"}, "reference='dapo' must be one of the arms: fr3e, grpo"),
+        ({"only": ["grpo", "dapo"]}, r"only=\['grpo', 'dapo'\] names 'dapo'\. The arms are fr3e, grpo"),
+        ({"only": ["grpo"], "reference": "fr3e"}, "reference='fr3e' must be one of the arms: grpo"),
         ({"pass_at": [8]}, r"pass_at=\[8\] must be from 1 to num_samples=4"),
         ({"arms": {"grpo": {"trainer": "ppo"}}}, "Arm 'grpo': trainer='ppo' must be one of fr3e, grpo"),
         ({"arms": {"grpo": GRPO | FR3E}}, "Arm 'grpo': There is no setting 'num_anchors' for trainer='grpo'.*FR3E's"),

@@ -30,7 +30,7 @@ from .runs import Report, Run, be_quiet, execute, tokens_per_prompt, write_json
 from .tasks import TASKS
 
 # Settings that may change between one call and the next: no finished run depends on them
-FREE = ("output_dir", "reference", "seeds", "threshold", "pass_at", "num_workers")
+FREE = ("output_dir", "only", "reference", "seeds", "threshold", "pass_at", "num_workers")
 
 POLL_SECONDS = 0.5
 
@@ -54,6 +54,8 @@ class CompareArguments:
             Arm that the others are compared with.
         generated_tokens (`int`):
             Tokens that each run generates.
+        only (`list[str]`, *optional*):
+            Arms to compare. If `None`, all.
         policy (`str`, *optional*):
             Directory of the starting policy. If `None`, the task's own.
         seeds (`list[int]`, *optional*, defaults to `[0, 1, 2, 3, 4]`):
@@ -99,6 +101,9 @@ class CompareArguments:
             "help": "Tokens that each run generates: it stops after the first batch at which it has. Tokens of "
             "prefixes that rollouts start from are not generated again, and not counted."
         },
+    )
+    only: list[str] | None = field(
+        default=None, metadata={"help": "Arms to compare, of those that are there. If `None`, all of them."}
     )
     policy: str | None = field(
         default=None,
@@ -152,6 +157,10 @@ class CompareArguments:
             self.learning_rates = [float(rate) for rate in self.learning_rates]
         if self.task not in TASKS:
             raise ValueError(f"task={self.task!r} must be one of {', '.join(TASKS)}.")
+        for name in self.only or []:
+            if name not in self.arms:
+                raise ValueError(f"only={self.only!r} names {name!r}. The arms are {', '.join(self.arms)}.")
+        self.arms = {name: self.arms[name] for name in self.only or self.arms}
         if self.reference not in self.arms:
             raise ValueError(f"reference={self.reference!r} must be one of the arms: {', '.join(self.arms)}.")
         if max(self.pass_at) > self.num_samples or min(self.pass_at) < 1:
