@@ -7,9 +7,8 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import datasets
 from datasets import Dataset
-from transformers import PrinterCallback, Qwen3Config, Qwen3ForCausalLM, set_seed
+from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer, TrlParser
 
 from .tasks import TASKS, Task

@@ -2,8 +2,9 @@
 
 from .chain import ModularChain
 from .countdown import Countdown
+from .machine import StateMachine
 from .task import Task
 
-TASKS: dict[str, Task] = {task.name: task for task in (ModularChain(), Countdown())}
+TASKS: dict[str, Task] = {task.name: task for task in (ModularChain(), Countdown(), StateMachine())}
 
-__all__ = ["TASKS", "Countdown", "ModularChain", "Task"]
+__all__ = ["TASKS", "Countdown", "ModularChain", "StateMachine", "Task"]
