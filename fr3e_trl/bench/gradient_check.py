@@ -204,9 +204,8 @@ def gradient_check(args: GradientCheckArguments) -> dict[str, Any]:
     for i, arm in enumerate(args.arms, start=1):
         start = time.monotonic()
         results[arm] = _check_arm(args, arm, task, policy, reference)
-        _say(
-            f"[{i}/{len(args.arms)}] {arm}: cosine {mean(results[arm].cosines):.3f}, {minutes(time.monotonic() - start)}"
-        )
+        seconds, cos = time.monotonic() - start, mean(results[arm].cosines)
+        _say(f"[{i}/{len(args.arms)}] {arm}: cosine {cos:.3f}, after {minutes(seconds)}")
     report = make_report(args, reference, results)
     write_report(report, Path(args.output_dir))
     return report
@@ -238,8 +237,8 @@ def find_reference(task: Task, policy: Path, agreement: float, max_tokens: int) 
         _tell(reference, agreement, max_tokens, time.monotonic() - start)
     if reference.agreement < agreement:
         _say(
-            f"The reference's halves agree to {reference.agreement:.3f}, less than {agreement}: its cosine with the true "
-            f"gradient is about {reference.quality:.3f}. Raise max_reference_tokens for a better one."
+            f"The reference's halves agree to {reference.agreement:.3f}, less than {agreement}: its cosine with the "
+            f"true gradient is about {reference.quality:.3f}. Raise max_reference_tokens for a better one."
         )
     return reference
 
@@ -262,11 +261,10 @@ def _extended(reference: Reference, task: Task, policy: Path) -> Reference:
 
 def _tell(reference: Reference, agreement: float, max_tokens: int, seconds: float) -> None:
     """Say how good the reference is by now, and how long it may still take: ρ / (1 − ρ) grows with the batches."""
-    ratio = reference.agreement / (1 - reference.agreement) if reference.agreement > 0 else math.nan
-    wanted = min(
-        agreement / (1 - agreement) / ratio * reference.num_batches if ratio > 0 else math.inf,
-        max_tokens / reference.generated_tokens * reference.num_batches,
-    )
+    by_agreement = math.inf
+    if 0 < reference.agreement and agreement < 1:
+        by_agreement = agreement / (1 - agreement) * (1 - reference.agreement) / reference.agreement
+    wanted = reference.num_batches * min(by_agreement, max_tokens / reference.generated_tokens)
     left = max(0.0, wanted - reference.num_batches) / CHUNK * seconds
     _say(
         f"Reference: {reference.num_batches} batches, {reference.generated_tokens:,} tokens, halves agree to "
@@ -374,11 +372,11 @@ def as_markdown(report: dict[str, Any]) -> str:
         "",
         f"Cosine of a batch's update with the gradient of the expected reward, mean ± standard error of "
         f"{arguments['num_batches']} independent batches of about {arguments['tokens_per_batch']:,} generated tokens. "
-        f"The policy's pass rate is {reference['reward']:.3f}. Progress by token is c² / (1 − c²) of the cosine with the "
-        "true gradient, for as many tokens: twice as much is the same with half the tokens.",
+        f"The policy's pass rate is {reference['reward']:.3f}. Progress by token is c² / (1 − c²) of the cosine with "
+        "the true gradient, for as many tokens: twice as much is the same with half the tokens.",
         "",
-        f"The reference is the mean of {reference['num_batches']} batches, {reference['generated_tokens']:,} tokens. Its "
-        f"two halves agree to {reference['agreement']:.3f}, so that its own cosine with the true gradient is about "
+        f"The reference is the mean of {reference['num_batches']} batches, {reference['generated_tokens']:,} tokens. "
+        f"Its two halves agree to {reference['agreement']:.3f}, so that its own cosine with the true gradient is about "
         f"{reference['quality']:.3f}: cosines with it are lower by that factor.",
         "",
         HEAD,

@@ -108,8 +108,8 @@ def progress(cos: float) -> float:
     """
     Expected progress of a step of the best size in a direction with this cosine, in units that grow with the batch.
 
-    A gradient with signal S and noise N / n of n tokens has c² = S / (S + N / n), so that c² / (1 − c²) = n S / N: twice
-    as much means that half the tokens would do.
+    A gradient with signal S and noise N / n of n tokens has c² = S / (S + N / n), so that c² / (1 − c²) = n S / N:
+    twice as much means that half the tokens would do.
     """
     return cos**2 / (1 - cos**2)
 

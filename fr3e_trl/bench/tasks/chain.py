@@ -67,5 +67,5 @@ class ModularChain(Task):
             steps.append(f"{operation} {value}")
         return f"{' '.join(steps)} = {value}"
 
-    def is_right(self, completion: str, *, answer: int) -> bool:
-        return completion.split()[-2:] == ["=", str(answer)]
+    def is_right(self, completion: str, problem: dict[str, Any]) -> bool:
+        return completion.split()[-2:] == ["=", str(problem["answer"])]

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,8 +20,15 @@ INSIGHT = 0.3  # chance that the demonstrator sees which operations leave the ta
 
 SCORER = CountdownDataset(CountdownConfig(seed=0, size=1))
 
+STEP = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)")
+
 # An operation: left operand, sign, right operand, result
 Operation = tuple[int, str, int, int]
+
+
+def apply(left: int, sign: str, right: int) -> int:
+    """The result of an operation."""
+    return {"+": left + right, "-": left - right, "*": left * right}[sign]
 
 
 @functools.cache
@@ -30,7 +38,8 @@ def operations(numbers: tuple[int, ...]) -> list[tuple[Operation, tuple[int, ...
     for i, j in itertools.combinations(range(len(numbers)), 2):
         small, large = sorted((numbers[i], numbers[j]))
         rest = [number for k, number in enumerate(numbers) if k not in (i, j)]
-        for sign, result in (("+", large + small), ("-", large - small), ("*", large * small)):
+        for sign in "+-*":
+            result = apply(large, sign, small)
             if result <= LARGEST_RESULT:
                 found[large, sign, small, result] = tuple(sorted([*rest, result]))
     return list(found.items())
@@ -49,8 +58,8 @@ class Countdown(Task):
     """
     Make a target of three numbers, as `countdown` of reasoning-gym asks and scores, one operation after the other.
 
-    The prompt `3 8 2 > 22 :` is continued by `8 + 3 = 11 ; 11 * 2 = 22`. The demonstrator often does what comes to
-    his mind, as long as something can be reached by it he does not look whether that is the target.
+    The prompt `3 8 2 > 22 :` is continued by `8 + 3 = 11 ; 11 * 2 = 22`. The demonstrator often takes
+    any first operation, right or not. He then does what he can: he sees whether two numbers make the target.
     """
 
     name: str = "countdown"
@@ -58,7 +67,7 @@ class Countdown(Task):
     policy_steps: int = 1500
 
     words: ClassVar = [*map(str, range(LARGEST_RESULT + 1)), "+", "-", "*", "=", ";", ">", ":"]
-    reward_columns: ClassVar = ("numbers", "target")
+    answer_columns: ClassVar = ("numbers", "target")
 
     def problem(self, rng: random.Random) -> dict[str, Any]:
         while True:
@@ -78,20 +87,19 @@ class Countdown(Task):
             steps.append(f"{left} {sign} {right} = {result}")
         return " ; ".join(steps)
 
-    def is_right(self, completion: str, *, numbers: list[int], target: int) -> bool:
-        expression = as_expression(completion, numbers)
-        entry = {"metadata": {"numbers": numbers, "target": target}}
-        return SCORER.score_answer(expression, entry) == 1
+    def is_right(self, completion: str, problem: dict[str, Any]) -> bool:
+        expression = as_expression(completion, problem["numbers"])
+        return SCORER.score_answer(expression, {"metadata": problem}) == 1
 
 
 def as_expression(completion: str, numbers: list[int]) -> str | None:
-    """The one expression that the steps of a completion make, `None` if they do not make one."""
+    """The one expression that the steps of a completion make, `None` if they do not make one or have a wrong result."""
     terms = [(str(number), str(number)) for number in numbers]  # what is left, each with how it was made
     for step in completion.split(" ; "):
-        parts = step.split()
-        if len(parts) != 5 or parts[1] not in "+-*" or parts[3] != "=":
+        match = STEP.fullmatch(step)
+        if not match:
             return None
-        left, sign, right, _, result = parts
+        left, sign, right, result = match.groups()
         made = []
         for operand in (left, right):
             term = next((term for term in terms if term[0] == operand), None)
@@ -99,5 +107,7 @@ def as_expression(completion: str, numbers: list[int]) -> str | None:
                 return None
             terms.remove(term)
             made.append(term[1])
+        if int(result) != apply(int(left), sign, int(right)):
+            return None
         terms.append((result, f"({made[0]} {sign} {made[1]})"))
     return terms[0][1] if len(terms) == 1 else None

@@ -31,10 +31,10 @@ class StateMachine(Task):
     """
     The states of a machine that goes through a loop of five letters, 23 steps.
 
-    The prompt `s0 : : 7 c a f a k` is continued by `s1 7 c 10 a f a k c s2 10 a 4 f a k c a …`, up to `s23`: in each step
-    the state, the letter that it reads, the next state, and the loop from there. The demonstrator is careful at first,
-    and in the last steps slips at some entries of the machine's table, more often at some than at others. The reward
-    wants every state to be right.
+    The prompt `s0 : : 7 c a f a k` is continued by `s1 7 c 10 a f a k c s2 10 a 4 f a k c a …`, up to `s23`: in each
+    step the state, the letter that it reads, the next state, and the loop from there. The demonstrator is careful at
+    first, and in the last steps slips at some entries of the machine's table, more often at some than at others. The
+    reward wants every state to be right.
     """
 
     name: str = "machine"
@@ -66,7 +66,7 @@ class StateMachine(Task):
             state = after
         return " ".join(steps)
 
-    def is_right(self, completion: str, *, answer: str) -> bool:
+    def is_right(self, completion: str, problem: dict[str, Any]) -> bool:
         words = completion.split()
         states = [state for label, state in zip(words, words[3:], strict=False) if label.startswith("s")]
-        return " ".join(states) == answer
+        return " ".join(states) == problem["answer"]

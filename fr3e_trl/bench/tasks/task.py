@@ -44,6 +44,7 @@ class Task(ABC):
     num_layers: int = 2
 
     words: ClassVar[Sequence[str]]  # the vocabulary
+    answer_columns: ClassVar[Sequence[str]] = ("answer",)  # what the reward needs of a problem
 
     @abstractmethod
     def problem(self, rng: random.Random) -> dict[str, Any]:
@@ -54,8 +55,8 @@ class Task(ABC):
         """What the demonstrator writes. Without the noise, it is right."""
 
     @abstractmethod
-    def is_right(self, completion: str, **problem: Any) -> bool:
-        """Whether a completion solves a problem, given by its columns without the prompt."""
+    def is_right(self, completion: str, problem: dict[str, Any]) -> bool:
+        """Whether a completion solves a problem, given by its `answer_columns`."""
 
     def examples(self, split: str, seed: int, size: int) -> Dataset:
         """
@@ -79,13 +80,11 @@ class Task(ABC):
 
     def reward(self, completions: list[str], **columns: Any) -> list[float]:
         """Reward function for a trainer: 1 for each right completion, 0 for each wrong one."""
-        problems = {name: columns[name] for name in self.reward_columns}
+        answers = zip(*(columns[name] for name in self.answer_columns), strict=True)
         return [
-            float(self.is_right(completion, **dict(zip(problems, values, strict=True))))
-            for completion, *values in zip(completions, *problems.values(), strict=True)
+            float(self.is_right(completion, dict(zip(self.answer_columns, answer, strict=True))))
+            for completion, answer in zip(completions, answers, strict=True)
         ]
-
-    reward_columns: ClassVar[Sequence[str]] = ("answer",)
 
     def make_tokenizer(self) -> PreTrainedTokenizerFast:
         """A tokenizer of the task's words."""
