@@ -262,7 +262,7 @@ def _extended(reference: Reference, task: Task, policy: Path) -> Reference:
 def _tell(reference: Reference, agreement: float, max_tokens: int, seconds: float) -> None:
     """Say how good the reference is by now, and how long it may still take: ρ / (1 − ρ) grows with the batches."""
     by_agreement = math.inf
-    if 0 < reference.agreement and agreement < 1:
+    if reference.agreement > 0 and agreement < 1:
         by_agreement = agreement / (1 - agreement) * (1 - reference.agreement) / reference.agreement
     wanted = reference.num_batches * min(by_agreement, max_tokens / reference.generated_tokens)
     left = max(0.0, wanted - reference.num_batches) / CHUNK * seconds
