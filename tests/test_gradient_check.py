@@ -36,7 +36,7 @@ class OneLetter:
     max_completion_length: int = 1
 
     def examples(self, split, seed, size):
-        return Dataset.from_list([{"prompt": f"{i % 8}+{seed % 2}="} for i in range(size)])
+        return Dataset.from_list([{"prompt": f"{i % 8}="} for i in range(size)])
 
     def reward(self, completions, **columns):
         return [float(completion.isalpha()) for completion in completions]
@@ -64,18 +64,14 @@ def policy(tmp_path):
     return Path(model_on_disk())
 
 
-def exact_gradient(policy, prompts):
+def exact_gradient(policy):
     """Of the mean probability of a letter as the next token."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)
     letters = [token_id for token, token_id in tokenizer.get_vocab().items() if len(token) == 1 and token.isalpha()]
-    inputs = tokenizer(prompts, padding=True, return_tensors="pt")
+    inputs = tokenizer(list(OneLetter().examples("train", 0, 8)["prompt"]), return_tensors="pt")
     loss = -model(**inputs).logits[:, -1].softmax(-1)[:, letters].sum(1).mean()
     loss.backward()
     return flat_gradient(model)
-
-
-def all_prompts():
-    return [prompt for seed in (0, 1) for prompt in OneLetter().examples("train", seed, 8)["prompt"]]
 
 
 def test_cosine_by_hand():
@@ -121,7 +117,7 @@ def test_summary_by_hand():
 
 def test_reference_points_along_the_exact_gradient(policy):
     reference = find_reference(OneLetter(), policy, agreement=0.98, max_tokens=10**6)
-    exact = exact_gradient(policy, all_prompts())
+    exact = exact_gradient(policy)
     assert reference.agreement >= 0.98
     assert cosine(reference.gradient, exact) == pytest.approx(reference.quality, abs=0.02)
 
@@ -129,7 +125,7 @@ def test_reference_points_along_the_exact_gradient(policy):
 @pytest.mark.parametrize("settings", [GRPO, FR3E | {"num_anchors": 0, "value_prior_strength": 2.0}])
 def test_updates_point_along_the_exact_gradient_on_average(policy, settings):
     """Those of the real trainers, in batches of hundreds of rows."""
-    reference = Reference(torch.stack([exact_gradient(policy, all_prompts()[:8])] * 2))
+    reference = Reference(torch.stack([exact_gradient(policy)] * 2))
     result = measure_arm(settings | {"num_prompts": 128}, policy, OneLetter(), 4, seed=0, reference=reference)
     assert result.mean_cosine > 0.9
     assert all(0.5 < cos < result.mean_cosine for cos in result.cosines)
@@ -143,10 +139,10 @@ def test_arms_agree_with_a_sampled_reference(policy):
         measure_arm(GRPO | {"num_prompts": num_prompts}, policy, task, 4, seed=0, reference=reference)
         for num_prompts in (16, 256)
     )
-    assert sum(large.cosines) / 4 > 0.9
+    assert large.mean_cosine > 0.95
     assert max(small.cosines) < min(large.cosines)
     branching = measure_arm(FR3E | {"num_prompts": 256}, policy, task, 4, seed=0, reference=reference)
-    assert branching.mean_cosine > 0.7
+    assert branching.mean_cosine > 0.8
     assert branching.generated_tokens < 256 * 4 * 8
 
 
