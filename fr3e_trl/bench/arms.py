@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -96,6 +97,23 @@ def make_config(settings: dict[str, Any], output_dir: Path, seed: int) -> GRPOCo
     config.setdefault("gradient_accumulation_steps", config["steps_per_generation"])
     config.setdefault("use_cpu", not torch.cuda.is_available())
     return config_class(output_dir=str(output_dir), seed=seed, **config)
+
+
+def read_settings(value: dict[str, Any] | str | None) -> dict[str, Any]:
+    """Settings as a configuration file or, in JSON, the command line has them, with numbers for texts such as 1e-3."""
+    settings = yaml.safe_load(value) if isinstance(value, str) else value
+    if not isinstance(settings, dict):
+        raise ValueError(f"{value!r} must be a mapping of names to settings.")
+    return {name: _with_numbers(setting) for name, setting in settings.items()}
+
+
+def _with_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_numbers(setting) for name, setting in value.items()}
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def check_settings(settings: dict[str, Any]) -> None:

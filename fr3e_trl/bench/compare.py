@@ -19,10 +19,9 @@ from threading import Thread
 from typing import Any
 
 import torch
-import yaml
 from trl import TrlParser
 
-from .arms import check_settings, make_config
+from .arms import check_settings, make_config, read_settings
 from .policies import starting_policy
 from .progress import CONSOLE, RunProgress
 from .report import Results, write_report
@@ -152,7 +151,7 @@ class CompareArguments:
     num_workers: int = field(default=1, metadata={"help": "Runs at the same time, each in a process with one thread."})
 
     def __post_init__(self) -> None:
-        self.base, self.arms = _with_numbers(_mapping(self.base)), _with_numbers(_mapping(self.arms))
+        self.base, self.arms = read_settings(self.base), read_settings(self.arms)
         if self.learning_rates is not None:
             self.learning_rates = [float(rate) for rate in self.learning_rates]
         if self.task not in TASKS:
@@ -386,25 +385,3 @@ def _execute_in_worker(run: Run) -> None:
 
 def read_json(path: str | Path) -> Any:
     return json.loads(Path(path).read_text())
-
-
-def _mapping(value: dict[str, Any] | str | None) -> dict[str, Any]:
-    """A setting that is a mapping, or on the command line JSON."""
-    mapping = yaml.safe_load(value) if isinstance(value, str) else value
-    if not isinstance(mapping, dict):
-        raise ValueError(f"{value!r} must be a mapping of names to settings.")
-    return mapping
-
-
-def _with_numbers(mapping: dict[str, Any]) -> dict[str, Any]:
-    """The mapping with numbers where YAML reads them as text, such as 1e-3."""
-    return {name: _number(value) for name, value in mapping.items()}
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, dict):
-        return _with_numbers(value)
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value

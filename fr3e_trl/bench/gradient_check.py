@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from trl import TrlParser
 
-from .arms import check_settings
-from .compare import _mapping, _with_numbers
+from .arms import check_settings, read_settings
 from .gradients import batch_gradients, cosine, progress, progress_error, reference_quality
 from .policies import cache_dir, starting_policy
 from .progress import CONSOLE, minutes
@@ -108,7 +107,7 @@ class GradientCheckArguments:
     seed: int = field(default=0, metadata={"help": "Seed of the arms: decides their prompts and the sampling."})
 
     def __post_init__(self) -> None:
-        self.base, self.arms = _with_numbers(_mapping(self.base)), _with_numbers(_mapping(self.arms))
+        self.base, self.arms = read_settings(self.base), read_settings(self.arms)
         if self.task not in TASKS:
             raise ValueError(f"task={self.task!r} must be one of {', '.join(TASKS)}.")
         if self.num_batches < 2:
