@@ -123,6 +123,7 @@ def finish(process) -> str:
     return digest
 
 
+@pytest.mark.timeout(900)
 def test_kill_9_at_random_moments(num_kills):
     """Each run is killed once, within the time that the whole one trained, and resumed to its end."""
     process = start()
