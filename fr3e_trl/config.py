@@ -44,6 +44,14 @@ RELEASED: dict[str, Any] = PAPER | {
     "max_completion_length": 3072,
 }
 
+# What won at equal generated tokens, see docs/results.md
+RECOMMENDED: dict[str, Any] = {
+    "num_generations": 2,
+    "num_anchors": 1,
+    "modulation": "none",
+    "value_prior_strength": 4.0,
+}
+
 
 @dataclass
 class FR3EConfig(GRPOConfig):
@@ -344,6 +352,17 @@ class FR3EConfig(GRPOConfig):
         Unless `overrides` sizes the batch, gradients are accumulated until it holds whole groups.
         """
         return cls(**_sized(RELEASED | overrides))
+
+    @classmethod
+    def recommended(cls, **overrides: Any) -> Self:
+        """
+        What won at equal generated tokens: of each prompt one completion and one branch from its most uncertain
+        position, many prompts, baselines shrunk towards the mean of the others, no modulation.
+
+        A batch has as many rows as before, of more prompts: what has to be compared is no longer within a prompt. See
+        `docs/results.md` for by how much it won, and where.
+        """
+        return cls(**RECOMMENDED | overrides)
 
     @classmethod
     def from_grpo(cls, args: GRPOConfig) -> tuple[Self, dict[str, Any]]:

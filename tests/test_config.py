@@ -129,3 +129,10 @@ def test_the_command_line_sets_every_field():
     )
     assert (config.num_anchors, config.num_bases, config.modulation) == (3, 2, "sharpened")
     assert config.reject_degenerate_states is False
+
+
+def test_recommended():
+    config = FR3EConfig.recommended(output_dir="unused", bf16=False, learning_rate=1e-5)
+    assert (config.num_generations, config.num_anchors, config.num_rollouts, config.num_bases) == (2, 1, 1, 1)
+    assert (config.modulation, config.value_prior_strength, config.learning_rate) == ("none", 4.0, 1e-5)
+    assert FR3EConfig.recommended(output_dir="unused", bf16=False, value_prior_strength=2.0).value_prior_strength == 2

@@ -173,6 +173,26 @@ def test_evaluation_does_not_explore():
 # What a batch consists of
 
 
+def test_a_completion_and_one_branch_of_it_train():
+    trainer = train(
+        num_generations=2, num_anchors=1, modulation="none", value_prior_strength=4.0, reward_funcs=letters, max_steps=3
+    )
+    for batch, trees in trainer.batches:
+        check_batch(trainer, batch, trees)
+        # By hand: the prior of a prompt is the mean of the others' values; that of a branch its prompt's shrunk value,
+        # which a row alone in its state is compared with. A completion too short to branch has another beside it.
+        values = [tree.states[0].value for tree in trees]
+        expected = []
+        for tree, value in zip(trees, values, strict=True):
+            prior = (sum(values) - value) / (len(values) - 1)
+            first, *second = [rollout.score.reward for state in tree.states for rollout in state.rollouts]
+            if len(tree.states) == 2:
+                expected += [first - prior, second[0] - (4 * prior + first) / 5]
+            else:
+                expected += [first - (4 * prior + second[0]) / 5, second[0] - (4 * prior + first) / 5]
+        assert batch["advantages"].tolist() == pytest.approx(expected, abs=1e-5)
+
+
 def test_adaptive_budgets_train():
     trainer = train(num_generations=12, per_device_train_batch_size=24, max_steps=3, anchor_budget="adaptive")
     sizes = set()
