@@ -86,6 +86,8 @@ def train(output: Path, num_steps: int) -> None:
     seconds = [later - earlier for earlier, later in pairwise(began[2:])]  # not the first
     if trainer.is_world_process_zero():
         output.write_text(json.dumps(seconds))
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 def step_times(num_processes: int, num_steps: int) -> list[float]:

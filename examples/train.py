@@ -211,6 +211,8 @@ def main(script_args: FR3EScriptArguments, training_args: FR3EConfig, model_args
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
         trainer.accelerator.print(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}.")
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()  # a process that leaves with its connections open may abort
 
 
 def make_parser() -> TrlParser:

@@ -84,6 +84,8 @@ def main(output: Path, settings: dict, *options: str) -> None:
     result = {"trees": trees, "logs": trainer.state.log_history, "scored": scored, "backend": backend}
     (output / f"{RANK}.json").write_text(json.dumps(result))
     torch.save(state, output / f"{RANK}.pt")
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
