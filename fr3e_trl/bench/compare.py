@@ -25,7 +25,7 @@ from .arms import check_settings, make_config, read_settings
 from .policies import starting_policy
 from .progress import CONSOLE, RunProgress
 from .report import Results, write_report
-from .runs import Report, Run, be_quiet, execute, tokens_per_prompt, write_json
+from .runs import Report, Run, be_quiet, execute, prompts_per_batch, write_json
 from .tasks import TASKS
 
 # Settings that may change between one call and the next: no finished run depends on them
@@ -265,8 +265,7 @@ def sized_arms(args: CompareArguments, policy: Path, path: Path) -> dict[str, di
             continue
         if arm not in measured:
             assert args.tokens_per_batch is not None
-            tokens = tokens_per_prompt(settings, policy, TASKS[args.task])
-            measured[arm] = max(1, round(args.tokens_per_batch / tokens))
+            measured[arm] = prompts_per_batch(args.tokens_per_batch, settings, policy, TASKS[args.task])
             write_json(path, measured)
         settings["num_prompts"] = measured[arm]
     return arms

@@ -26,7 +26,7 @@ from .arms import check_settings, read_settings
 from .gradients import batch_gradients, cosine, progress, progress_error, reference_quality
 from .policies import cache_dir, starting_policy
 from .progress import CONSOLE, minutes
-from .runs import be_quiet, tokens_per_prompt, write_json
+from .runs import be_quiet, prompts_per_batch, write_json
 from .tasks import TASKS, Task
 
 # The trainer of the reference: plain sampling, each row's baseline independent of the row, every row and token with the
@@ -295,7 +295,7 @@ def _check_arm(args: GradientCheckArguments, arm: str, task: Task, policy: Path,
             return ArmResult(**stored["result"])
     settings = dict(args.settings_of(arm))
     if "num_prompts" not in settings:
-        settings["num_prompts"] = max(1, round(args.tokens_per_batch / tokens_per_prompt(settings, policy, task)))
+        settings["num_prompts"] = prompts_per_batch(args.tokens_per_batch, settings, policy, task)
     result = measure_arm(settings, policy, task, args.num_batches, args.seed, reference)
     write_json(path, {"made_of": made_of, "result": asdict(result)})
     return result

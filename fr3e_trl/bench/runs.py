@@ -122,14 +122,15 @@ def execute(run: Run, report: Report) -> None:
     write_json(Path(run.path), result)
 
 
-def tokens_per_prompt(settings: dict[str, Any], policy: Path, task: Task) -> float:
-    """Tokens that an arm generates for a prompt, in its first batch from the starting policy."""
+def prompts_per_batch(tokens_per_batch: int, settings: dict[str, Any], policy: Path, task: Task) -> int:
+    """Prompts for which an arm generates so many tokens, by its first batch from the starting policy; at least one."""
     be_quiet()
     settings = {name: value for name, value in settings.items() if name != "per_device_train_batch_size"}
     with tempfile.TemporaryDirectory() as output_dir:
         trainer: Any = make_trainer(settings, policy, task, Path(output_dir), HELDOUT_SEED, **PROBE, max_steps=1)
         trainer.train()
-    return trainer.costs.generated_tokens / PROBE["num_prompts"]
+    tokens_per_prompt = trainer.costs.generated_tokens / PROBE["num_prompts"]
+    return max(1, round(tokens_per_batch / tokens_per_prompt))
 
 
 def be_quiet() -> None:
