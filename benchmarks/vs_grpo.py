@@ -1,7 +1,7 @@
 """
 FR3E beside GRPO: what a row costs.
 
-    make bench        (or: python benchmarks/vs_grpo.py --model PATH_OR_ID --num_generations 16)
+    make bench        (or: python benchmarks/vs_grpo.py --model PATH_OR_ID --num_generations 8)
 
 `FR3ETrainer` and `GRPOTrainer` train the same model on the same prompts, rows and seed, in turns of a few steps, in one
 process, so that what else the machine does meanwhile meets both. Printed are ratios, FR3E / GRPO, and where a step's
@@ -97,8 +97,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default_model = Path(__file__).parents[1] / "examples" / "demo_policy"
     parser.add_argument("--model", default=str(default_model), help="path or hub id; the demo's policy by default")
-    parser.add_argument("--num_generations", type=int, default=16)
-    parser.add_argument("--num_prompts", type=int, default=4, help="prompts per step")
+    parser.add_argument("--num_generations", type=int, default=8)
+    parser.add_argument("--num_prompts", type=int, default=8, help="prompts per step")
     parser.add_argument("--max_completion_length", type=int, default=64)
     parser.add_argument("--steps", type=int, default=5, help="steps of each trainer in a turn")
     parser.add_argument("--turns", type=int, default=6, help="turns of each trainer, the first of them not counted")
@@ -161,7 +161,7 @@ def main() -> None:
     steps = options.steps * (options.turns - 1)
     print(f"{steps} steps each of {options.num_prompts} prompts x {options.num_generations} rows; {options.model}")
     config = trainers["FR3E"].args
-    print(f"FR3E: {config.num_anchors} anchors, {config.num_rollouts} rollouts a state")
+    print(f"FR3E: {config.num_bases} base trajectories, {config.num_anchors} anchors, {config.num_rollouts} rollouts each")
     print_ratios(seconds, {name: count / steps for name, count in tokens.items()})
     print_shares(seconds)
 

@@ -151,8 +151,8 @@ def main() -> None:
             output_dir=str(options.output_dir),
             seed=options.seed,
             max_steps=options.max_steps,
-            num_generations=16,
-            per_device_train_batch_size=128,  # 8 problems a step
+            num_generations=8,
+            per_device_train_batch_size=128,  # 16 problems a step
             max_completion_length=MAX_COMPLETION_LENGTH,
             learning_rate=5e-5,  # the paper's 1e-6 is for billions of parameters
             gradient_checkpointing=False,

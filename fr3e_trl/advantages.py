@@ -48,7 +48,6 @@ def compute_advantages(
     scale: str = "none",
     prior_strength: float = 0.0,
     reject: bool = True,
-    shares: torch.Tensor | None = None,
 ) -> Advantages:
     """
     Values, modulation, advantages and rejection of a batch.
@@ -73,8 +72,6 @@ def compute_advantages(
         reject (`bool`):
             Whether states that teach nothing leave the loss: the degenerate ones, or with a prior those whose
             advantages are all 0.
-        shares (`torch.Tensor` of shape (R,), *optional*):
-            See [`row_baselines`].
 
     Returns:
         `Advantages`: What they come to.
@@ -82,7 +79,7 @@ def compute_advantages(
     num_states = len(parents)
     values = state_values(rewards, states, num_states)
     factors = modulation_factors(values, parents, modulation, modulation_clip)
-    baselines = row_baselines(rewards, states, parents, prior_strength, shares)
+    baselines = row_baselines(rewards, states, parents, prior_strength)
     advantages = row_advantages(rewards, states, baselines, num_states, scale)
     if prior_strength == 0:
         uninformative = degenerate_states(rewards, states, num_states)
@@ -188,7 +185,6 @@ def row_baselines(
     states: torch.Tensor,
     parents: list[int | None],
     prior_strength: float = 0.0,
-    shares: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     What each row's reward is compared with.
@@ -198,12 +194,6 @@ def row_baselines(
     prior is the shrunk value of the state before it in its chain, (κ prior + Σ rewards) / (κ + n), and for S_0 the
     mean of V(S_0) over the batch's other prompts: their anchors' rollouts start from prefixes that were chosen, and say
     less of how hard prompts are. Where there is no prior, because the batch has one prompt, κ counts as 0.
-
-    Where the rewards of some rows decided how many others there are, as with adaptive budgets, the mean of a state's
-    rewards is no baseline for these rows: how much their own reward weighs in it, and how much the later ones do,
-    depends on that reward, and the gradient would be biased. With `shares`, each row is compared with what was known
-    when it was sampled and did not depend on it: the other rows of its own share and of those before. Given what had
-    been sampled before, a row's baseline is then independent of it, and each term of the gradient is unbiased.
 
     Args:
         rewards (`torch.Tensor` of shape (R,)):
@@ -215,27 +205,12 @@ def row_baselines(
             `None` for an S_0.
         prior_strength (`float`):
             κ, in rollouts.
-        shares (`torch.Tensor` of shape (R,), *optional*):
-            The round in which each row was sampled, if rewards of one decided on the next.
 
     Returns:
         `torch.Tensor` of shape (R,): Baselines, NaN where there is none.
     """
-    if shares is not None:
-        baselines = torch.full_like(rewards, torch.nan)
-        for share in shares.unique():
-            known, own = shares <= share, shares == share
-            of_known = _leave_one_out_baselines(rewards[known], states[known], parents, prior_strength)
-            baselines[own] = of_known[own[known]]
-        return baselines
     if prior_strength == 0:
         return state_values(rewards, states, len(parents))[states]
-    return _leave_one_out_baselines(rewards, states, parents, prior_strength)
-
-
-def _leave_one_out_baselines(
-    rewards: torch.Tensor, states: torch.Tensor, parents: list[int | None], prior_strength: float
-) -> torch.Tensor:
     values = state_values(rewards, states, len(parents))
     sizes = _state_sizes(rewards, states, len(parents))
     sums = _state_sums(rewards.nan_to_num(0), states, len(parents))

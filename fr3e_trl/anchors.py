@@ -11,6 +11,7 @@ Notation used for tensor shapes:
 
 import math
 import random
+from collections import Counter
 
 import torch
 
@@ -24,16 +25,18 @@ def select_bases(rewards: list[float], selection: str, rng: random.Random) -> li
             Reward of each base trajectory, NaN where it is unscorable. Only scorable ones are chosen, unless none is.
         selection (`str`):
             `"mixed"` (one of the best-scored and one of the worst-scored when the scores differ, one at random when
-            they do not), `"best"`, `"worst"` or `"random"`.
+            they do not), `"best"`, `"worst"`, `"random"` or `"all"`.
         rng (`random.Random`):
             Decides among equals.
 
     Returns:
-        `list[int]`: Indices of the one or two chosen trajectories, the better one first.
+        `list[int]`: Indices of the chosen trajectories, the better ones first.
     """
     scorable = [i for i, reward in enumerate(rewards) if not math.isnan(reward)]
     if not scorable:
         return [rng.randrange(len(rewards))]
+    if selection == "all":
+        return sorted(scorable, key=lambda i: (-rewards[i], i))
     best = max(rewards[i] for i in scorable)
     worst = min(rewards[i] for i in scorable)
     wanted = {"mixed": [best, worst], "best": [best], "worst": [worst], "random": []}[selection]
@@ -120,22 +123,18 @@ def rank_anchors(scores: torch.Tensor, eligible: torch.Tensor, num_anchors: int,
 
 def share_anchors(ranked: list[list[int]], num_anchors: int) -> list[list[int]]:
     """
-    Divide a prompt's anchors among the chosen trajectories as evenly as they allow, the odd one to the better.
+    Divide a prompt's anchors among the chosen trajectories as evenly as they allow, the odd ones to the better.
 
     Args:
         ranked (`list[list[int]]`):
-            For each of one or two trajectories, the better first: its anchors, best first.
+            For each trajectory, the better first: its anchors, best first.
         num_anchors (`int`):
             Anchors of the prompt.
 
     Returns:
-        `list[list[int]]`: For each trajectory its anchors, sorted by position. What one cannot use goes to the other;
-        fewer than `num_anchors` in all if both are too short.
+        `list[list[int]]`: For each trajectory its anchors, sorted by position. What one cannot use goes to the others;
+        fewer than `num_anchors` in all if they are too short.
     """
-    if len(ranked) == 1:
-        return [sorted(ranked[0][:num_anchors])]
-    better, worse = ranked
-    num_worse = min(num_anchors // 2, len(worse))
-    num_better = min(num_anchors - num_worse, len(better))
-    num_worse = min(num_anchors - num_better, len(worse))
-    return [sorted(better[:num_better]), sorted(worse[:num_worse])]
+    turns = [(turn, i) for i, anchors in enumerate(ranked) for turn in range(len(anchors))]
+    counts = Counter(i for _, i in sorted(turns)[:num_anchors])
+    return [sorted(anchors[: counts[i]]) for i, anchors in enumerate(ranked)]

@@ -7,14 +7,13 @@ from typing import Any, Self
 
 from trl import GRPOConfig
 
-# The choices of the paper (arXiv 2507.07017), whatever the defaults have become.
+# The choices of the paper (arXiv 2507.07017), whatever the defaults have become
 PAPER: dict[str, Any] = {
     "num_generations": 16,
     "anchor_score": "entropy",
     "anchor_quantile": None,
     "anchor_min_gap": 1,
     "anchor_min_budget": 1,
-    "anchor_budget": "uniform",
     "base_selection": "mixed",
     "reuse_base": True,
     "explore_temperature_scale": 1.0,
@@ -31,7 +30,7 @@ PAPER: dict[str, Any] = {
     "learning_rate": 1e-6,
 }
 
-# The choices of the authors' released run, without the mistakes of its code.
+# The choices of the authors' released run, without the mistakes of its code
 RELEASED: dict[str, Any] = PAPER | {
     "num_generations": 80,
     "num_anchors": 4,
@@ -44,13 +43,9 @@ RELEASED: dict[str, Any] = PAPER | {
     "max_completion_length": 3072,
 }
 
-# What won at equal generated tokens, see docs/results.md
-RECOMMENDED: dict[str, Any] = {
-    "num_generations": 2,
-    "num_anchors": 1,
-    "modulation": "none",
-    "value_prior_strength": 4.0,
-}
+# The prior's weight, where there is one and none was chosen, and the anchors of a base trajectory: see docs/results.md
+PRIOR_STRENGTH = 4.0
+ANCHORS_PER_BASE = 3
 
 
 @dataclass
@@ -58,17 +53,19 @@ class FR3EConfig(GRPOConfig):
     r"""
     Configuration of [`FR3ETrainer`]: every parameter of [`~trl.GRPOConfig`], and those of FR3E.
 
-    `num_generations` keeps its meaning, the training rows of a prompt. FR3E divides these G rows among
-    `num_anchors + 1` states of `num_rollouts` = G / (num_anchors + 1) rollouts each: the prompt itself, and each
-    position at which it branches.
+    `num_generations` keeps its meaning, the training rows of a prompt. Of these G rows, `num_base_trajectories` are
+    sampled from the prompt, and `num_rollouts` from each of `num_anchors` positions at which these branch. The defaults
+    are what won at equal generated tokens; [`~FR3EConfig.paper`] has those of the paper.
 
     Parameters:
         > Parameters that control where to explore
 
         num_anchors (`int`, *optional*):
-            Anchors per prompt: the positions from which new rollouts branch. If `None`, chosen from `num_generations`:
-            the largest up to 4 that leaves every state 4 rollouts, else the largest that leaves 2. `0` turns
-            exploration off: the trainer is then [`~trl.GRPOTrainer`].
+            Anchors per prompt: the positions from which new rollouts branch. If `None`, as many as there are rows
+            beside the base trajectories: a single rollout for each. Without a prior (`value_prior_strength=0`) a state
+            needs more than one to compare: then the largest up to 4 that leaves every state, the prompt too, 4
+            rollouts, else the largest that leaves 2. `0` turns exploration off: the trainer is then
+            [`~trl.GRPOTrainer`].
         anchor_score (`str`, *optional*, defaults to `"entropy"`):
             What makes a position an anchor: `"entropy"` of the policy's next-token distribution; `"surprisal"`, minus
             the log-probability of the token that was sampled; `"random"`, a control.
@@ -79,9 +76,10 @@ class FR3EConfig(GRPOConfig):
             Least distance in tokens between two anchors of a trajectory. With `1` any two positions may be anchors.
         anchor_min_budget (`int`, *optional*, defaults to `1`):
             Least number of tokens, out of `max_completion_length`, that an anchor must leave to its rollouts.
-        base_selection (`str`, *optional*, defaults to `"mixed"`):
-            Which base trajectories are explored: `"mixed"`, one of the best-scored and one of the worst-scored when
-            the scores differ and one at random when they do not; `"best"`; `"worst"`; `"random"`.
+        base_selection (`str`, *optional*, defaults to `"all"`):
+            Which base trajectories are explored: `"all"`, with the anchors shared out evenly, the odd ones to the
+            better-scored; `"mixed"`, one of the best-scored and one of the worst-scored when the scores differ and one
+            at random when they do not; `"best"`; `"worst"`; `"random"`.
 
         > Parameters that control the rollouts
 
@@ -89,31 +87,29 @@ class FR3EConfig(GRPOConfig):
             Whether the base trajectories are also the rollouts of the prompt. They are samples of the same
             distribution; `False` throws them away after the anchors were found and samples the prompt again.
         num_base_trajectories (`int`, *optional*):
-            Base trajectories per prompt when `reuse_base=False`, `4` if `None`. Otherwise the prompt's rollouts are
-            the base trajectories, and it must stay `None`.
-        anchor_budget (`str`, *optional*, defaults to `"uniform"`):
-            How a prompt's rollouts are shared out among its states: `"uniform"`, `num_rollouts` for each;
-            `"adaptive"`, half as many at first, and the rest where the rewards of these leave the value most
-            uncertain. The first half's rewards are then compared with one another alone, and those of the rest with
-            all others, so that no row's baseline depends on its own reward.
+            Base trajectories per prompt. If `None` and `num_anchors` is chosen too, one for every 4 rows; if `None`
+            and `num_anchors` is set, or without a prior, as many as each anchor has rollouts, G / (num_anchors + 1).
+            With `reuse_base=False`, 4 if `None`.
         explore_temperature_scale (`float`, *optional*, defaults to `1.0`):
             Factor on `temperature` when sampling from anchors. Where it is not 1, the importance ratio is taken
             against the distribution that was sampled from.
 
         > Parameters that control the advantages
 
-        modulation (`str`, *optional*, defaults to `"exp"`):
+        modulation (`str`, *optional*, defaults to `"none"`):
             How the advantages of a state are scaled by the move of its value against the state before it:
-            `"exp"`, by exp(-(V(S_j) - V(S_{j-1}))); `"sharpened"`, the form of the authors' released code; `"none"`.
+            `"none"`; `"exp"`, the paper's, by exp(-(V(S_j) - V(S_{j-1}))); `"sharpened"`, the form of the authors'
+            released code.
         modulation_clip (`float`, *optional*, defaults to `5.0`):
             Bound on the absolute value of the exponent in `modulation="exp"`.
         reject_degenerate_states (`bool`, *optional*):
             Whether the rows of a state whose rewards are all equal leave the loss, numerator and denominator both.
             If `None`, `True` when exploring and `False` when `num_anchors=0`; setting `True` there gives GRPO with
             rejection.
-        value_prior_strength (`float`, *optional*, defaults to `0.0`):
+        value_prior_strength (`float`, *optional*):
             Weight κ, in rollouts, of a prior in the baseline of each row: the value of the state before it, and for
-            the prompt the mean over the batch's other prompts. `0` uses the plain mean of the state's rewards.
+            the prompt the mean over the batch's other prompts. `0` uses the plain mean of the state's rewards, as the
+            paper does. If `None`, `4.0` when exploring, and `0` when `num_anchors=0` or `scale_rewards="group"`.
 
         > Parameters that control the refill of a batch ("dynamic sampling")
 
@@ -146,9 +142,10 @@ class FR3EConfig(GRPOConfig):
     num_anchors: int | None = field(
         default=None,
         metadata={
-            "help": "Anchors per prompt: the positions from which new rollouts branch. If `None`, chosen from "
-            "`num_generations`: the largest up to 4 that leaves every state 4 rollouts, else the largest that leaves "
-            "2. `0` turns exploration off: the trainer is then `GRPOTrainer`."
+            "help": "Anchors per prompt: the positions from which new rollouts branch. If `None`, as many as there "
+            "are rows beside the base trajectories; with `value_prior_strength=0`, the largest up to 4 that leaves "
+            "every state 4 rollouts, else the largest that leaves 2. `0` turns exploration off: the trainer is then "
+            "`GRPOTrainer`."
         },
     )
     anchor_score: str = field(
@@ -180,11 +177,11 @@ class FR3EConfig(GRPOConfig):
         },
     )
     base_selection: str = field(
-        default="mixed",
+        default="all",
         metadata={
-            "help": "Which base trajectories are explored: one of the best-scored and one of the worst-scored "
-            "('mixed'), or one of the best, one of the worst, or one at random.",
-            "choices": ["mixed", "best", "worst", "random"],
+            "help": "Which base trajectories are explored: all, one of the best-scored and one of the worst-scored "
+            "('mixed'), one of the best, one of the worst, or one at random.",
+            "choices": ["all", "mixed", "best", "worst", "random"],
         },
     )
     reuse_base: bool = field(
@@ -197,16 +194,8 @@ class FR3EConfig(GRPOConfig):
     num_base_trajectories: int | None = field(
         default=None,
         metadata={
-            "help": "Base trajectories per prompt when `reuse_base=False`, 4 if `None`. Otherwise the prompt's "
-            "rollouts are the base trajectories, and it must stay `None`."
-        },
-    )
-    anchor_budget: str = field(
-        default="uniform",
-        metadata={
-            "help": "How a prompt's rollouts are shared out among its states: evenly ('uniform'), or half of them "
-            "evenly, and the rest where the rewards of these leave the value most uncertain ('adaptive').",
-            "choices": ["uniform", "adaptive"],
+            "help": "Base trajectories per prompt. If `None` and `num_anchors` is chosen too, one for every 4 rows; "
+            "else as many as each anchor has rollouts, and 4 with `reuse_base=False`."
         },
     )
     explore_temperature_scale: float = field(
@@ -217,11 +206,11 @@ class FR3EConfig(GRPOConfig):
         },
     )
     modulation: str = field(
-        default="exp",
+        default="none",
         metadata={
             "help": "How the advantages of a state are scaled by the move of its value against the state before it: "
-            "exp(-(V(S_j) - V(S_{j-1}))) ('exp'), the form of the authors' released code ('sharpened'), or not at all.",
-            "choices": ["exp", "sharpened", "none"],
+            "not at all, exp(-(V(S_j) - V(S_{j-1}))) ('exp'), or the form of the authors' released code ('sharpened').",
+            "choices": ["none", "exp", "sharpened"],
         },
     )
     modulation_clip: float = field(
@@ -236,12 +225,12 @@ class FR3EConfig(GRPOConfig):
             "there gives GRPO with rejection."
         },
     )
-    value_prior_strength: float = field(
-        default=0.0,
+    value_prior_strength: float | None = field(
+        default=None,
         metadata={
             "help": "Weight, in rollouts, of a prior in the baseline of each row: the value of the state before it, "
             "and for the prompt the mean over the batch's other prompts. `0` uses the plain mean of the state's "
-            "rewards."
+            "rewards. If `None`, 4 when exploring, and 0 when `num_anchors=0` or `scale_rewards='group'`."
         },
     )
 
@@ -310,23 +299,15 @@ class FR3EConfig(GRPOConfig):
 
     @property
     def num_rollouts(self) -> int:
-        """Rollouts per state, M = G / (K + 1)."""
-        return self.num_generations // self.num_states
-
-    @property
-    def is_adaptive(self) -> bool:
-        """Whether the rollouts of a prompt go where they are needed."""
-        return self.anchor_budget == "adaptive" and bool(self.num_anchors)
-
-    @property
-    def first_share(self) -> int:
-        """Rollouts of each state that do not depend on what others scored."""
-        return max(self.num_rollouts // 2, 2) if self.is_adaptive else self.num_rollouts
+        """Rollouts per anchor, M: G / (K + 1), or of the rows that base trajectories leave."""
+        if not self.num_anchors or not self.reuse_base or self.num_base_trajectories is None:
+            return self.num_generations // self.num_states
+        return (self.num_generations - self.num_base_trajectories) // self.num_anchors
 
     @property
     def num_bases(self) -> int:
         """Base trajectories per prompt."""
-        return self.first_share if self.num_base_trajectories is None else self.num_base_trajectories
+        return self.num_rollouts if self.num_base_trajectories is None else self.num_base_trajectories
 
     @property
     def is_plain_grpo(self) -> bool:
@@ -352,17 +333,6 @@ class FR3EConfig(GRPOConfig):
         Unless `overrides` sizes the batch, gradients are accumulated until it holds whole groups.
         """
         return cls(**_sized(RELEASED | overrides))
-
-    @classmethod
-    def recommended(cls, **overrides: Any) -> Self:
-        """
-        What won at equal generated tokens: of each prompt one completion and one branch from its most uncertain
-        position, many prompts, baselines shrunk towards the mean of the others, no modulation.
-
-        A batch has as many rows as before, of more prompts: what has to be compared is no longer within a prompt. See
-        `docs/results.md` for by how much it won, and where.
-        """
-        return cls(**RECOMMENDED | overrides)
 
     @classmethod
     def from_grpo(cls, args: GRPOConfig) -> tuple[Self, dict[str, Any]]:
@@ -392,7 +362,7 @@ class FR3EConfig(GRPOConfig):
 
     def _resolve(self) -> None:
         """Check each of FR3E's fields, and fill in those that were left to be chosen."""
-        for name in ("anchor_score", "anchor_budget", "base_selection", "modulation", "refill_leftovers"):
+        for name in ("anchor_score", "base_selection", "modulation", "refill_leftovers"):
             _require_choice(self, name)
         _require(self, "anchor_min_gap", self.anchor_min_gap >= 1, "at least 1")
         _require(self, "anchor_min_budget", self.anchor_min_budget >= 1, "at least 1")
@@ -404,43 +374,45 @@ class FR3EConfig(GRPOConfig):
         )
         _require(self, "explore_temperature_scale", self.explore_temperature_scale > 0, "above 0, for example 1.0")
         _require(self, "modulation_clip", self.modulation_clip > 0, "above 0, for example 5.0")
-        _require(self, "value_prior_strength", self.value_prior_strength >= 0, "0 or more, for example 2.0")
         _require(self, "max_refills", self.max_refills >= 0, "0 or more, for example 2")
         _require(self, "vllm_request_timeout", self.vllm_request_timeout > 0, "above 0, for example 1800")
-        if self.reuse_base:
-            _require(
-                self,
-                "num_base_trajectories",
-                self.num_base_trajectories is None,
-                "None with reuse_base=True, where the prompt's rollouts are the base trajectories; "
-                "set reuse_base=False to draw others",
-            )
-        else:
-            if self.num_base_trajectories is None:
-                self.num_base_trajectories = 4
-            _require(self, "num_base_trajectories", self.num_base_trajectories >= 1, "at least 1")
-        # A single rollout has no baseline of its own: it takes a prior to learn anything from it.
-        min_rollouts = 1 if self.value_prior_strength > 0 else 2
-        if self.num_anchors is None:
-            self.num_anchors = _default_num_anchors(self.num_generations)
-        else:
-            _require_whole_states(self.num_generations, self.num_anchors, min_rollouts)
-        _require(
-            self,
-            "anchor_budget",
-            not self.is_adaptive or self.num_rollouts >= 3,
-            f"'uniform' with num_generations={self.num_generations} and num_anchors={self.num_anchors}, where a state "
-            f"has {self.num_rollouts} rollouts and two of them are its first share; set num_generations="
-            f"{4 * self.num_states} or more",
-        )
+        if self.value_prior_strength is None:
+            has_prior = self.num_anchors != 0 and self.scale_rewards not in ("group", True)
+            self.value_prior_strength = PRIOR_STRENGTH if has_prior else 0.0
+        _require(self, "value_prior_strength", self.value_prior_strength >= 0, "0 or more, for example 4.0")
+        self._share_out_rows()
         if self.reject_degenerate_states is None:
-            self.reject_degenerate_states = self.num_anchors > 0
+            self.reject_degenerate_states = self.num_anchors != 0
         _require(
             self,
             "max_refills",
             self.max_refills == 0 or self.reject_degenerate_states,
             "0 with reject_degenerate_states=False, which leaves nothing to refill; set reject_degenerate_states=True",
         )
+
+    def _share_out_rows(self) -> None:
+        """Find how many base trajectories and anchors a prompt has, and check that they fit its rows."""
+        # A single rollout has no baseline of its own: it takes a prior to learn anything from it
+        min_rollouts = 1 if self.value_prior_strength else 2
+        if not self.reuse_base and self.num_base_trajectories is None:
+            self.num_base_trajectories = 4
+        num_bases = self.num_base_trajectories
+        highest = self.num_generations - 1 if self.reuse_base and self.num_anchors != 0 else math.inf
+        _require(
+            self,
+            "num_base_trajectories",
+            num_bases is None or 1 <= num_bases <= highest,
+            f"None, or at least 1 and below num_generations={self.num_generations}, which leaves rows to branch",
+        )
+        if self.reuse_base and self.num_anchors is None and self.value_prior_strength:
+            if num_bases is None:
+                num_bases = self.num_base_trajectories = math.ceil(self.num_generations / (ANCHORS_PER_BASE + 1))
+            self.num_anchors = self.num_generations - num_bases
+        if self.num_anchors is None:
+            self.num_anchors = _default_num_anchors(self.num_generations)
+        if self.num_anchors != 0:
+            fixed = num_bases if self.reuse_base else None
+            _require_whole_states(self.num_generations, self.num_anchors, fixed, min_rollouts)
 
     def _check_combinations(self) -> None:
         """Check FR3E's fields against those of GRPO, once these have their final values."""
@@ -458,7 +430,7 @@ class FR3EConfig(GRPOConfig):
             )
         if self.scale_rewards not in ("none", "group", "batch"):
             raise ValueError(f"scale_rewards={self.scale_rewards!r} must be one of 'none', 'group', 'batch'.")
-        if self.scale_rewards == "group" and self.value_prior_strength > 0:
+        if self.scale_rewards == "group" and self.value_prior_strength:
             raise ValueError(
                 f"scale_rewards='group' divides by the spread of a state's rewards, which is 0 in states that "
                 f"value_prior_strength={self.value_prior_strength} keeps. Use scale_rewards='none' or 'batch', or "
@@ -490,25 +462,26 @@ def _default_num_anchors(num_generations: int) -> int:
     )
 
 
-def _require_whole_states(num_generations: int, num_anchors: int, min_rollouts: int) -> None:
-    states = num_anchors + 1
-    if num_anchors == 0 or (
-        num_anchors > 0 and num_generations % states == 0 and num_generations // states >= min_rollouts
-    ):
+def _require_whole_states(num_generations: int, num_anchors: int, num_bases: int | None, min_rollouts: int) -> None:
+    """Raise a `ValueError` unless all anchors get as many rollouts, the prompt too if `num_bases` is `None`."""
+
+    def fits(rows: int, anchors: int) -> bool:
+        states, rest = (anchors + 1, rows) if num_bases is None else (anchors, rows - num_bases)
+        return anchors > 0 and rest % states == 0 and rest // states >= min_rollouts
+
+    if fits(num_generations, num_anchors):
         return
-    working = [
-        str(k)
-        for k in range(1, num_generations // min_rollouts)
-        if num_generations % (k + 1) == 0 and num_generations // (k + 1) >= min_rollouts
-    ]
+    working = [str(anchors) for anchors in range(1, num_generations) if fits(num_generations, anchors)]
+    among = "num_anchors + 1 states" if num_bases is None else "num_anchors states beside num_base_trajectories"
+    given = "" if num_bases is None else f" and num_base_trajectories={num_bases}"
     message = (
-        f"num_anchors={num_anchors} does not fit num_generations={num_generations}: the rows of a prompt must divide "
-        f"evenly into num_anchors + 1 states of at least {min_rollouts} rollouts. With "
-        f"num_generations={num_generations}, num_anchors can be {', '.join(['0 (plain GRPO)', *working])}."
+        f"num_anchors={num_anchors} does not fit num_generations={num_generations}{given}: the rows of a prompt must "
+        f"divide evenly into {among} of at least {min_rollouts} rollouts. With num_generations={num_generations}"
+        f"{given}, num_anchors can be {', '.join(['0 (plain GRPO)', *working])}."
     )
     if num_anchors > 0:
-        first = [str(states * m) for m in range(min_rollouts, min_rollouts + 4)]
-        message += f" With num_anchors={num_anchors}, num_generations can be {', '.join(first)} and so on."
+        sizes = [str(rows) for rows in range(1, num_generations + 8 * num_anchors + 8) if fits(rows, num_anchors)]
+        message += f" With num_anchors={num_anchors}, num_generations can be {', '.join(sizes[:4])} and so on."
     raise ValueError(message)
 
 

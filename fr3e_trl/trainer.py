@@ -446,9 +446,8 @@ class FR3ETrainer(RowsGRPOTrainer):
             modulation=self.args.modulation if self.args.num_anchors else "none",
             modulation_clip=self.args.modulation_clip,
             scale=self.args.scale_rewards,
-            prior_strength=self.args.value_prior_strength,
+            prior_strength=self.args.value_prior_strength or 0.0,
             reject=bool(self.args.reject_degenerate_states),
-            shares=torch.tensor([r.share for _, _, r in rollouts_of(self.trees)]) if self.args.is_adaptive else None,
         )
         for state, value, factor, rejected in zip(
             states, result.values.tolist(), result.factors.tolist(), result.rejected.tolist(), strict=True

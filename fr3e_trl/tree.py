@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from .anchors import anchor_scores, eligible_positions, rank_anchors, select_bases, share_anchors
-from .budgets import allocate
 from .config import FR3EConfig
 from .sampling import Sampler, SamplingRequest
 
@@ -44,14 +43,11 @@ class Rollout:
             Their log-probabilities under the distribution that they were sampled from, if the sampler gave them.
         score (`Score`):
             What its whole completion scored, prefix included.
-        share (`int`):
-            1 if it was sampled because of what rollouts of share 0 had scored, see [`budgets.allocate`].
     """
 
     token_ids: list[int]
     logprobs: list[float] | None = None
     score: Score = Score([], float("nan"))
-    share: int = 0
 
 
 @dataclass
@@ -171,11 +167,7 @@ def explore(
     _first_return(trees, args, sampler, score)
     if args.num_anchors:
         _place_anchors(trees, args, token_statistics, seed)
-    if args.is_adaptive:
-        _explore(trees, args, sampler, score, [[args.first_share] * len(tree.states) for tree in trees])
-        _explore(trees, args, sampler, score, [_adapted_sizes(tree, args) for tree in trees], share=1)
-    else:
-        _explore(trees, args, sampler, score, [_even_sizes(tree, args) for tree in trees])
+    _explore(trees, args, sampler, score)
 
 
 def _first_return(trees: list[Tree], args: FR3EConfig, sampler: Sampler, score: Scorer) -> None:
@@ -215,28 +207,14 @@ def _place_anchors(
             tree.branch(i, positions)
 
 
-def _even_sizes(tree: Tree, args: FR3EConfig) -> list[int]:
-    """Rollouts of each state. Those of anchors that no position could be found for go to S_0."""
-    num_anchors = len(tree.states) - 1
-    return [args.num_generations - num_anchors * args.num_rollouts, *[args.num_rollouts] * num_anchors]
-
-
-def _adapted_sizes(tree: Tree, args: FR3EConfig) -> list[int]:
-    """Rollouts of each state, given what the first of them scored."""
-    rewards = [[rollout.score.reward for rollout in state.rollouts] for state in tree.states]
-    further = allocate(rewards, args.num_generations - sum(map(len, rewards)))
-    return [len(of_state) + count for of_state, count in zip(rewards, further, strict=True)]
-
-
-def _explore(
-    trees: list[Tree], args: FR3EConfig, sampler: Sampler, score: Scorer, sizes: list[list[int]], share: int = 0
-) -> None:
-    """Sample and score what the states of each tree lack of as many rollouts as `sizes` says."""
+def _explore(trees: list[Tree], args: FR3EConfig, sampler: Sampler, score: Scorer) -> None:
+    """Sample and score what is missing of each state's rollouts. Those of anchors without a position go to S_0."""
     explore_temperature = args.temperature * args.explore_temperature_scale
     requests, targets = [], []
     for i, tree in enumerate(trees):
-        for state, size in zip(tree.states, sizes[i], strict=True):
+        for state in tree.states:
             is_root = state.parent is None
+            size = args.num_generations - (len(tree.states) - 1) * args.num_rollouts if is_root else args.num_rollouts
             if size > len(state.rollouts):
                 requests.append(
                     SamplingRequest(
@@ -251,7 +229,7 @@ def _explore(
         return
     scored: list[tuple[int, list[int], Rollout]] = []
     for (i, state), samples in zip(targets, sampler.sample(requests), strict=True):
-        rollouts = [Rollout(sample.token_ids, sample.logprobs, share=share) for sample in samples]
+        rollouts = [Rollout(sample.token_ids, sample.logprobs) for sample in samples]
         state.rollouts.extend(rollouts)
         scored.extend((i, state.prefix_ids, rollout) for rollout in rollouts)
     _score(scored, score)

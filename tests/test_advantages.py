@@ -1,9 +1,7 @@
 """Values, modulation, advantages and rejection, worked out by hand, and what must not change them."""
 
-import itertools
 import math
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +15,6 @@ from fr3e_trl.advantages import (
     state_values,
     weighted_rewards,
 )
-from fr3e_trl.budgets import allocate
 
 NAN = math.nan
 CHAIN = [None, 0, 1]  # S_0 -> S_1 -> S_2
@@ -272,71 +269,3 @@ def test_everything_is_finite_and_unscorable_rows_have_no_advantage(batch, modul
     assert not result.advantages[rewards.isnan()].any()
     assert not result.advantages[result.rejected[states]].any()
     assert state_values(rewards, states, len(parents)).isnan().equal(result.values.isnan())
-
-
-# Adaptive budgets
-
-
-def test_shares_by_hand():
-    # S_0: 1, 0 first, then 1. The first two are compared with each other: 1 - 0, 0 - 1; the third with both: 1 - 1/2.
-    # S_1: 1, 1 first, then 0, 0: 1 - 1 twice; the third and fourth with the three others: 0 - 2/3 twice.
-    rewards, states = rows([1, 0, 1], [1, 1, 0, 0])
-    shares = torch.tensor([0, 0, 1, 0, 0, 1, 1])
-    result = compute_advantages(rewards, states, [None, 0], modulation="none", shares=shares)
-    assert_close(result.advantages, [1, -1, 0.5, 0, 0, -2 / 3, -2 / 3])
-    # V is the mean of all rows, as in the other formulas
-    assert_close(result.values, [2 / 3, 0.5])
-
-
-def test_shares_with_a_prior_by_hand():
-    # kappa = 2, two prompts. In the first share V = 1/2 and 1: the priors of the prompts are 1 and 1/2.
-    # First prompt: (2 * 1 + 0) / 3, (2 * 1 + 1) / 3; second: (2 * 1/2 + 1) / 3 twice.
-    # With all rows V = 1/2 and 2/3: the second prompt's last row has (2 * 1/2 + 2) / 4
-    rewards, states = rows([1, 0], [1, 1, 0])
-    shares = torch.tensor([0, 0, 0, 0, 1])
-    baselines = row_baselines(rewards, states, [None, None], 2.0, shares)
-    assert_close(baselines, [2 / 3, 1, 2 / 3, 2 / 3, 3 / 4])
-
-
-@pytest.mark.parametrize("unbiased", [True, False])
-def test_adaptive_budgets_leave_the_gradient_unbiased(unbiased):
-    """
-    Two states whose rollouts succeed with probabilities p, over every outcome of 2 first rollouts each and 2 more.
-
-    The gradient of V(S) by its p is 1, so that each row of S must add 1 on average. It does not with the mean of all
-    rewards for a baseline: this is what the shares are for.
-    """
-    probabilities = [0.2, 0.6]
-    totals, num_rows = [0.0, 0.0], [0.0, 0.0]
-    for first in itertools.product([0, 1], repeat=4):
-        further = allocate([list(first[:2]), list(first[2:])], 2)
-        for later in itertools.product([0, 1], repeat=2):
-            states = torch.tensor([0, 0, 1, 1, *[0] * further[0], *[1] * further[1]])
-            outcomes = [*first, *later]
-            rewards = torch.tensor(outcomes, dtype=torch.float64)
-            shares = torch.tensor([0, 0, 0, 0, 1, 1]) if unbiased else None
-            advantages = rewards - row_baselines(rewards, states, [None, 0], shares=shares)
-            chance = math.prod(
-                probabilities[s] if y else 1 - probabilities[s] for s, y in zip(states.tolist(), outcomes, strict=True)
-            )
-            for state, outcome, advantage in zip(states.tolist(), outcomes, advantages.tolist(), strict=True):
-                p = probabilities[state]
-                totals[state] += chance * advantage * (outcome - p) / (p * (1 - p))
-                num_rows[state] += chance
-    assert (totals == pytest.approx(num_rows)) == unbiased
-
-
-def test_allocation_by_hand():
-    # With half a 0 and half a 1 added, 1, 1 has mean 5/6 and variance 5/36, and 1, 0 has 1/4. What a rollout takes off
-    # the first state is 5/36 / (2 * 3) = .023, then 5/36 / (3 * 4) = .012; the second, .042, .021, then .0125
-    assert allocate([[1, 1], [1, 0]], 1) == [0, 1]
-    assert allocate([[1, 1], [1, 0]], 2) == [1, 1]
-    assert allocate([[1, 1], [1, 0]], 3) == [1, 2]
-    assert allocate([[1, 1], [1, 0]], 4) == [1, 3]
-
-
-def test_allocation_where_nothing_is_known():
-    assert allocate([[0, 0], [0, 0], [0, 0]], 4) == [2, 1, 1]
-    assert allocate([[NAN, NAN], [NAN, NAN]], 2) == [1, 1]
-    assert allocate([[1, 0], [NAN, NAN]], 0) == [0, 0]
-    assert allocate([[3, 3]], 5) == [5]

@@ -85,6 +85,8 @@ def test_rank_keeps_a_gap_to_better_anchors():
         ([[7, 2, 5], []], 3, [[2, 5, 7], []]),
         ([[7, 2, 5], [6]], 1, [[7], []]),
         ([[], []], 2, [[], []]),
+        ([[7, 2, 5], [6, 1, 3], [4, 8]], 7, [[2, 5, 7], [1, 6], [4, 8]]),  # of many: as evenly as they allow
+        ([[7], [6, 1, 3], [4, 8, 9]], 5, [[7], [1, 6], [4, 8]]),
     ],
 )
 def test_share_anchors(ranked, num_anchors, shared):

@@ -9,6 +9,7 @@ from trl import GRPOConfig
 from fr3e_trl import FR3EConfig
 
 CPU = {"bf16": False, "use_cpu": True, "report_to": []}
+NO_PRIOR = {"value_prior_strength": 0}
 
 
 def make_config(**settings) -> FR3EConfig:
@@ -17,42 +18,83 @@ def make_config(**settings) -> FR3EConfig:
     return FR3EConfig(**{"output_dir": "unused", "per_device_train_batch_size": size} | CPU | settings)
 
 
+def shares(config: FR3EConfig) -> tuple[int, int, int]:
+    """B base trajectories, K anchors, and M rollouts for each of these."""
+    return config.num_bases, config.num_anchors, config.num_rollouts
+
+
+@pytest.mark.parametrize(
+    ("num_generations", "expected"),
+    [(2, (1, 1, 1)), (3, (1, 2, 1)), (4, (1, 3, 1)), (5, (2, 3, 1)), (7, (2, 5, 1)), (8, (2, 6, 1)), (16, (4, 12, 1))],
+)
+def test_one_row_in_four_is_a_base_trajectory_and_each_anchor_has_one(num_generations, expected):
+    assert shares(make_config(num_generations=num_generations)) == expected
+
+
 @pytest.mark.parametrize(
     ("num_generations", "num_anchors", "num_rollouts"),
     [(4, 1, 2), (6, 2, 2), (8, 1, 4), (10, 1, 5), (12, 2, 4), (16, 3, 4), (20, 4, 4), (40, 4, 8), (80, 4, 16)],
 )
-def test_num_anchors_is_chosen_from_num_generations(num_generations, num_anchors, num_rollouts):
-    config = make_config(num_generations=num_generations)
-    assert (config.num_anchors, config.num_rollouts) == (num_anchors, num_rollouts)
+def test_without_a_prior_states_have_more_rollouts(num_generations, num_anchors, num_rollouts):
+    config = make_config(num_generations=num_generations, value_prior_strength=0)
+    assert shares(config) == (num_rollouts, num_anchors, num_rollouts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"num_anchors": 3}, (2, 3, 2)),
+        ({"num_anchors": 7}, (1, 7, 1)),
+        ({"num_base_trajectories": 1}, (1, 7, 1)),
+        ({"num_base_trajectories": 2, "num_anchors": 3}, (2, 3, 2)),
+        ({"num_base_trajectories": 4, "num_anchors": 1}, (4, 1, 4)),
+        ({"num_base_trajectories": 4, "num_anchors": 2, "value_prior_strength": 0}, (4, 2, 2)),
+        ({"reuse_base": False}, (4, 1, 4)),
+        ({"reuse_base": False, "num_base_trajectories": 3, "num_anchors": 3}, (3, 3, 2)),
+    ],
+)
+def test_how_rows_are_shared_out_may_be_set(settings, expected):
+    assert shares(make_config(num_generations=8, **settings)) == expected
+
+
+def test_there_is_a_prior_where_it_fits():
+    assert make_config().value_prior_strength == 4
+    assert make_config(num_anchors=0).value_prior_strength == 0
+    assert make_config(scale_rewards="group").value_prior_strength == 0
+    assert make_config(scale_rewards=True).value_prior_strength == 0
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"num_generations": 7}, ["num_generations=7", "num_generations=8", "num_anchors=0"]),
-        ({"num_generations": 2}, ["num_generations=2", "num_generations=8"]),
-        ({"num_generations": 16, "num_anchors": 4}, ["num_anchors=4", "can be 0 (plain GRPO), 1, 3, 7.", "10, 15, 20"]),
-        ({"num_generations": 8, "num_anchors": 7}, ["num_anchors=7", "can be 0 (plain GRPO), 1, 3.", "16, 24"]),
+        (NO_PRIOR | {"num_generations": 7}, ["num_generations=7", "num_generations=8", "num_anchors=0"]),
+        (NO_PRIOR | {"num_generations": 2}, ["num_generations=2", "num_generations=8"]),
+        (
+            NO_PRIOR | {"num_generations": 16, "num_anchors": 4},
+            ["num_anchors=4", "can be 0 (plain GRPO), 1, 3, 7.", "10, 15, 20"],
+        ),
+        (NO_PRIOR | {"num_generations": 8, "num_anchors": 7}, ["num_anchors=7", "0 (plain GRPO), 1, 3.", "16, 24"]),
+        ({"num_generations": 8, "num_anchors": 4}, ["num_anchors=4", "0 (plain GRPO), 1, 3, 7.", "5, 10, 15, 20"]),
+        (
+            {"num_generations": 8, "num_anchors": 4, "num_base_trajectories": 3},
+            ["num_anchors=4 does not fit num_generations=8 and num_base_trajectories=3", "1, 5.", "7, 11, 15, 19"],
+        ),
+        (NO_PRIOR | {"num_anchors": 2, "num_base_trajectories": 6}, ["num_base_trajectories=6", "GRPO), 1.", "10, 12"]),
+        ({"num_base_trajectories": 8}, ["num_base_trajectories=8", "below num_generations=8"]),
         ({"num_generations": 8, "num_anchors": -1}, ["num_anchors=-1", "0 (plain GRPO), 1, 3"]),
         ({"anchor_score": "entropi"}, ["anchor_score='entropi'", "'entropy', 'surprisal', 'random'"]),
-        ({"base_selection": "mix"}, ["base_selection='mix'", "'mixed', 'best', 'worst', 'random'"]),
-        ({"modulation": None}, ["modulation=None", "'exp', 'sharpened', 'none'"]),
+        ({"base_selection": "mix"}, ["base_selection='mix'", "'all', 'mixed', 'best', 'worst', 'random'"]),
+        ({"modulation": None}, ["modulation=None", "'none', 'exp', 'sharpened'"]),
         ({"anchor_quantile": 1.0}, ["anchor_quantile=1.0", "0.75"]),
         ({"anchor_min_gap": 0}, ["anchor_min_gap=0", "at least 1"]),
         ({"anchor_min_budget": -3}, ["anchor_min_budget=-3", "at least 1"]),
         ({"modulation_clip": 0.0}, ["modulation_clip=0.0", "5.0"]),
         ({"explore_temperature_scale": 0.0}, ["explore_temperature_scale=0.0", "1.0"]),
-        ({"anchor_budget": "even"}, ["anchor_budget='even'", "'uniform'", "'adaptive'"]),
-        (
-            {"anchor_budget": "adaptive", "num_generations": 4},
-            ["'uniform' with num_generations=4", "set num_generations=8"],
-        ),
         ({"max_refills": -1}, ["max_refills=-1", "0 or more"]),
         ({"max_refills": 1, "num_anchors": 0}, ["max_refills=1", "reject_degenerate_states=True"]),
         ({"refill_leftovers": "keep"}, ["refill_leftovers='keep'", "'next'", "'drop'"]),
         ({"value_prior_strength": -1.0}, ["value_prior_strength=-1.0", "0 or more"]),
-        ({"num_base_trajectories": 4}, ["num_base_trajectories=4", "reuse_base=False"]),
-        ({"num_base_trajectories": 0, "reuse_base": False}, ["num_base_trajectories=0", "at least 1"]),
+        ({"num_base_trajectories": 0}, ["num_base_trajectories=0", "at least 1"]),
         ({"max_completion_length": -5}, ["max_completion_length=-5", "512"]),
         ({"max_completion_length": None}, ["max_completion_length=None", "512"]),
         ({"max_completion_length": 8, "anchor_min_budget": 9}, ["max_completion_length=8", "anchor_min_budget=9"]),
@@ -67,21 +109,18 @@ def test_impossible_settings_are_refused_by_name(settings, named):
     assert all(words in str(error.value) for words in named), str(error.value)
 
 
-def test_a_prior_allows_a_single_rollout_per_state():
-    assert make_config(num_anchors=7, value_prior_strength=1.0).num_rollouts == 1
-
-
-def test_defaults_are_the_papers():
+def test_defaults():
     config = make_config()
     assert (config.epsilon, config.epsilon_high, config.loss_type) == (0.2, 0.28, "dapo")
     assert (config.scale_rewards, config.beta) == ("none", 0.0)
-    assert (config.modulation, config.anchor_score, config.base_selection) == ("exp", "entropy", "mixed")
+    assert (config.modulation, config.anchor_score, config.base_selection) == ("none", "entropy", "all")
     assert config.reuse_base and config.reject_degenerate_states
 
 
 def test_presets():
     paper = FR3EConfig.paper(output_dir="unused", **CPU)
-    assert (paper.num_generations, paper.num_anchors, paper.learning_rate) == (16, 3, 1e-6)
+    assert (paper.num_generations, *shares(paper), paper.learning_rate) == (16, 4, 3, 4, 1e-6)
+    assert (paper.modulation, paper.base_selection, paper.value_prior_strength) == ("exp", "mixed", 0)
     released = FR3EConfig.released(output_dir="unused", learning_rate=1e-5, **CPU)
     assert (released.num_anchors, released.num_rollouts, released.num_bases) == (4, 16, 4)
     assert (released.anchor_score, released.modulation) == ("surprisal", "sharpened")
@@ -99,17 +138,17 @@ def test_from_grpo_keeps_what_was_set():
     grpo = GRPOConfig("unused", epsilon_high=0.25, beta=0.04, num_generations=16, per_device_train_batch_size=16, **CPU)
     config, added = FR3EConfig.from_grpo(grpo)
     assert isinstance(config, FR3EConfig)
-    assert (config.epsilon_high, config.beta, config.num_anchors) == (0.25, 0.04, 3)
+    assert (config.epsilon_high, config.beta, config.num_anchors) == (0.25, 0.04, 12)
     assert config.scale_rewards == added["scale_rewards"] == "none"  # it had GRPO's default
-    assert added["num_anchors"] == 3 and "epsilon_high" not in added
+    assert added["num_anchors"] == 12 and "epsilon_high" not in added
     assert type(grpo) is GRPOConfig and grpo.scale_rewards == "group"
     for f in fields(GRPOConfig):
         assert f.name in added or getattr(config, f.name) == getattr(grpo, f.name)
 
 
 def test_from_grpo_is_checked_too():
-    with pytest.raises(ValueError, match="num_generations=7"):
-        FR3EConfig.from_grpo(GRPOConfig("unused", num_generations=7, per_device_train_batch_size=7, **CPU))
+    with pytest.raises(ValueError, match="normalize_then_sum"):
+        FR3EConfig.from_grpo(GRPOConfig("unused", multi_objective_aggregation="normalize_then_sum", **CPU))
 
 
 def test_every_field_has_help_and_is_documented():
@@ -129,10 +168,3 @@ def test_the_command_line_sets_every_field():
     )
     assert (config.num_anchors, config.num_bases, config.modulation) == (3, 2, "sharpened")
     assert config.reject_degenerate_states is False
-
-
-def test_recommended():
-    config = FR3EConfig.recommended(output_dir="unused", bf16=False, learning_rate=1e-5)
-    assert (config.num_generations, config.num_anchors, config.num_rollouts, config.num_bases) == (2, 1, 1, 1)
-    assert (config.modulation, config.value_prior_strength, config.learning_rate) == ("none", 4.0, 1e-5)
-    assert FR3EConfig.recommended(output_dir="unused", bf16=False, value_prior_strength=2.0).value_prior_strength == 2

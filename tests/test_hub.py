@@ -81,7 +81,7 @@ def check_card(text: str, of_grpo: str) -> None:
     assert (
         "trained with FR3E" in card.text and "title        = {{First Return, Entropy-Eliciting Explore}}" in card.text
     )
-    for row in ("num_anchors` | `1", "anchor_score` | `entropy", "epsilon_high` | `0.28", "num_generations` | `4"):
+    for row in ("num_anchors` | `3", "anchor_score` | `entropy", "epsilon_high` | `0.28", "num_generations` | `4"):
         assert f"| `{row}` |" in card.text
 
 

@@ -32,10 +32,10 @@ HUB_DATASETS = {
             "question": f"Tom has {i} pens and buys {i}. How many?",
             "answer": f"{i}+{i}=<<{i}+{i}={2 * i}>>\n#### {2 * i}",
         }
-        for i in range(8)
+        for i in range(16)
     ],
     "agentica-org/DeepScaleR-Preview-Dataset": [
-        {"problem": f"Half of ${i}$?", "answer": rf"\frac{{{i}}}{{2}}", "solution": "It is half."} for i in range(8)
+        {"problem": f"Half of ${i}$?", "answer": rf"\frac{{{i}}}{{2}}", "solution": "It is half."} for i in range(16)
     ],
 }
 
@@ -197,7 +197,7 @@ def test_local_datasets(train, suffix, tmp_path):
 
 def test_evaluates_on_the_test_split_of_a_directory(train, trainers, tmp_path):
     for split in ("train", "test"):
-        examples = Dataset.from_dict({"prompt": [split] * 8, "solution": ["1"] * 8})
+        examples = Dataset.from_dict({"prompt": [split] * 16, "solution": ["1"] * 16})
         examples.to_json(tmp_path / "data" / f"{split}.jsonl")
     evaluation = ["--eval_strategy=steps", "--eval_steps=2", "--per_device_eval_batch_size=16"]
     run(train, [*command_line("smoke", tmp_path), f"--dataset_name={tmp_path / 'data'}", *evaluation])

@@ -6,6 +6,7 @@ The same stages on a real model are in test_trainer.py.
 
 import math
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fr3e_trl import FR3EConfig
-from fr3e_trl.budgets import allocate
 from fr3e_trl.metrics import tree_metrics
 from fr3e_trl.sampling import Sample
 from fr3e_trl.tree import Rollout, Score, State, Tree, chains_of, explore, rollouts_of
@@ -86,9 +86,9 @@ PROMPTS = [[5, 6], [7], [8, 8, 8]]
 settings_strategy = st.fixed_dictionaries(
     {
         "num_generations": st.sampled_from([8, 12, 20]),
-        "anchor_budget": st.sampled_from(["uniform", "adaptive"]),
+        "value_prior_strength": st.sampled_from([0, 4]),
         "anchor_score": st.sampled_from(["entropy", "surprisal", "random"]),
-        "base_selection": st.sampled_from(["mixed", "best", "worst", "random"]),
+        "base_selection": st.sampled_from(["all", "mixed", "best", "worst", "random"]),
         "reuse_base": st.booleans(),
         "anchor_min_gap": st.sampled_from([1, 3]),
         "anchor_min_budget": st.sampled_from([1, 4]),
@@ -111,10 +111,7 @@ def test_a_tree_has_exactly_its_rows_and_none_is_too_long(settings, budget, eos_
             assert len(completion) == budget or completion[-1] == EOS
             # Scored exactly once, on the whole completion
             assert (i, completion) in scorer.scored
-        if args.is_adaptive:
-            assert all(sum(r.share == 0 for r in state.rollouts) == args.first_share for state in tree.states)
-        else:
-            assert all(len(state.rollouts) == args.num_rollouts for state in tree.states[1:])
+        assert all(len(state.rollouts) == args.num_rollouts for state in tree.states[1:])
         for state in tree.states[1:]:
             assert 0 < len(state.prefix_ids) <= budget - args.anchor_min_budget
             assert tree.bases[state.base].token_ids[: len(state.prefix_ids)] == state.prefix_ids
@@ -135,21 +132,25 @@ def test_order_and_number_of_prompts_change_no_tree(settings, prompts):
         assert all(a.equal(b) for a, b in zip(tree.entropies, other.entropies, strict=True))
 
 
-def test_adaptive_budgets_go_where_values_are_uncertain():
-    args = make_args(num_generations=12, num_anchors=2, anchor_budget="adaptive")
-    assert (args.num_bases, args.first_share) == (2, 2)
-    trees, _, _ = grow(args, [[i] for i in range(5, 35)])
-    sizes = [[len(state.rollouts) for state in tree.states] for tree in trees]
-    assert all(sum(of_tree) == 12 for of_tree in sizes)
-    assert any(max(of_tree) > min(of_tree) for of_tree in sizes if len(of_tree) == 3)
-    for tree, of_tree in zip(trees, sizes, strict=True):
-        first = [[r.score.reward for r in state.rollouts if r.share == 0] for state in tree.states]
-        further = allocate(first, 12 - sum(map(len, first)))
-        assert of_tree == [len(rewards) + count for rewards, count in zip(first, further, strict=True)]
+@pytest.mark.parametrize("num_generations", [2, 3, 4, 7, 8, 16])
+def test_every_base_trajectory_is_explored_alike(num_generations):
+    args = make_args(num_generations=num_generations)
+    trees, _, _ = grow(args, PROMPTS, budget=40, eos_rate=0.0)
+    for tree in trees:
+        assert len(tree.bases) == math.ceil(num_generations / 4) == len(tree.states[0].rollouts)
+        anchors = Counter(state.base for state in tree.states[1:])
+        assert sum(anchors.values()) == num_generations - len(tree.bases)
+        rewards = [base.score.reward for base in tree.bases]
+        # As many for each, and the odd ones to the best
+        assert max(anchors.values()) - min(anchors.values()) <= 1
+        assert all(anchors[i] >= anchors[j] for i in anchors for j in anchors if rewards[i] > rewards[j])
+        for base in anchors:
+            positions = {len(state.prefix_ids) for state in tree.states if state.base == base}
+            assert positions == {p + 1 for p in tree.entropies[base][1:].topk(anchors[base]).indices.tolist()}
 
 
 def test_each_request_has_its_own_budget_and_temperature():
-    args = make_args(num_generations=12, explore_temperature_scale=1.5, temperature=0.8)
+    args = make_args(num_generations=12, num_anchors=2, explore_temperature_scale=1.5, temperature=0.8)
     trees, sampler, _ = grow(args, PROMPTS, eos_rate=0.0)
     first, branches = sampler.requests[:3], sampler.requests[3:]
     assert all((r.num_samples, r.max_new_tokens, r.temperature) == (4, 12, 0.8) for r in first)
@@ -168,7 +169,7 @@ def test_immediate_eos_gives_all_rows_to_the_prompt():
 
 
 def test_bases_are_thrown_away_when_not_reused():
-    trees, _, _ = grow(make_args(num_generations=8, reuse_base=False, num_base_trajectories=3), PROMPTS)
+    trees, _, _ = grow(make_args(num_generations=8, num_anchors=1, reuse_base=False, num_base_trajectories=3), PROMPTS)
     for tree in trees:
         assert len(tree.bases) == 3
         assert not any(rollout is base for base in tree.bases for rollout in tree.states[0].rollouts)
@@ -176,7 +177,7 @@ def test_bases_are_thrown_away_when_not_reused():
 
 
 def test_anchors_are_the_most_uncertain_positions_of_the_chosen_trajectory():
-    args = make_args(num_generations=12, base_selection="best")
+    args = make_args(num_generations=12, num_anchors=2, base_selection="best")
     trees, _, _ = grow(args, PROMPTS, eos_rate=0.02)
     for tree in trees:
         first, second = tree.states[1:]
@@ -189,7 +190,7 @@ def test_anchors_are_the_most_uncertain_positions_of_the_chosen_trajectory():
 
 
 def test_each_of_two_trajectories_has_its_own_chain():
-    trees, _, _ = grow(make_args(num_generations=20), PROMPTS, eos_rate=0.02)
+    trees, _, _ = grow(make_args(num_generations=20, num_anchors=4, base_selection="mixed"), PROMPTS, eos_rate=0.02)
     for tree in trees:
         chains = {state.base: [s.parent for s in tree.states if s.base == state.base] for state in tree.states[1:]}
         if len(chains) == 2:  # its scores differ: two anchors each
