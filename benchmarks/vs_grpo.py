@@ -161,7 +161,7 @@ def main() -> None:
     steps = options.steps * (options.turns - 1)
     print(f"{steps} steps each of {options.num_prompts} prompts x {options.num_generations} rows; {options.model}")
     config = trainers["FR3E"].args
-    print(f"FR3E: {config.num_bases} base trajectories, {config.num_anchors} anchors, {config.num_rollouts} rollouts each")
+    print(f"FR3E: {config.num_bases} base trajectories and {config.num_anchors} anchors a prompt")
     print_ratios(seconds, {name: count / steps for name, count in tokens.items()})
     print_shares(seconds)
 
