@@ -48,8 +48,6 @@ def compute_advantages(
     scale: str = "none",
     prior_strength: float = 0.0,
     reject: bool = True,
-    inherited: torch.Tensor | None = None,
-    negative_scale: float = 1.0,
 ) -> Advantages:
     """
     Values, modulation, advantages and rejection of a batch.
@@ -81,7 +79,7 @@ def compute_advantages(
     num_states = len(parents)
     values = state_values(rewards, states, num_states)
     factors = modulation_factors(values, parents, modulation, modulation_clip)
-    baselines = row_baselines(rewards, states, parents, prior_strength, inherited)
+    baselines = row_baselines(rewards, states, parents, prior_strength)
     advantages = row_advantages(rewards, states, baselines, num_states, scale)
     if prior_strength == 0:
         uninformative = degenerate_states(rewards, states, num_states)
@@ -90,7 +88,6 @@ def compute_advantages(
         rounding = 1000 * torch.finfo(rewards.dtype).eps * rewards.abs().nan_to_num(0)
         advantages = advantages.masked_fill(advantages.abs() <= rounding, 0)
         uninformative = _state_sums(advantages.abs(), states, num_states) == 0
-    advantages = torch.where(advantages < 0, negative_scale * advantages, advantages)
     return Advantages(values, factors, uninformative & reject, advantages * factors[states])
 
 
@@ -188,7 +185,6 @@ def row_baselines(
     states: torch.Tensor,
     parents: list[int | None],
     prior_strength: float = 0.0,
-    inherited: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     What each row's reward is compared with.
@@ -218,8 +214,6 @@ def row_baselines(
     values = state_values(rewards, states, len(parents))
     sizes = _state_sizes(rewards, states, len(parents))
     sums = _state_sums(rewards.nan_to_num(0), states, len(parents))
-    if inherited is not None:
-        sums, sizes = sums + inherited.nan_to_num(0), sizes + ~inherited.isnan()
     roots = torch.tensor([parent is None for parent in parents]) & (sizes > 0)
     num_others = roots.sum() - roots.long()
     priors = torch.full_like(values, torch.nan)

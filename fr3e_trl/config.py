@@ -234,11 +234,6 @@ class FR3EConfig(GRPOConfig):
         },
     )
 
-    # Candidates of the search, to be tried and removed again
-    negative_scale: float = 1.0  # factor on negative advantages
-    explore_mixed_only: bool = False  # only prompts with mixed outcomes are explored, with the rows of the others too
-    count_base: bool = False  # a base trajectory is one more rollout of the states on it
-
     max_refills: int = field(
         default=0,
         metadata={

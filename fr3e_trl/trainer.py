@@ -448,17 +448,6 @@ class FR3ETrainer(RowsGRPOTrainer):
             scale=self.args.scale_rewards,
             prior_strength=self.args.value_prior_strength or 0.0,
             reject=bool(self.args.reject_degenerate_states),
-            inherited=torch.tensor(
-                [
-                    float("nan") if state.base is None else tree.bases[state.base].score.reward
-                    for tree in self.trees
-                    for state in tree.states
-                ],
-                dtype=torch.float64,
-            )
-            if self.args.count_base
-            else None,
-            negative_scale=self.args.negative_scale,
         )
         for state, value, factor, rejected in zip(
             states, result.values.tolist(), result.factors.tolist(), result.rejected.tolist(), strict=True

@@ -184,14 +184,14 @@ def _place_anchors(
     trees: list[Tree], args: FR3EConfig, token_statistics: TokenStatistics, seed: tuple[int, ...]
 ) -> None:
     """Select base trajectories, and branch at their most uncertain positions."""
-    quotas = _quotas(trees, args)
+    num_anchors = args.num_states - 1
     statistics = iter(
         token_statistics(
             [tree.prompt_ids for tree in trees for _ in tree.bases],
             [base.token_ids for tree in trees for base in tree.bases],
         )
     )
-    for tree, num_anchors in zip(trees, quotas, strict=True):
+    for tree in trees:
         of_bases = [next(statistics) for _ in tree.bases]
         tree.entropies = [entropies for _, entropies in of_bases]
         # Seeded by the tree itself, so that a prompt's anchors do not depend on what shares its batch
@@ -207,29 +207,14 @@ def _place_anchors(
             tree.branch(i, positions)
 
 
-def _quotas(trees: list[Tree], args: FR3EConfig) -> list[int]:
-    """Anchors of each tree, with one rollout each if only prompts with mixed outcomes are explored."""
-    num_anchors = args.num_states - 1
-    mixed = [i for i, tree in enumerate(trees) if len({base.score.reward for base in tree.bases}) > 1]
-    if not args.explore_mixed_only or not mixed:
-        return [num_anchors] * len(trees)
-    quotas = [0] * len(trees)
-    for turn in range(num_anchors * len(trees)):
-        quotas[mixed[turn % len(mixed)]] += 1
-    return quotas
-
-
 def _explore(trees: list[Tree], args: FR3EConfig, sampler: Sampler, score: Scorer) -> None:
     """Sample and score what is missing of each state's rollouts. Those of anchors without a position go to S_0."""
     explore_temperature = args.temperature * args.explore_temperature_scale
     requests, targets = [], []
-    quotas = _quotas(trees, args)
     for i, tree in enumerate(trees):
         for state in tree.states:
             is_root = state.parent is None
             size = args.num_generations - (len(tree.states) - 1) * args.num_rollouts if is_root else args.num_rollouts
-            if args.explore_mixed_only and is_root:
-                size = len(tree.bases) + quotas[i] - (len(tree.states) - 1)
             if size > len(state.rollouts):
                 requests.append(
                     SamplingRequest(
