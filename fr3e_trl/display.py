@@ -13,8 +13,8 @@ SEGMENT = 160  # characters shown between two anchors
 LEGEND = (
     "S0 is the prompt alone; the other states are the prompt and a trajectory up to an anchor, from where rollouts "
     "branch. H: entropy of the policy at the anchor, in nats: the higher, the less certain. V: mean reward of the "
-    "state's rollouts. α: factor on their advantages, below 1 where V rose along the trajectory and above 1 where it "
-    "fell. Rejected: all rollouts scored the same, which teaches nothing. ↵: line break."
+    "state's rollouts. α, where it is not 1: factor on their advantages, below 1 where V rose along the trajectory and "
+    "above 1 where it fell. Rejected: there is nothing to learn from its rollouts. ↵: line break."
 )
 
 
@@ -64,7 +64,9 @@ def _base_lines(tree: Tree, base: int, tokenizer: PreTrainedTokenizerBase) -> li
 def _state_lines(tree: Tree, i: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """What a state is and is worth, and its rollouts."""
     state = tree.states[i]
-    lines = [f"S{i}  {_origin(tree, state)}V = {_value(tree, state)}, α = {state.modulation:.2f}"]
+    lines = [f"S{i}  {_origin(tree, state)}V = {_value(tree, state)}"]
+    if state.modulation != 1:
+        lines[0] += f", α = {state.modulation:.2f}"
     if state.rejected:
         lines[0] += ", rejected"
     explored = {id(tree.bases[s.base]): s.base for s in tree.states if s.base is not None}
