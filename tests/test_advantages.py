@@ -1,5 +1,6 @@
 """Values, modulation, advantages and rejection, worked out by hand, and what must not change them."""
 
+import itertools
 import math
 
 import torch
@@ -269,3 +270,41 @@ def test_everything_is_finite_and_unscorable_rows_have_no_advantage(batch, modul
     assert not result.advantages[rewards.isnan()].any()
     assert not result.advantages[result.rejected[states]].any()
     assert state_values(rewards, states, len(parents)).isnan().equal(result.values.isnan())
+
+
+@given(batches(), st.data())
+def test_with_a_prior_no_baseline_depends_on_its_own_reward(batch, data):
+    rewards, states, parents = batch
+    row = data.draw(st.integers(0, len(rewards) - 1))
+    changed = rewards.clone()
+    changed[row] += 1
+    before = row_baselines(rewards, states, parents, prior_strength=4.0)
+    after = row_baselines(changed, states, parents, prior_strength=4.0)
+    torch.testing.assert_close(after[row], before[row], atol=1e-9, rtol=0, equal_nan=True)
+
+
+def test_a_trajectory_and_one_branch_of_it_leave_the_gradient_unbiased():
+    """
+    Every outcome of two tokens, of which the second is drawn again by a branch.
+
+    The first token is 1 with probability p, the second with q[first], and the reward is r[first][second]. d log P / dp
+    of a token x is (x - p) / (p (1 - p)). The first token is in the loss once, in the base trajectory; the second twice,
+    in the base trajectory and in the branch. So the sums of advantage times d log P are, in expectation,
+    dJ/dp = sum over second of (q[1] r[1] - q[0] r[0]), and 2 dJ/dq[first] = 2 P(first) (r[first][1] - r[first][0]).
+    """
+    p, q, r = 0.3, [0.6, 0.2], [[0.0, 1.0], [0.5, -2.0]]
+    gradient = torch.zeros(3, dtype=torch.float64)
+    for first, second, again, other in itertools.product((0, 1), repeat=4):
+        chance = (p if first else 1 - p) * 0.5
+        for token in (second, again):
+            chance *= q[first] if token else 1 - q[first]
+        # The base trajectory, its branch, and the other prompt's one completion
+        rewards = torch.tensor([r[first][second], r[first][again], float(other)], dtype=torch.float64)
+        baselines = row_baselines(rewards, torch.tensor([0, 1, 2]), [None, 0, None], prior_strength=4.0)
+        of_base, of_branch, _ = (rewards - baselines).tolist()
+        gradient[0] += chance * of_base * (first - p) / (p * (1 - p))
+        for advantage, token in ((of_base, second), (of_branch, again)):
+            gradient[1 + first] += chance * advantage * (token - q[first]) / (q[first] * (1 - q[first]))
+    means = [sum(weight * reward for weight, reward in zip((1 - q[i], q[i]), r[i], strict=True)) for i in (0, 1)]
+    expected = [means[1] - means[0], 2 * (1 - p) * (r[0][1] - r[0][0]), 2 * p * (r[1][1] - r[1][0])]
+    assert_close(gradient, expected, atol=1e-12)
