@@ -288,8 +288,8 @@ def test_a_trajectory_and_one_branch_of_it_leave_the_gradient_unbiased():
     Every outcome of two tokens, of which the second is drawn again by a branch.
 
     The first token is 1 with probability p, the second with q[first], and the reward is r[first][second]. d log P / dp
-    of a token x is (x - p) / (p (1 - p)). The first token is in the loss once, in the base trajectory; the second twice,
-    in the base trajectory and in the branch. So the sums of advantage times d log P are, in expectation,
+    of a token x is (x - p) / (p (1 - p)). The first token is in the loss once, in the base trajectory; the second
+    twice, in the base trajectory and in the branch. So the sums of advantage times d log P are, in expectation,
     dJ/dp = sum over second of (q[1] r[1] - q[0] r[0]), and 2 dJ/dq[first] = 2 P(first) (r[first][1] - r[first][0]).
     """
     p, q, r = 0.3, [0.6, 0.2], [[0.0, 1.0], [0.5, -2.0]]
