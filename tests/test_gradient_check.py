@@ -101,18 +101,25 @@ def test_reference_quality_is_what_halves_and_noise_make_it():
 
 
 def test_summary_by_hand():
-    """Cosines .5 and .7: mean .6, standard deviation .1414, standard error .1. A batch had half the tokens."""
+    """
+    Cosines .5 and .7: mean .6, standard deviation .1414, standard error .1. A batch had half the tokens.
+
+    Minus .1 and .5: differences of .4 and .2, mean .3, standard deviation .1414, standard error .1.
+    """
     result = ArmResult({}, [0.5, 0.7], generated_tokens=500, rows=8, rows_with_signal=4, mean_cosine=0.8)
-    assert summarize(result, tokens_per_batch=1000, quality=1.0) == pytest.approx(
+    versus = ArmResult({}, [0.1, 0.5], generated_tokens=500, rows=8, rows_with_signal=4, mean_cosine=0.8)
+    assert summarize(result, versus, tokens_per_batch=1000, quality=1.0) == pytest.approx(
         {
             "cosine": 0.6,
             "cosine_error": 0.1,
+            "difference": 0.3,
+            "difference_error": 0.1,
             "true_cosine": 0.6,
             "progress": 2 * 0.5625,
             "progress_error": 2 * 0.29296875,
         }
     )
-    assert summarize(result, 1000, quality=0.9)["true_cosine"] == pytest.approx(0.6 / 0.9)
+    assert summarize(result, versus, 1000, quality=0.9)["true_cosine"] == pytest.approx(0.6 / 0.9)
 
 
 def test_reference_points_along_the_exact_gradient(policy):
@@ -210,10 +217,13 @@ def test_report(policy, tmp_path, monkeypatch, capsys):
         assert len(row["cosines"]) == 3
         assert row["generated_tokens"] == pytest.approx(400, rel=0.2)
 
-    # Again: nothing is measured anew
+    # Again, beside the other arm: nothing is measured anew
     monkeypatch.setattr(gradient_check, "batch_gradients", lambda *args: pytest.fail("It was there already."))
     gradient_check.main(argv)
     assert capsys.readouterr().out == page
+    gradient_check.main([*argv, "--versus", "fr3e"])
+    difference = report["arms"]["fr3e"]["difference"]
+    assert f"{difference:+.3f} ±" in page and f"{-difference:+.3f} ±" in capsys.readouterr().out
 
 
 def test_wrong_settings_are_refused(tmp_path):
@@ -222,6 +232,7 @@ def test_wrong_settings_are_refused(tmp_path):
     for wrong, message in (
         ({"task": "chains"}, "must be one of"),
         ({"num_batches": 1}, "at least 2"),
+        ({"versus": "b"}, "versus='b' must be one of the arms: a"),
         ({"arms": {"a": {"num_anchors": 1}}}, "use trainer='fr3e'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,9 +1,9 @@
 """From an arm's settings to its trainer."""
 
 import difflib
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import yaml
@@ -12,9 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ..config import FR3EConfig
 from .measures import MeasuredFR3ETrainer, MeasuredGRPOTrainer
-
-if TYPE_CHECKING:
-    from .tasks import Task
+from .tasks import TASKS, Task
 
 TRAINERS: dict[str, tuple[type[GRPOTrainer], type[GRPOConfig]]] = {
     "fr3e": (MeasuredFR3ETrainer, FR3EConfig),
@@ -41,8 +39,54 @@ DEFAULTS: dict[str, Any] = {
 DISPUTED = ("epsilon_high", "scale_rewards")
 
 
+@dataclass(kw_only=True)
+class ArmsArguments:
+    """
+    What every command that compares arms is told.
+
+    Parameters:
+        task (`str`):
+            Task to learn.
+        output_dir (`str`):
+            Directory of the results.
+        base (`dict[str, Any]`):
+            Settings that all arms have: `trainer`, `num_prompts`, `num_train_examples`, and those of `FR3EConfig` or
+            `GRPOConfig`.
+        arms (`dict[str, dict[str, Any]]`):
+            Settings of each arm, by its name.
+        policy (`str`, *optional*):
+            Directory of the starting policy. If `None`, the task's own.
+    """
+
+    task: str = field(metadata={"help": "Task to learn."})
+    output_dir: str = field(metadata={"help": "Directory of the results. What was cut goes on from it."})
+    base: dict[str, Any] | str | None = field(
+        metadata={
+            "help": "Settings that all arms have: `trainer` ('fr3e' or 'grpo'), `num_prompts` (prompts per generation "
+            "batch), `num_train_examples`, and those of FR3EConfig or GRPOConfig. On the command line, in JSON."
+        },
+    )
+    arms: dict[str, Any] | str | None = field(
+        metadata={"help": "Settings of each arm, by its name. On the command line, in JSON."},
+    )
+    policy: str | None = field(
+        default=None,
+        metadata={"help": "Directory of the starting policy. If `None`, the task's own, made on first use."},
+    )
+
+    def __post_init__(self) -> None:
+        self.base, self.arms = read_settings(self.base), read_settings(self.arms)
+        if self.task not in TASKS:
+            raise ValueError(f"task={self.task!r} must be one of {', '.join(TASKS)}.")
+
+    def settings_of(self, arm: str) -> dict[str, Any]:
+        """The base's settings with the arm's over them."""
+        assert isinstance(self.base, dict) and isinstance(self.arms, dict)
+        return self.base | self.arms[arm]
+
+
 def make_trainer(
-    settings: dict[str, Any], policy: Path, task: "Task", output_dir: Path, seed: int, **overrides: Any
+    settings: dict[str, Any], policy: Path, task: Task, output_dir: Path, seed: int, **overrides: Any
 ) -> GRPOTrainer:
     """
     The trainer of an arm: the real [`FR3ETrainer`] or [`~trl.GRPOTrainer`], with measurements taken.

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from trl import TrlParser
 
-from .arms import check_settings, make_config, read_settings
+from .arms import ArmsArguments, check_settings, make_config
 from .policies import starting_policy
 from .progress import CONSOLE, RunProgress
-from .report import Results, write_report
+from .report import write_report
+from .results import Results
 from .runs import Report, Run, be_quiet, execute, prompts_per_batch, write_json
 from .tasks import TASKS
 
@@ -34,29 +35,18 @@ FREE = ("output_dir", "only", "reference", "seeds", "threshold", "pass_at", "num
 POLL_SECONDS = 0.5
 
 
-@dataclass
-class CompareArguments:
+@dataclass(kw_only=True)
+class CompareArguments(ArmsArguments):
     """
     Arguments of `fr3e compare`.
 
-    Parameters:
-        task (`str`):
-            Task to learn.
-        output_dir (`str`):
-            Directory of the results.
-        base (`dict[str, Any]`):
-            Settings that all arms have: `trainer`, `num_prompts`, `num_train_examples`, and those of `FR3EConfig` or
-            `GRPOConfig`.
-        arms (`dict[str, dict[str, Any]]`):
-            Settings of each arm, by its name.
+    Parameters, beside those of [`ArmsArguments`]:
         reference (`str`):
             Arm that the others are compared with.
         generated_tokens (`int`):
             Tokens that each run generates.
         only (`list[str]`, *optional*):
             Arms to compare. If `None`, all.
-        policy (`str`, *optional*):
-            Directory of the starting policy. If `None`, the task's own.
         seeds (`list[int]`, *optional*, defaults to `[0, 1, 2, 3, 4]`):
             Seeds of the runs.
         tokens_per_batch (`int`, *optional*):
@@ -83,17 +73,6 @@ class CompareArguments:
             Runs at the same time, each in a process with one thread.
     """
 
-    task: str = field(metadata={"help": "Task to learn."})
-    output_dir: str = field(metadata={"help": "Directory of the results. A comparison that was cut goes on from it."})
-    base: dict[str, Any] | str | None = field(
-        metadata={
-            "help": "Settings that all arms have: `trainer` ('fr3e' or 'grpo'), `num_prompts` (prompts per generation "
-            "batch), `num_train_examples`, and those of FR3EConfig or GRPOConfig. On the command line, in JSON."
-        },
-    )
-    arms: dict[str, Any] | str | None = field(
-        metadata={"help": "Settings of each arm, by its name. On the command line, in JSON."},
-    )
     reference: str = field(metadata={"help": "Arm that the others are compared with."})
     generated_tokens: int = field(
         metadata={
@@ -103,10 +82,6 @@ class CompareArguments:
     )
     only: list[str] | None = field(
         default=None, metadata={"help": "Arms to compare, of those that are there. If `None`, all of them."}
-    )
-    policy: str | None = field(
-        default=None,
-        metadata={"help": "Directory of the starting policy. If `None`, the task's own, made on first use."},
     )
     seeds: list[int] = field(
         default_factory=lambda: [0, 1, 2, 3, 4],
@@ -151,11 +126,10 @@ class CompareArguments:
     num_workers: int = field(default=1, metadata={"help": "Runs at the same time, each in a process with one thread."})
 
     def __post_init__(self) -> None:
-        self.base, self.arms = read_settings(self.base), read_settings(self.arms)
+        super().__post_init__()
+        assert isinstance(self.arms, dict)
         if self.learning_rates is not None:
             self.learning_rates = [float(rate) for rate in self.learning_rates]
-        if self.task not in TASKS:
-            raise ValueError(f"task={self.task!r} must be one of {', '.join(TASKS)}.")
         for name in self.only or []:
             if name not in self.arms:
                 raise ValueError(f"only={self.only!r} names {name!r}. The arms are {', '.join(self.arms)}.")
@@ -192,11 +166,6 @@ class CompareArguments:
             make_config(settings, Path(self.output_dir), seed=0)
         except (TypeError, ValueError) as error:
             raise ValueError(f"Arm {name!r}: {error}") from error
-
-    def settings_of(self, arm: str) -> dict[str, Any]:
-        """The base's settings with the arm's over them."""
-        assert isinstance(self.base, dict) and isinstance(self.arms, dict)
-        return self.base | self.arms[arm]
 
 
 def main(argv: list[str]) -> None:

@@ -12,9 +12,9 @@ policy: see `fr3e compare` for that.
 import hashlib
 import json
 import math
-import os
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from trl import TrlParser
 
-from .arms import check_settings, read_settings
+from .arms import ArmsArguments, check_settings
 from .gradients import batch_gradients, cosine, progress, progress_error, reference_quality
 from .policies import cache_dir, starting_policy
 from .progress import CONSOLE, minutes
-from .runs import be_quiet, prompts_per_batch, write_json
+from .runs import be_quiet, prompts_per_batch, write_json, write_whole
 from .tasks import TASKS, Task
 
 # The trainer of the reference: plain sampling, each row's baseline independent of the row, every row and token with the
@@ -48,45 +48,26 @@ REFERENCE_SEED = 1_000_000  # and those above: arms have others
 CHUNK = 8  # batches of the reference between two looks at it, even: as many for each half
 
 
-@dataclass
-class GradientCheckArguments:
+@dataclass(kw_only=True)
+class GradientCheckArguments(ArmsArguments):
     """
     Arguments of `fr3e gradient-check`.
 
-    Parameters:
-        task (`str`):
-            Task.
-        output_dir (`str`):
-            Directory of the results.
-        base (`dict[str, Any]`):
-            Settings that all arms have: `trainer`, and those of `FR3EConfig` or `GRPOConfig`.
-        arms (`dict[str, dict[str, Any]]`):
-            Settings of each arm, by its name.
+    Parameters, beside those of [`ArmsArguments`]:
         tokens_per_batch (`int`):
             Tokens that a batch generates in every arm, as nearly as whole prompts allow.
         num_batches (`int`, *optional*, defaults to `12`):
             Batches of each arm.
-        policy (`str`, *optional*):
-            Directory of the policy. If `None`, the task's starting policy.
         agreement (`float`, *optional*, defaults to `0.98`):
             Cosine of its two halves at which the reference is good enough.
         max_reference_tokens (`int`, *optional*, defaults to `20000000`):
             Tokens at which it has to do, whatever its halves.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the arms.
+        versus (`str`, *optional*):
+            Arm that the others are compared with, batch by batch. If `None`, the first.
     """
 
-    task: str = field(metadata={"help": "Task."})
-    output_dir: str = field(metadata={"help": "Directory of the results. A check that was cut goes on from it."})
-    base: dict[str, Any] | str | None = field(
-        metadata={
-            "help": "Settings that all arms have: `trainer` ('fr3e' or 'grpo'), and those of FR3EConfig or GRPOConfig. "
-            "On the command line, in JSON."
-        },
-    )
-    arms: dict[str, Any] | str | None = field(
-        metadata={"help": "Settings of each arm, by its name. On the command line, in JSON."},
-    )
     tokens_per_batch: int = field(
         metadata={
             "help": "Tokens that a batch generates in every arm, as nearly as whole prompts allow: the prompts per "
@@ -94,10 +75,6 @@ class GradientCheckArguments:
         },
     )
     num_batches: int = field(default=12, metadata={"help": "Independent batches of each arm, at least 2."})
-    policy: str | None = field(
-        default=None,
-        metadata={"help": "Directory of the policy. If `None`, the task's starting policy, made on first use."},
-    )
     agreement: float = field(
         default=0.98, metadata={"help": "Cosine of its two halves at which the reference is good enough."}
     )
@@ -105,11 +82,21 @@ class GradientCheckArguments:
         default=20_000_000, metadata={"help": "Generated tokens at which the reference has to do, as good as it is."}
     )
     seed: int = field(default=0, metadata={"help": "Seed of the arms: decides their prompts and the sampling."})
+    versus: str | None = field(
+        default=None,
+        metadata={
+            "help": "Arm that the others are compared with, batch by batch: arms whose sampling settings are the same "
+            "draw the same completions, and differ by less than their errors tell. If `None`, the first."
+        },
+    )
 
     def __post_init__(self) -> None:
-        self.base, self.arms = read_settings(self.base), read_settings(self.arms)
-        if self.task not in TASKS:
-            raise ValueError(f"task={self.task!r} must be one of {', '.join(TASKS)}.")
+        super().__post_init__()
+        assert isinstance(self.arms, dict)
+        if self.versus is None:
+            self.versus = next(iter(self.arms), None)
+        elif self.versus not in self.arms:
+            raise ValueError(f"versus={self.versus!r} must be one of the arms: {', '.join(self.arms)}.")
         if self.num_batches < 2:
             raise ValueError(f"num_batches={self.num_batches} must be at least 2, for a standard error.")
         for name in self.arms:
@@ -117,11 +104,6 @@ class GradientCheckArguments:
                 check_settings({"num_prompts": 1} | self.settings_of(name))
             except ValueError as error:
                 raise ValueError(f"Arm {name!r}: {error}") from error
-
-    def settings_of(self, arm: str) -> dict[str, Any]:
-        """The base's settings with the arm's over them."""
-        assert isinstance(self.base, dict) and isinstance(self.arms, dict)
-        return self.base | self.arms[arm]
 
 
 @dataclass
@@ -225,14 +207,11 @@ def find_reference(task: Task, policy: Path, agreement: float, max_tokens: int) 
             Generated tokens that are enough whatever their cosine.
     """
     path = cache_dir() / "gradients" / f"{task.name}-{_digest(task, policy)}.pt"
-    path.parent.mkdir(parents=True, exist_ok=True)
     reference = Reference(**torch.load(path)) if path.exists() else Reference(torch.zeros(2, 1))
     while not reference.num_batches or (reference.agreement < agreement and reference.generated_tokens < max_tokens):
         start = time.monotonic()
         reference = _extended(reference, task, policy)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        torch.save(asdict(reference), partial)
-        partial.replace(path)  # whole or not at all
+        write_whole(path, partial(torch.save, asdict(reference)))
         _tell(reference, agreement, max_tokens, time.monotonic() - start)
     if reference.agreement < agreement:
         _say(
@@ -326,6 +305,8 @@ def measure_arm(
 
 def make_report(args: GradientCheckArguments, reference: Reference, results: dict[str, ArmResult]) -> dict[str, Any]:
     """All numbers of the report."""
+    assert args.versus is not None
+    versus = results[args.versus]
     return {
         "arguments": asdict(args),
         "reference": {
@@ -333,34 +314,37 @@ def make_report(args: GradientCheckArguments, reference: Reference, results: dic
             for name in ("num_batches", "generated_tokens", "reward", "agreement", "quality")
         },
         "arms": {
-            arm: asdict(result) | summarize(result, args.tokens_per_batch, reference.quality)
+            arm: asdict(result) | summarize(result, versus, args.tokens_per_batch, reference.quality)
             for arm, result in results.items()
         },
     }
 
 
-def summarize(result: ArmResult, tokens_per_batch: int, quality: float) -> dict[str, float]:
+def summarize(result: ArmResult, versus: ArmResult, tokens_per_batch: int, quality: float) -> dict[str, float]:
     """
-    Mean cosine and expected progress of an arm, with their standard errors.
+    Mean cosine of an arm, its difference from another's, and expected progress, with their standard errors.
 
     The cosine is with the reference, which is lower than that with the true gradient by the factor `quality`; progress
-    is by the latter, and by `tokens_per_batch` tokens.
+    is by the latter, and by `tokens_per_batch` tokens. The difference is taken batch by batch.
     """
-    cos, error = mean(result.cosines), stdev(result.cosines) / math.sqrt(len(result.cosines))
+    cos, error = _mean_and_error(result.cosines)
+    difference, difference_error = _mean_and_error(
+        [own - other for own, other in zip(result.cosines, versus.cosines, strict=True)]
+    )
     scale = tokens_per_batch / result.generated_tokens
     return {
         "cosine": cos,
         "cosine_error": error,
+        "difference": difference,
+        "difference_error": difference_error,
         "true_cosine": cos / quality,
         "progress": progress(cos / quality) * scale,
         "progress_error": progress_error(cos / quality, error / quality) * scale,
     }
 
 
-HEAD = (
-    "| arm | cosine | with the true gradient | progress by token | prompts | rows | rows with a signal | tokens |\n"
-    "|---|---|---|---|---|---|---|---|"
-)
+def _mean_and_error(values: list[float]) -> tuple[float, float]:
+    return mean(values), stdev(values) / math.sqrt(len(values))
 
 
 def as_markdown(report: dict[str, Any]) -> str:
@@ -378,11 +362,17 @@ def as_markdown(report: dict[str, Any]) -> str:
         f"Its two halves agree to {reference['agreement']:.3f}, so that its own cosine with the true gradient is about "
         f"{reference['quality']:.3f}: cosines with it are lower by that factor.",
         "",
-        HEAD,
+        f"− `{arguments['versus']}`: the difference of the cosines, batch by batch. Arms whose sampling settings are "
+        "the same draw the same completions, so that it is more certain than either.",
+        "",
+        f"| arm | cosine | − `{arguments['versus']}` | with the true gradient | progress by token | prompts | rows | "
+        "rows with a signal | tokens |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for arm, row in sorted(report["arms"].items(), key=lambda item: -item[1]["progress"]):
         lines.append(
-            f"| {arm} | {row['cosine']:.3f} ± {row['cosine_error']:.3f} | {row['true_cosine']:.3f} | "
+            f"| {arm} | {row['cosine']:.3f} ± {row['cosine_error']:.3f} | "
+            f"{row['difference']:+.3f} ± {row['difference_error']:.3f} | {row['true_cosine']:.3f} | "
             f"{row['progress']:.3f} ± {row['progress_error']:.3f} | {row['settings']['num_prompts']} | "
             f"{row['rows']:.0f} | {row['rows_with_signal']:.0f} | {row['generated_tokens']:.0f} |"
         )

@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 
@@ -11,15 +11,13 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
+from .results import COSTS, SIGNALS, Results, accuracies, curve
 from .statistics import interpolate, mean_interval
-
-if TYPE_CHECKING:
-    from .report import Results
 
 NUM_POINTS = 41  # along a curve
 
 
-def plot_all(results: "Results", output_dir: Path) -> dict[str, str]:
+def plot_all(results: Results, output_dir: Path) -> dict[str, str]:
     """
     Draw the figures into `output_dir`.
 
@@ -28,8 +26,6 @@ def plot_all(results: "Results", output_dir: Path) -> dict[str, str]:
     Returns:
         `dict[str, str]`: File names by the figures' titles.
     """
-    from .report import COSTS, SIGNALS, accuracies, curve
-
     accuracy_panels = {
         name: {arm: [(curve(run, cost), accuracies(run)) for run in results.of_arm(arm)] for arm in results.arms}
         for cost, name in COSTS.items()
