@@ -30,7 +30,7 @@ class Advantages:
         rejected (`torch.Tensor` of shape (S,)):
             Whether each state leaves the loss.
         advantages (`torch.Tensor` of shape (R,)):
-            A' of each row, modulated.
+            A' of each row, modulated, and scaled if negative.
     """
 
     values: torch.Tensor
@@ -48,6 +48,7 @@ def compute_advantages(
     scale: str = "none",
     prior_strength: float = 0.0,
     reject: bool = True,
+    negative_scale: float = 1.0,
 ) -> Advantages:
     """
     Values, modulation, advantages and rejection of a batch.
@@ -72,6 +73,8 @@ def compute_advantages(
         reject (`bool`):
             Whether states that teach nothing leave the loss: the degenerate ones, or with a prior those whose
             advantages are all 0.
+        negative_scale (`float`):
+            Factor on negative advantages.
 
     Returns:
         `Advantages`: What they come to.
@@ -88,7 +91,8 @@ def compute_advantages(
         rounding = 1000 * torch.finfo(rewards.dtype).eps * rewards.abs().nan_to_num(0)
         advantages = advantages.masked_fill(advantages.abs() <= rounding, 0)
         uninformative = _state_sums(advantages.abs(), states, num_states) == 0
-    return Advantages(values, factors, uninformative & reject, advantages * factors[states])
+    advantages = torch.where(advantages < 0, negative_scale * advantages, advantages) * factors[states]
+    return Advantages(values, factors, uninformative & reject, advantages)
 
 
 def weighted_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

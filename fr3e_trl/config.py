@@ -20,6 +20,7 @@ PAPER: dict[str, Any] = {
     "modulation": "exp",
     "reject_degenerate_states": True,
     "value_prior_strength": 0.0,
+    "negative_advantage_scale": 1.0,
     "temperature": 1.0,
     "top_p": 1.0,
     "epsilon": 0.2,
@@ -110,6 +111,8 @@ class FR3EConfig(GRPOConfig):
             Weight κ, in rollouts, of a prior in the baseline of each row: the value of the state before it, and for
             the prompt the mean over the batch's other prompts. `0` uses the plain mean of the state's rewards, as the
             paper does. If `None`, `4.0` when exploring, and `0` when `num_anchors=0` or `scale_rewards="group"`.
+        negative_advantage_scale (`float`, *optional*, defaults to `1.0`):
+            Factor on negative advantages. Below 1, what failed is pushed down less than what succeeded is pushed up.
 
         > Parameters that control the refill of a batch ("dynamic sampling")
 
@@ -234,6 +237,14 @@ class FR3EConfig(GRPOConfig):
         },
     )
 
+    negative_advantage_scale: float = field(
+        default=1.0,
+        metadata={
+            "help": "Factor on negative advantages. Below 1, what failed is pushed down less than what succeeded is "
+            "pushed up."
+        },
+    )
+
     max_refills: int = field(
         default=0,
         metadata={
@@ -312,7 +323,12 @@ class FR3EConfig(GRPOConfig):
     @property
     def is_plain_grpo(self) -> bool:
         """Whether nothing of FR3E is on, so that training is left to `GRPOTrainer` altogether."""
-        return self.num_anchors == 0 and not self.reject_degenerate_states and self.value_prior_strength == 0
+        return (
+            self.num_anchors == 0
+            and not self.reject_degenerate_states
+            and self.value_prior_strength == 0
+            and self.negative_advantage_scale == 1
+        )
 
     @classmethod
     def paper(cls, **overrides: Any) -> Self:
@@ -374,6 +390,7 @@ class FR3EConfig(GRPOConfig):
         )
         _require(self, "explore_temperature_scale", self.explore_temperature_scale > 0, "above 0, for example 1.0")
         _require(self, "modulation_clip", self.modulation_clip > 0, "above 0, for example 5.0")
+        _require(self, "negative_advantage_scale", self.negative_advantage_scale >= 0, "0 or more, for example 0.5")
         _require(self, "max_refills", self.max_refills >= 0, "0 or more, for example 2")
         _require(self, "vllm_request_timeout", self.vllm_request_timeout > 0, "above 0, for example 1800")
         if self.value_prior_strength is None:

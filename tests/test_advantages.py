@@ -197,6 +197,17 @@ def test_prior_with_unscorable_rows():
     assert_close(result.advantages, [-1, 0, 0.5, 0.5])
 
 
+def test_negative_advantages_are_scaled():
+    # V = 0.25 and 0.5: A = 0.75, three times -0.25, and 0.5, -0.5, the negative ones halved. Rejection is as before.
+    rewards, states = rows([1, 0, 0, 0], [1, 0], [0, 0])
+    result = compute_advantages(rewards, states, [None, 0, 0], modulation="none", negative_scale=0.5)
+    assert_close(result.advantages, [0.75, -0.125, -0.125, -0.125, 0.5, -0.25, 0, 0])
+    assert result.rejected.tolist() == [False, False, True]
+    # alpha_1 = exp(-0.25) = 0.7788
+    result = compute_advantages(rewards, states, [None, 0, 0], negative_scale=0)
+    assert_close(result.advantages, [0.75, 0, 0, 0, 0.3894, 0, 0, 0])
+
+
 def test_weighted_rewards():
     rewards_per_func = torch.tensor([[1.0, 2.0], [NAN, 2.0], [NAN, NAN]])
     assert_close(weighted_rewards(rewards_per_func, torch.tensor([1.0, 0.5])), [2.0, 1.0, NAN])

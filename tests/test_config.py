@@ -94,6 +94,7 @@ def test_there_is_a_prior_where_it_fits():
         ({"max_refills": 1, "num_anchors": 0}, ["max_refills=1", "reject_degenerate_states=True"]),
         ({"refill_leftovers": "keep"}, ["refill_leftovers='keep'", "'next'", "'drop'"]),
         ({"value_prior_strength": -1.0}, ["value_prior_strength=-1.0", "0 or more"]),
+        ({"negative_advantage_scale": -0.5}, ["negative_advantage_scale=-0.5", "0 or more"]),
         ({"num_base_trajectories": 0}, ["num_base_trajectories=0", "at least 1"]),
         ({"max_completion_length": -5}, ["max_completion_length=-5", "512"]),
         ({"max_completion_length": None}, ["max_completion_length=None", "512"]),
@@ -131,6 +132,7 @@ def test_rejection_follows_exploration_unless_set():
     assert not make_config(num_anchors=0).reject_degenerate_states
     assert make_config(num_anchors=0).is_plain_grpo
     assert not make_config(num_anchors=0, reject_degenerate_states=True).is_plain_grpo
+    assert not make_config(num_anchors=0, negative_advantage_scale=0.5).is_plain_grpo
     assert not make_config(reject_degenerate_states=False).reject_degenerate_states
 
 
