@@ -44,8 +44,10 @@ RELEASED: dict[str, Any] = PAPER | {
     "max_completion_length": 3072,
 }
 
-# The prior's weight, where there is one and none was chosen, and the anchors of a base trajectory: see docs/results.md
+# What won where nothing was chosen, see docs/results.md: the prior's weight, the factor on negative advantages, and the
+# anchors of a base trajectory
 PRIOR_STRENGTH = 4.0
+NEGATIVE_SCALE = 0.5
 ANCHORS_PER_BASE = 3
 
 
@@ -111,8 +113,10 @@ class FR3EConfig(GRPOConfig):
             Weight κ, in rollouts, of a prior in the baseline of each row: the value of the state before it, and for
             the prompt the mean over the batch's other prompts. `0` uses the plain mean of the state's rewards, as the
             paper does. If `None`, `4.0` when exploring, and `0` when `num_anchors=0` or `scale_rewards="group"`.
-        negative_advantage_scale (`float`, *optional*, defaults to `1.0`):
+        negative_advantage_scale (`float`, *optional*):
             Factor on negative advantages. Below 1, what failed is pushed down less than what succeeded is pushed up.
+            With rewards of 0 and 1 a state's expected gradient keeps its direction. If `None`, `0.5` when exploring,
+            and `1` when `num_anchors=0`.
 
         > Parameters that control the refill of a batch ("dynamic sampling")
 
@@ -237,11 +241,11 @@ class FR3EConfig(GRPOConfig):
         },
     )
 
-    negative_advantage_scale: float = field(
-        default=1.0,
+    negative_advantage_scale: float | None = field(
+        default=None,
         metadata={
             "help": "Factor on negative advantages. Below 1, what failed is pushed down less than what succeeded is "
-            "pushed up."
+            "pushed up. If `None`, 0.5 when exploring, and 1 when `num_anchors=0`."
         },
     )
 
@@ -390,6 +394,8 @@ class FR3EConfig(GRPOConfig):
         )
         _require(self, "explore_temperature_scale", self.explore_temperature_scale > 0, "above 0, for example 1.0")
         _require(self, "modulation_clip", self.modulation_clip > 0, "above 0, for example 5.0")
+        if self.negative_advantage_scale is None:
+            self.negative_advantage_scale = 1.0 if self.num_anchors == 0 else NEGATIVE_SCALE
         _require(self, "negative_advantage_scale", self.negative_advantage_scale >= 0, "0 or more, for example 0.5")
         _require(self, "max_refills", self.max_refills >= 0, "0 or more, for example 2")
         _require(self, "vllm_request_timeout", self.vllm_request_timeout > 0, "above 0, for example 1800")

@@ -448,7 +448,7 @@ class FR3ETrainer(RowsGRPOTrainer):
             scale=self.args.scale_rewards,
             prior_strength=self.args.value_prior_strength or 0.0,
             reject=bool(self.args.reject_degenerate_states),
-            negative_scale=self.args.negative_advantage_scale,
+            negative_scale=self.args.negative_advantage_scale or 0.0,
         )
         for state, value, factor, rejected in zip(
             states, result.values.tolist(), result.factors.tolist(), result.rejected.tolist(), strict=True

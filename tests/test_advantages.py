@@ -296,26 +296,59 @@ def test_with_a_prior_no_baseline_depends_on_its_own_reward(batch, data):
 
 def test_a_trajectory_and_one_branch_of_it_leave_the_gradient_unbiased():
     """
-    Every outcome of two tokens, of which the second is drawn again by a branch.
+    By every outcome of two tokens, of which the second is drawn again by a branch.
 
-    The first token is 1 with probability p, the second with q[first], and the reward is r[first][second]. d log P / dp
-    of a token x is (x - p) / (p (1 - p)). The first token is in the loss once, in the base trajectory; the second
-    twice, in the base trajectory and in the branch. So the sums of advantage times d log P are, in expectation,
-    dJ/dp = sum over second of (q[1] r[1] - q[0] r[0]), and 2 dJ/dq[first] = 2 P(first) (r[first][1] - r[first][0]).
+    The first token is in the loss once, in the base trajectory; the second twice, in the base trajectory and in the
+    branch. So the gradients by p, q[0] and q[1] are, in expectation, those of J, and twice those of J.
     """
-    p, q, r = 0.3, [0.6, 0.2], [[0.0, 1.0], [0.5, -2.0]]
+    r = [[0.0, 1.0], [0.5, -2.0]]
+    means = [sum(weight * reward for weight, reward in zip((1 - Q[i], Q[i]), r[i], strict=True)) for i in (0, 1)]
+    of_p, of_q = means[1] - means[0], [2 * P * (r[1][1] - r[1][0]), 2 * (1 - P) * (r[0][1] - r[0][0])]
+    assert_close(expected_gradient(r, negative_scale=1.0), [of_p, of_q[1], of_q[0]], atol=1e-12)
+
+
+def test_scaled_negatives_keep_the_direction_where_rewards_are_0_and_1():
+    """
+    A success has the advantage 1 - b and a failure -b, and their expected gradients are each other's opposite: it comes
+    to (1 - b) + scale b times the gradient, for a baseline b that does not depend on the row.
+
+    The prior of S_0 is the other prompt's reward, 0 or 1 with a probability of 1/2, and is b for the base trajectory.
+    For the branch b = (4 prior + its reward) / 5, of which the reward has the mean q[first] after either first token.
+    """
+    r = [[0.0, 1.0], [0.0, 1.0]]
+    of_base = 0.5 * 1 + 0.5 * 0.25
+    of_branch = [1 - 0.75 * (4 * 0.5 + Q[i]) / 5 for i in (0, 1)]
+    expected = [of_base * (Q[1] - Q[0]), *((1 - P, P)[i] * (of_base + of_branch[i]) for i in (0, 1))]
+    assert_close(expected_gradient(r, negative_scale=0.25), expected, atol=1e-12)
+
+
+P, Q = 0.3, [0.6, 0.2]
+
+
+def expected_gradient(r: list[list[float]], negative_scale: float) -> torch.Tensor:
+    """
+    Sum over every outcome of its probability, times the advantages times d log P, by P, Q[0] and Q[1].
+
+    The first token is 1 with probability P, the second with Q[first], and the reward is r[first][second]. d log P / dp
+    of a token x is (x - p) / (p (1 - p)).
+    """
     gradient = torch.zeros(3, dtype=torch.float64)
     for first, second, again, other in itertools.product((0, 1), repeat=4):
-        chance = (p if first else 1 - p) * 0.5
+        chance = (P if first else 1 - P) * 0.5
         for token in (second, again):
-            chance *= q[first] if token else 1 - q[first]
+            chance *= Q[first] if token else 1 - Q[first]
         # The base trajectory, its branch, and the other prompt's one completion
         rewards = torch.tensor([r[first][second], r[first][again], float(other)], dtype=torch.float64)
-        baselines = row_baselines(rewards, torch.tensor([0, 1, 2]), [None, 0, None], prior_strength=4.0)
-        of_base, of_branch, _ = (rewards - baselines).tolist()
-        gradient[0] += chance * of_base * (first - p) / (p * (1 - p))
+        result = compute_advantages(
+            rewards,
+            torch.tensor([0, 1, 2]),
+            [None, 0, None],
+            modulation="none",
+            prior_strength=4.0,
+            negative_scale=negative_scale,
+        )
+        of_base, of_branch, _ = result.advantages.tolist()
+        gradient[0] += chance * of_base * (first - P) / (P * (1 - P))
         for advantage, token in ((of_base, second), (of_branch, again)):
-            gradient[1 + first] += chance * advantage * (token - q[first]) / (q[first] * (1 - q[first]))
-    means = [sum(weight * reward for weight, reward in zip((1 - q[i], q[i]), r[i], strict=True)) for i in (0, 1)]
-    expected = [means[1] - means[0], 2 * (1 - p) * (r[0][1] - r[0][0]), 2 * p * (r[1][1] - r[1][0])]
-    assert_close(gradient, expected, atol=1e-12)
+            gradient[1 + first] += chance * advantage * (token - Q[first]) / (Q[first] * (1 - Q[first]))
+    return gradient

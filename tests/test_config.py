@@ -57,9 +57,10 @@ def test_how_rows_are_shared_out_may_be_set(settings, expected):
     assert shares(make_config(num_generations=8, **settings)) == expected
 
 
-def test_there_is_a_prior_where_it_fits():
+def test_there_is_a_prior_where_it_fits_and_negatives_count_half():
     assert make_config().value_prior_strength == 4
     assert make_config(num_anchors=0).value_prior_strength == 0
+    assert (make_config().negative_advantage_scale, make_config(num_anchors=0).negative_advantage_scale) == (0.5, 1)
     assert make_config(scale_rewards="group").value_prior_strength == 0
     assert make_config(scale_rewards=True).value_prior_strength == 0
 
