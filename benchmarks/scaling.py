@@ -158,7 +158,14 @@ def bookkeeping(num_prompts: int, num_rows: int, num_tokens: int) -> None:
     rollouts = rollouts_of(trees)
     row_states = torch.tensor([i for i, state in enumerate(states) for _ in state.rollouts])
     rewards = torch.tensor([rollout.score.reward for _, _, rollout in rollouts], dtype=torch.float64)
-    result = compute_advantages(rewards, row_states, parents)
+    result = compute_advantages(
+        rewards,
+        row_states,
+        parents,
+        modulation=args.modulation,
+        prior_strength=args.value_prior_strength or 0.0,
+        negative_scale=args.negative_advantage_scale or 0.0,
+    )
     seconds["values, advantages, rejection"] = time.perf_counter() - began
     began = time.perf_counter()
     in_loss = (~result.rejected[row_states]).tolist()

@@ -215,26 +215,29 @@ def row_baselines(
     """
     if prior_strength == 0:
         return state_values(rewards, states, len(parents))[states]
-    values = state_values(rewards, states, len(parents))
     sizes = _state_sizes(rewards, states, len(parents))
     sums = _state_sums(rewards.nan_to_num(0), states, len(parents))
-    roots = torch.tensor([parent is None for parent in parents]) & (sizes > 0)
-    num_others = roots.sum() - roots.long()
-    priors = torch.full_like(values, torch.nan)
-    strengths = torch.zeros_like(values)
-    shrunk = torch.full_like(values, torch.nan)
-    for state, parent in enumerate(parents):
-        if parent is None:
-            priors[state] = (values[roots].sum() - values[state].nan_to_num(0)) / num_others[state]
+    of_states = list(zip(parents, sums.tolist(), sizes.tolist(), strict=True))
+    root_values = [total / size for parent, total, size in of_states if parent is None and size > 0]
+    root_sum = sum(root_values)
+    shrunk: list[float] = []
+    strengths: list[float] = []
+    pulls: list[float] = []
+    for parent, total, size in of_states:
+        if parent is not None:
+            prior = shrunk[parent]
+        elif size > 0:
+            num_others = len(root_values) - 1
+            prior = (root_sum - total / size) / num_others if num_others else math.nan
         else:
-            priors[state] = shrunk[parent]
-        if not priors[state].isnan():
-            strengths[state] = prior_strength
-        shrunk[state] = (strengths[state] * priors[state].nan_to_num(0) + sums[state]) / (
-            strengths[state] + sizes[state]
-        )
-    pulls = (strengths * priors.nan_to_num(0))[states]
-    return (pulls + sums[states] - rewards) / (strengths[states] + sizes[states] - 1)
+            prior = root_sum / len(root_values) if root_values else math.nan
+        strength = 0.0 if math.isnan(prior) else prior_strength
+        pull = strength * prior if strength else 0.0
+        shrunk.append((pull + total) / (strength + size) if strength + size > 0 else math.nan)
+        strengths.append(strength)
+        pulls.append(pull)
+    baselines = rewards.new_tensor(pulls)[states] + sums[states] - rewards
+    return baselines / (rewards.new_tensor(strengths) + sizes - 1)[states]
 
 
 def row_advantages(

@@ -67,7 +67,7 @@ class FR3ETrainer(RowsGRPOTrainer):
     >>> trainer = FR3ETrainer(
     ...     model="Qwen/Qwen2.5-0.5B-Instruct",
     ...     reward_funcs=accuracy_reward,
-    ...     args=FR3EConfig(num_generations=16, per_device_train_batch_size=16),
+    ...     args=FR3EConfig(num_generations=8, per_device_train_batch_size=32),
     ...     train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
     ... )
     >>> trainer.train()
