@@ -28,7 +28,7 @@ def make_prompts(num_prompts: int, num_hopeful: int) -> Dataset:
 
 def make_trainer(dataset, cls=Recorder, **settings):
     sizes = {"num_generations": 8, "per_device_train_batch_size": 32, "max_completion_length": 8, "max_steps": 3}
-    sizes["value_prior_strength"] = 0  # with a prior hardly a row is rejected
+    sizes |= {"value_prior_strength": 0, "negative_advantage_scale": 1}  # with a prior hardly a row is rejected
     return cls(
         make_model(),
         hopeful,
