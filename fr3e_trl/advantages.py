@@ -226,11 +226,9 @@ def row_baselines(
     for parent, total, size in of_states:
         if parent is not None:
             prior = shrunk[parent]
-        elif size > 0:
-            num_others = len(root_values) - 1
-            prior = (root_sum - total / size) / num_others if num_others else math.nan
         else:
-            prior = root_sum / len(root_values) if root_values else math.nan
+            value, num_others = (total / size, len(root_values) - 1) if size > 0 else (0.0, len(root_values))
+            prior = (root_sum - value) / num_others if num_others else math.nan
         strength = 0.0 if math.isnan(prior) else prior_strength
         pull = strength * prior if strength else 0.0
         shrunk.append((pull + total) / (strength + size) if strength + size > 0 else math.nan)

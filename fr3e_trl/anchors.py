@@ -36,7 +36,7 @@ def select_bases(rewards: list[float], selection: str, rng: random.Random) -> li
     if not scorable:
         return [rng.randrange(len(rewards))]
     if selection == "all":
-        return sorted(scorable, key=lambda i: (-rewards[i], i))
+        return sorted(scorable, key=lambda i: -rewards[i])
     best = max(rewards[i] for i in scorable)
     worst = min(rewards[i] for i in scorable)
     wanted = {"mixed": [best, worst], "best": [best], "worst": [worst], "random": []}[selection]

@@ -240,7 +240,6 @@ class FR3EConfig(GRPOConfig):
             "rewards. If `None`, 4 when exploring, and 0 when `num_anchors=0` or `scale_rewards='group'`."
         },
     )
-
     negative_advantage_scale: float | None = field(
         default=None,
         metadata={
