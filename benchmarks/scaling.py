@@ -33,10 +33,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import pad
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.advantages import compute_advantages
-from fr3e_trl.refill import Row, fill_batch
-from fr3e_trl.sampling import Sample, SamplingRequest
-from fr3e_trl.tree import Score, Tree, chains_of, explore, rollouts_of
+from fr3e_trl.generation.sampler import Sample, SamplingRequest
+from fr3e_trl.method.advantages import compute_advantages
+from fr3e_trl.method.explore import explore
+from fr3e_trl.method.refill import Row, fill_batch
+from fr3e_trl.method.tree import Score, Tree, chains_of, rollouts_of
 
 POLICY = Path(__file__).parents[1] / "examples" / "demo_policy"
 LAUNCH = Path(__file__).parents[1] / "recipes" / "accelerate" / "ddp.yaml"

@@ -23,7 +23,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.sampling import SamplingRequest
+from fr3e_trl.generation.sampler import SamplingRequest
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from serve_demo import ENVIRONMENT, POLICY, server_command

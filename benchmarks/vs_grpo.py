@@ -33,8 +33,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, P
 from trl import GRPOConfig, GRPOTrainer
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.sampling import GenerateSampler
-from fr3e_trl.trl_seams import RowsGRPOTrainer
+from fr3e_trl.generation.on_transformers import GenerateSampler
+from fr3e_trl.training.trl_seams import RowsGRPOTrainer
 
 PARTS = ["generation", "log-probs", "rewards", "loss", "FR3E", "TRL"]
 

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.display import render_tree
-from fr3e_trl.tree import Tree
+from fr3e_trl.method.tree import Tree
 
 MAX_COMPLETION_LENGTH = 64  # tokens; a worked solution takes up to 58
 HELDOUT_SEED = 2507  # whatever the run's seed: every run is measured on the same problems

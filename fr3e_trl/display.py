@@ -5,7 +5,7 @@ import textwrap
 
 from transformers import PreTrainedTokenizerBase
 
-from .tree import Rollout, State, Tree
+from .method.tree import Rollout, State, Tree
 
 WIDTH = 100  # columns of a line
 SEGMENT = 160  # characters shown between two anchors

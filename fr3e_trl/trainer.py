@@ -3,7 +3,6 @@
 import logging
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
-from huggingface_hub import ModelCard
 from transformers import (
     BitsAndBytesConfig,
     PreTrainedModel,
@@ -20,27 +18,25 @@ from transformers import (
     TrainerCallback,
 )
 from trl import GRPOConfig
-from trl.data_utils import is_conversational
 from trl.extras.profiling import profiling_context
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id
 
-from .advantages import compute_advantages, weighted_rewards
 from .config import FR3EConfig
-from .distributed import in_shares
-from .metrics import tree_metrics
-from .refill import PromptStream, Row, fill_batch, num_to_draw, row_from, state_of
-from .sampling import (
-    ContinuousBatchingSampler,
-    GenerateSampler,
-    Sampler,
-    SharedSampler,
-    VLLMColocateSampler,
-    VLLMServerSampler,
-)
-from .tree import Score, Tree, chains_of, explore, rollouts_of
-from .trl_seams import Rows, RowsGRPOTrainer, checked_reward_func
-from .vllm_server import VLLMServerError
+from .generation.on_transformers import ContinuousBatchingSampler, GenerateSampler
+from .generation.on_vllm import VLLMColocateSampler, VLLMServerSampler
+from .generation.sampler import Sampler, SharedSampler
+from .generation.vllm_server import VLLMServerError
+from .method.advantages import compute_advantages, weighted_rewards
+from .method.explore import explore
+from .method.metrics import tree_metrics
+from .method.refill import PromptStream, Row, fill_batch, num_to_draw, row_from, state_of
+from .method.tree import Score, Tree, chains_of, rollouts_of
+from .training.card import add_settings
+from .training.checks import check_dataset, checked_reward_func, refuse_unsupported
+from .training.processes import in_shares
+from .training.ratio import RatioGRPOTrainer
+from .training.trl_seams import Rows
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -48,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class FR3ETrainer(RowsGRPOTrainer):
+class FR3ETrainer(RatioGRPOTrainer):
     """
     Trainer for FR3E, [First Return, Entropy-Eliciting Explore](https://huggingface.co/papers/2507.07017).
 
@@ -136,9 +132,9 @@ class FR3ETrainer(RowsGRPOTrainer):
                 ", ".join(f"{name}={value!r}" for name, value in added.items()),
             )
         if not args.is_plain_grpo:
-            _refuse_unsupported(args, tools, rollout_func, environment_factory)
+            refuse_unsupported(args, tools, rollout_func, environment_factory)
             if train_dataset is not None:
-                _check_dataset(train_dataset, args)
+                check_dataset(train_dataset, args)
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,
@@ -458,14 +454,8 @@ class FR3ETrainer(RowsGRPOTrainer):
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None):
         super().create_model_card(model_name, dataset_name, tags)
-        path = Path(self.args.output_dir) / "README.md"
-        if self.args.is_plain_grpo or not self.is_world_process_zero():
-            return
-        card = ModelCard.load(path)
-        rows = "".join(f"| `{name}` | `{getattr(self.args, name)}` |\n" for name in CARD_SETTINGS)
-        settings = f"### FR3E settings\n\n| setting | value |\n|---|---|\n{rows}\n"
-        card.text = card.text.replace("### Framework versions", settings + "### Framework versions")
-        card.save(path)
+        if not self.args.is_plain_grpo and self.is_world_process_zero():
+            add_settings(Path(self.args.output_dir) / "README.md", self.args)
 
 
 # Settings of vLLM that change what is sampled, and that neither the policy's log-probs nor ours take into account
@@ -473,71 +463,3 @@ UNSCORED_SAMPLING = {
     "allowed_token_ids", "bad_words", "frequency_penalty", "logit_bias", "min_p", "min_tokens", "presence_penalty",
     "repetition_penalty", "structured_outputs", "top_k", "top_p",
 }  # fmt: skip
-
-# What the model card tells of a run
-CARD_SETTINGS = [
-    *(
-        field.name
-        for field in fields(FR3EConfig)
-        if field.name not in GRPOConfig.__dataclass_fields__ and not field.name.startswith("vllm_")
-    ),
-    "num_generations",
-    "max_completion_length",
-    "temperature",
-    "epsilon",
-    "epsilon_high",
-    "loss_type",
-    "scale_rewards",
-    "beta",
-    "learning_rate",
-]
-
-
-def _refuse_unsupported(args: FR3EConfig, tools: Any, rollout_func: Any, environment_factory: Any) -> None:
-    unsupported = [
-        ("tools", bool(tools), "Leave them out"),
-        ("a rollout_func", rollout_func is not None, "Leave it out"),
-        ("an environment_factory", environment_factory is not None, "Leave it out"),
-        ("vllm_structured_outputs_regex", args.vllm_structured_outputs_regex is not None, "Leave it out"),
-        (
-            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} in colocate mode",
-            args.use_vllm and args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1,
-            "Leave it out, or use a server",
-        ),
-    ]
-    for what, given, remedy in unsupported:
-        if given:
-            raise NotImplementedError(
-                f"FR3ETrainer does not support {what} yet. {remedy}, or set num_anchors=0 to train with plain GRPO."
-            )
-
-
-def _check_dataset(dataset: Dataset | IterableDataset, args: FR3EConfig) -> None:
-    if args.max_refills > 0 and not isinstance(dataset, Dataset):
-        raise ValueError(
-            f"max_refills={args.max_refills} draws prompts from a Dataset, and train_dataset is an "
-            f"{type(dataset).__name__}. Load it without streaming, or set max_refills=0."
-        )
-    example = next(iter(dataset), None)
-    if example is None:
-        raise ValueError("train_dataset is empty. It must have at least one example, with a 'prompt'.")
-    if "prompt" not in example:
-        raise ValueError(f"train_dataset has the columns {sorted(example)}. It must have one named 'prompt'.")
-    if _has_images(example):
-        raise NotImplementedError(
-            "FR3ETrainer does not support images yet. Remove them from the dataset, or set num_anchors=0 to train with "
-            "plain GRPO."
-        )
-    num_prompts = args.generation_batch_size // args.num_generations
-    if isinstance(dataset, Dataset) and len(dataset) < num_prompts:
-        raise ValueError(
-            f"train_dataset has {len(dataset)} examples, and one generation batch takes {num_prompts} "
-            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}). Use a "
-            "larger dataset or a smaller batch."
-        )
-
-
-def _has_images(example: dict[str, Any]) -> bool:
-    messages = example["prompt"] if is_conversational(example) else []
-    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
-    return "image" in example or "images" in example or any(part["type"] == "image" for part in parts)

@@ -21,8 +21,8 @@ from accelerate.utils import DistributedType
 from models import CPU, make_dataset, make_model, make_tokenizer
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.sampling import Sample
-from fr3e_trl.tree import rollouts_of
+from fr3e_trl.generation.sampler import Sample
+from fr3e_trl.method.tree import rollouts_of
 
 RANK = int(os.environ.get("RANK", 0))
 

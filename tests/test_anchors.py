@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fr3e_trl.anchors import anchor_scores, eligible_positions, rank_anchors, select_bases, share_anchors
+from fr3e_trl.method.anchors import anchor_scores, eligible_positions, rank_anchors, select_bases, share_anchors
 
 NAN = math.nan
 

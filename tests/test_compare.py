@@ -31,7 +31,7 @@ from fr3e_trl.bench.statistics import (
     pass_at_k,
     t_quantile,
 )
-from fr3e_trl.sampling import GenerateSampler
+from fr3e_trl.generation.on_transformers import GenerateSampler
 
 ROOT = Path(__file__).parent.parent
 

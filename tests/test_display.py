@@ -7,7 +7,7 @@ import torch
 from models import make_tokenizer
 
 from fr3e_trl.display import WIDTH, render_tree
-from fr3e_trl.tree import Rollout, Score, Tree
+from fr3e_trl.method.tree import Rollout, Score, Tree
 
 TOKENIZER = make_tokenizer()
 

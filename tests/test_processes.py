@@ -13,7 +13,7 @@ from accelerate.utils import is_deepspeed_available
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fr3e_trl.distributed import share_out
+from fr3e_trl.training.processes import share_out
 
 SCRIPT = Path(__file__).with_name("processes_train.py")
 DEEPSPEED = pytest.mark.skipif(not is_deepspeed_available(), reason="deepspeed is not installed: see the Makefile")

@@ -10,8 +10,8 @@ from recorder import Recorder
 from transformers import set_seed
 
 from fr3e_trl import FR3EConfig
-from fr3e_trl.refill import PromptStream, Row, fill_batch, num_to_draw
-from fr3e_trl.tree import Rollout, rollouts_of
+from fr3e_trl.method.refill import PromptStream, Row, fill_batch, num_to_draw
+from fr3e_trl.method.tree import Rollout, rollouts_of
 
 
 def hopeful(prompts, completions, **kwargs):

@@ -28,9 +28,9 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from trl import GRPOConfig, GRPOTrainer
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.anchors import eligible_positions, rank_anchors
-from fr3e_trl.tree import rollouts_of
-from fr3e_trl.trl_seams import BATCH_TOKENS
+from fr3e_trl.method.anchors import eligible_positions, rank_anchors
+from fr3e_trl.method.tree import rollouts_of
+from fr3e_trl.training.trl_seams import BATCH_TOKENS
 
 SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 2}
 TRAINER_ARGUMENTS = [

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fr3e_trl import FR3EConfig
-from fr3e_trl.metrics import tree_metrics
-from fr3e_trl.sampling import Sample
-from fr3e_trl.tree import Rollout, Score, State, Tree, chains_of, explore, rollouts_of
+from fr3e_trl.generation.sampler import Sample
+from fr3e_trl.method.explore import explore
+from fr3e_trl.method.metrics import tree_metrics
+from fr3e_trl.method.tree import Rollout, Score, State, Tree, chains_of, rollouts_of
 
 EOS = 0
 

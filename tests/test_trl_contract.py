@@ -25,7 +25,7 @@ from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import add_fused_lm_head, get_config_model_id, is_async_callable, pad
 
 from fr3e_trl import FR3ETrainer
-from fr3e_trl.trl_seams import BATCH_TOKENS
+from fr3e_trl.training.trl_seams import BATCH_TOKENS
 
 
 def parameters(function) -> list[str]:

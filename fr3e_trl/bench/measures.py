@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 
+from ..method.tree import Tree
 from ..trainer import FR3ETrainer
-from ..tree import Tree
 
 
 @dataclass

@@ -18,7 +18,7 @@ from servers import ENVIRONMENT
 from transformers import AutoTokenizer
 
 from fr3e_trl import FR3EConfig
-from fr3e_trl.tree import rollouts_of
+from fr3e_trl.method.tree import rollouts_of
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from servers import POLICY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fr3e_trl import FR3EConfig
-from fr3e_trl.tree import rollouts_of
+from fr3e_trl.method.tree import rollouts_of
 
 SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 48, "max_steps": 3}
 

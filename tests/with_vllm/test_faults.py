@@ -11,9 +11,9 @@ from peft import PeftModel
 from policies import load_policy, make_trainer, ratios
 from transformers import TrainerCallback
 
-import fr3e_trl.vllm_server
-from fr3e_trl.sampling import SamplingRequest
-from fr3e_trl.vllm_server import VLLMServerError
+import fr3e_trl.generation.vllm_server
+from fr3e_trl.generation.sampler import SamplingRequest
+from fr3e_trl.generation.vllm_server import VLLMServerError
 
 
 class AfterStep(TrainerCallback):
@@ -43,7 +43,7 @@ def test_requests_that_fail_are_sent_again(server):
 
 
 def test_requests_that_fail_again_and_again_end_the_run(server, monkeypatch):
-    monkeypatch.setattr(fr3e_trl.vllm_server, "MAX_FAULTS", 2)
+    monkeypatch.setattr(fr3e_trl.generation.vllm_server, "MAX_FAULTS", 2)
     with faulty_proxy(server.url, ["503"] * 1000) as url:
         trainer = make_trainer(SimpleNamespace(url=url))
         with pytest.raises(
@@ -62,7 +62,7 @@ def test_requests_are_in_flight_together(server):
     """All of them are with the server before it has answered one."""
     arrived, all_there = [], threading.Event()
 
-    class Counting(fr3e_trl.vllm_server.VLLMServer):
+    class Counting(fr3e_trl.generation.vllm_server.VLLMServer):
         def _request(self, method, path, *args, **kwargs):
             if path == "/v1/completions":
                 arrived.append(kwargs["json"]["max_tokens"])
@@ -90,7 +90,7 @@ def test_kill_9_and_a_restart_in_the_middle(server):
 
     killer = threading.Thread(target=kill_soon)
     # A client that has given the server merged weights: they cannot be loaded again from there
-    merged = fr3e_trl.vllm_server.VLLMServer(server.url, "", 300, 60)
+    merged = fr3e_trl.generation.vllm_server.VLLMServer(server.url, "", 300, 60)
     merged.expect_no_restart()
     payload = {"prompt": [5, 6], "max_tokens": 2, "logprobs": 0}
     assert len(merged.complete([payload])) == 1

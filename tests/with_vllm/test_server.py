@@ -31,9 +31,10 @@ from transformers import AutoTokenizer, BitsAndBytesConfig
 from trl.generation.vllm_client import VLLMClient
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.sampling import GenerateSampler, SamplingRequest
-from fr3e_trl.tree import rollouts_of
-from fr3e_trl.vllm_server import VLLMServerError
+from fr3e_trl.generation.on_transformers import GenerateSampler
+from fr3e_trl.generation.sampler import SamplingRequest
+from fr3e_trl.generation.vllm_server import VLLMServerError
+from fr3e_trl.method.tree import rollouts_of
 
 ROOT = Path(__file__).parents[2]
 

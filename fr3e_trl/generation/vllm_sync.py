@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from transformers import ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
-from .config import FR3EConfig
-from .distributed import on_main_process
+from ..config import FR3EConfig
+from ..training.processes import on_main_process
 from .vllm_server import VLLMServer, VLLMServerError
 
 logger = logging.getLogger(__name__)

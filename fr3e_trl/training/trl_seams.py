@@ -7,36 +7,29 @@ that moves any of it fails there first.
 """
 
 import functools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object, is_peft_model
-from torch import nn
-from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.trainer import grpo_trainer
 from trl.trainer.grpo_trainer import RolloutFunc
-from trl.trainer.utils import add_fused_lm_head, is_async_callable, pad
+from trl.trainer.utils import pad
 
-from .config import FR3EConfig
+from ..config import FR3EConfig
+from ..generation.vllm_sync import FR3EVLLMGeneration
 from .resume import ResumableGRPOTrainer
-from .vllm_sync import FR3EVLLMGeneration
 
 # Keys of TRL's batch that hold its tokens
 BATCH_TOKENS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 # Losses that TRL averages over rows rather than over tokens
 ROW_MEAN_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")
-
-# Divergence of vLLM's samples from the policy, in nats a token, that rounding and quantization may amount to
-MAX_DIVERGENCE = 1.0
 
 
 @dataclass
@@ -237,30 +230,18 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
 
     def assemble(self, rows: Rows) -> dict[str, torch.Tensor]:
         """Have TRL make its batch of `rows`: padding, log-probs of the old and the reference policy, logs."""
-        logprobs = rows.logprobs
-        corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        off_temperatures = sorted(set(gather_object(rows.temperatures)) - {self.temperature})
-        if corrects and logprobs is not None and (self._truncates or off_temperatures):
-            logprobs = self._as_if_scored(rows, logprobs)
         self._rows = rows
         self.rollout_func = lambda prompts, trainer: {
             "prompt_ids": rows.prompt_ids,
             "completion_ids": rows.completion_ids,
-            "logprobs": logprobs,
+            "logprobs": rows.logprobs,
         }
         self._pending_extra_logs.update(rows.extra_logs)
         try:
-            batch = super()._generate_and_score_completions(rows.inputs)
+            return super()._generate_and_score_completions(rows.inputs)
         finally:
             self._rows = None
             self.rollout_func = None
-        if corrects:
-            self._check_same_policy(batch)
-        if off_temperatures:
-            self._set_behaviour_logprobs(batch, rows, off_temperatures)
-        if rows.old_logprobs is not None:
-            self._set_old_logprobs(batch, rows.old_logprobs)
-        return batch
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         output = super()._generate(prompts)
@@ -301,103 +282,6 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         num_own = len(rows) // self.accelerator.num_processes
         return rows[self.accelerator.process_index * num_own :][:num_own]
 
-    @torch.no_grad()
-    def _set_behaviour_logprobs(
-        self, batch: dict[str, torch.Tensor], rows: Rows, off_temperatures: list[float]
-    ) -> None:
-        """Take the importance ratio of rows sampled at other temperatures against the policy at these."""
-        if "old_per_token_logps" not in batch:
-            batch["old_per_token_logps"] = self._logprobs(batch)
-        temperatures = torch.tensor(rows.temperatures, device=self.accelerator.device).unsqueeze(1)
-        for temperature in off_temperatures:
-            with self.scoring_temperature(temperature):
-                # Of all rows: where the weights are sharded, every process has to make as many forward passes
-                behaviour = self._logprobs(batch)
-            batch["old_per_token_logps"] = torch.where(
-                temperatures == temperature, behaviour, batch["old_per_token_logps"]
-            )
-
-    @torch.no_grad()
-    def _set_old_logprobs(self, batch: dict[str, torch.Tensor], old_logprobs: list[torch.Tensor | None]) -> None:
-        """Take the importance ratio of rows sampled in an earlier step against the policy as it was then."""
-        if "old_per_token_logps" not in batch:
-            batch["old_per_token_logps"] = self._logprobs(batch)
-        for row, logprobs in zip(batch["old_per_token_logps"], old_logprobs, strict=True):
-            if logprobs is not None:
-                row[: len(logprobs)] = logprobs.to(row)
-
-    def _logprobs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self._get_per_token_logps_and_entropies(
-            self.model,
-            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-            logits_to_keep=batch["completion_ids"].size(1),
-            batch_size=self.args.per_device_train_batch_size,
-        )[0]
-
-    @contextmanager
-    def scoring_temperature(self, temperature: float) -> Iterator[None]:
-        """Score log-probs at another temperature: TRL's LM head has its own built in, so it gets another head."""
-        model = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        forward = model.forward
-        add_fused_lm_head(model, temperature, self.args.cast_lm_head_to_fp32, outputs=("log_probs", "entropy"))
-        try:
-            yield
-        finally:
-            model.forward = forward
-
-    # vLLM's log-probs
-
-    @property
-    def _truncates(self) -> bool:
-        return self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
-
-    @torch.no_grad()
-    def _as_if_scored(self, rows: Rows, logprobs: list[list[float | None]]) -> list[list[float | None]]:
-        """
-        vLLM's log-probs, brought from the distribution that it samples from to the one that the loss scores.
-
-        vLLM samples at a row's own temperature, from the tokens that top_k, top_p and min_p leave, and its log-probs
-        are of that distribution; TRL compares them with the policy's over the whole vocabulary at the temperature of
-        the training, and takes the difference for one between the two engines. What it is by the policy's own weights
-        is added to them here, so that the ratio is 1 where the engines agree.
-        """
-        warpers = LogitsProcessorList()
-        # In vLLM's order
-        if self.min_p:
-            warpers.append(MinPLogitsWarper(self.min_p))
-        if self.top_k > 0:
-            warpers.append(TopKLogitsWarper(self.top_k))
-        if self.top_p < 1:
-            warpers.append(TopPLogitsWarper(self.top_p))
-        corrected = []
-        for i, of_row in enumerate(logprobs):
-            start = rows.loss_mask[i].index(1)
-            ids = torch.tensor([rows.prompt_ids[i] + rows.completion_ids[i]], device=self.accelerator.device)
-            tokens = ids[0, len(rows.prompt_ids[i]) + start :, None]
-            with self.accelerator.autocast():
-                logits = self.model(input_ids=ids, logits_to_keep=len(tokens) + 1).logits[0, :-1].float()
-            scored = (logits / self.temperature).log_softmax(-1).gather(1, tokens)
-            logits /= rows.temperatures[i]
-            # A token at the edge may be cut off by these weights, and not by vLLM's rounding of them
-            sampled_from = warpers(ids, logits).scatter(1, tokens, logits.gather(1, tokens)).log_softmax(-1)
-            shift = (scored - sampled_from.gather(1, tokens)).squeeze(1).tolist()
-            shifted = [None if x is None else x + y for x, y in zip(of_row[start:], shift, strict=True)]
-            corrected.append([*of_row[:start], *shifted])
-        return corrected
-
-    def _check_same_policy(self, batch: dict[str, torch.Tensor]) -> None:
-        """Refuse samples of another model: of a server that was started with the wrong one, say."""
-        difference = batch["sampling_per_token_logps"] - batch["old_per_token_logps"]
-        mask = (batch["completion_mask"] * batch["tool_mask"]).bool() & difference.isfinite()
-        divergence = self.accelerator.gather(difference[mask].mean()).nanmean().item()  # one verdict for all processes
-        if divergence > MAX_DIVERGENCE:
-            raise RuntimeError(
-                f"vLLM does not sample from the policy {self.model.name_or_path!r}, but from a distribution "
-                f"{divergence:.2f} nats a token away from it ({MAX_DIVERGENCE} are allowed). Does it serve the same "
-                "model?"
-            )
-
     # The loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -421,41 +305,3 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
             return super()._compute_loss(model, inputs)
         finally:
             self.beta = beta
-
-
-def checked_reward_func(func: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A reward function that raises on a reward that is no number, and says which function raised."""
-    if isinstance(func, nn.Module):
-        return func
-
-    def check(rewards: Any) -> list[float | None]:
-        rewards = list(rewards)
-        for i, reward in enumerate(rewards):
-            if reward is not None and not math.isfinite(reward):
-                raise ValueError(
-                    f"The reward function '{name}' returned {reward} for completion {i} of {len(rewards)}. A reward "
-                    "must be a finite number, or None for a completion that cannot be scored."
-                )
-        return rewards
-
-    @contextmanager
-    def named() -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            error.add_note(f"In the reward function '{name}'.")
-            raise
-
-    if is_async_callable(func):
-
-        async def checked_async(*args: Any, **kwargs: Any) -> list[float | None]:
-            with named():
-                return check(await func(*args, **kwargs))
-
-        return checked_async
-
-    def checked(*args: Any, **kwargs: Any) -> list[float | None]:
-        with named():
-            return check(func(*args, **kwargs))
-
-    return checked

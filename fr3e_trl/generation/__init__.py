@@ -1,0 +1,1 @@
+"""How completions are drawn: one interface, and the backends behind it."""

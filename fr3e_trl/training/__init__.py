@@ -1,0 +1,1 @@
+"""What connects the method with TRL, and with other processes."""
