@@ -5,7 +5,7 @@ import textwrap
 
 from transformers import PreTrainedTokenizerBase
 
-from .method.tree import Rollout, State, Tree
+from .method.tree import Rollout, State, TokenIds, Tree
 
 WIDTH = 100  # columns of a line
 SEGMENT = 160  # characters shown between two anchors
@@ -49,9 +49,9 @@ def _base_lines(tree: Tree, base: int, tokenizer: PreTrainedTokenizerBase) -> li
     text, start = "", 0
     for i, state in enumerate(tree.states):
         if state.base == base:
-            anchor = len(state.prefix_ids)
+            anchor = state.position
             text += _shorten(_text(tokenizer, token_ids[:start], token_ids[start:anchor]), SEGMENT)
-            text += f"⟦S{i}: {_shorten(_text(tokenizer, token_ids[:anchor], [token_ids[anchor]]), SEGMENT)}⟧"
+            text += f"⟦S{i}: {_shorten(_text(tokenizer, token_ids[:anchor], token_ids[anchor : anchor + 1]), SEGMENT)}⟧"
             start = anchor + 1
     text += _shorten(_text(tokenizer, token_ids[:start], token_ids[start:]), SEGMENT)
     outcome = _outcomes([tree.bases[base]], tree)[0]
@@ -74,6 +74,8 @@ def _state_lines(tree: Tree, i: int, tokenizer: PreTrainedTokenizerBase) -> list
     for rollout, outcome in zip(state.rollouts, outcomes, strict=True):
         note = f"  (trajectory {explored[id(rollout)] + 1})" if id(rollout) in explored else ""
         text = _text(tokenizer, state.prefix_ids, rollout.token_ids)
+        if len(rollout.token_ids) == 0:
+            text = f"({rollout.length} tokens, in another process)"
         lines.append(f"    {outcome} {_shorten(text, WIDTH - 5 - len(outcome) - len(note))}{note}")
     return lines
 
@@ -81,8 +83,8 @@ def _state_lines(tree: Tree, i: int, tokenizer: PreTrainedTokenizerBase) -> list
 def _origin(tree: Tree, state: State) -> str:
     if state.base is None:
         return "the prompt: "
-    position, length = len(state.prefix_ids) + 1, len(tree.bases[state.base].token_ids)
-    return f"before token {position} of {length}: H = {state.entropy:.2f} nats, "
+    length = tree.bases[state.base].length
+    return f"before token {state.position + 1} of {length}: H = {state.entropy:.2f} nats, "
 
 
 def _value(tree: Tree, state: State) -> str:
@@ -100,9 +102,10 @@ def _outcomes(rollouts: list[Rollout], tree: Tree) -> list[str]:
     return [symbols.get(rollout.score.reward, "?").rjust(width) for rollout in rollouts]
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, context_ids: list[int], token_ids: list[int]) -> str:
+def _text(tokenizer: PreTrainedTokenizerBase, context_ids: TokenIds, token_ids: TokenIds) -> str:
     """What `token_ids` add to the text of `context_ids`: some tokenizers decode a token otherwise at a text's start."""
-    return tokenizer.decode(context_ids + token_ids)[len(tokenizer.decode(context_ids)) :]
+    context = context_ids.tolist()
+    return tokenizer.decode(context + token_ids.tolist())[len(tokenizer.decode(context)) :]
 
 
 def _shorten(text: str, length: int) -> str:

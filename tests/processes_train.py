@@ -19,10 +19,10 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from models import CPU, make_dataset, make_model, make_tokenizer
+from trees import rollouts_of
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.generation.sampler import Sample
-from fr3e_trl.method.tree import rollouts_of
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -34,7 +34,7 @@ class FakeSampler:
         return [[self.draw(request, i) for i in range(request.num_samples)] for request in requests]
 
     def draw(self, request, i):
-        seed = hashlib.sha256(repr((request.prefix_ids, i)).encode()).hexdigest()
+        seed = hashlib.sha256(repr((request.prefix_ids.tolist(), i)).encode()).hexdigest()
         rng = random.Random(seed)
         return Sample([rng.randrange(5, 40) for _ in range(rng.randint(1, request.max_new_tokens))])
 
@@ -71,8 +71,18 @@ def main(output: Path, settings: dict, *options: str) -> None:
         batch = explore(inputs)
         trees.append(
             [
-                (state.prefix_ids, rollout.token_ids, rollout.score.reward, state.value, state.modulation)
-                for _, state, rollout in rollouts_of(trainer.trees)
+                {
+                    "tokens": [state.prefix_ids, rollout.token_ids] if rollout.token_ids else None,
+                    "known": [
+                        state.position,
+                        rollout.length,
+                        rollout.score.reward,
+                        state.value,
+                        state.modulation,
+                        tree.mean_entropies,
+                    ],
+                }
+                for tree, state, rollout in rollouts_of(trainer.trees)
             ]
         )
         return batch

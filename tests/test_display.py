@@ -3,11 +3,10 @@
 import math
 
 import pytest
-import torch
 from models import make_tokenizer
 
 from fr3e_trl.display import WIDTH, render_tree
-from fr3e_trl.method.tree import Rollout, Score, Tree
+from fr3e_trl.method.tree import Rollout, Score, Tree, as_ids
 
 TOKENIZER = make_tokenizer()
 
@@ -24,9 +23,8 @@ def make_tree(right: float = 1.0, wrong: float = 0.0) -> Tree:
     """`1+2+3=`, two base trajectories and three anchors: two on the first, the better one, and one on the second."""
     tree = Tree(ids("1+2+3="), budget=20)
     tree.bases = [rollout("3+3=\n6<eos>", right), rollout("1+5=\n7<eos>", wrong)]
-    tree.entropies = [torch.arange(len(base.token_ids)) / 8 for base in tree.bases]
-    tree.branch(0, [2, 5])
-    tree.branch(1, [4])
+    tree.branch(0, {2: 2 / 8, 5: 5 / 8})
+    tree.branch(1, {4: 4 / 8})
     root, first, second, other = tree.states
     root.rollouts, root.value = list(tree.bases), (right + wrong) / 2
     first.rollouts, first.value = [rollout("4=\n7<eos>", wrong), rollout("3=\n6<eos>", right)], (right + wrong) / 2
@@ -84,8 +82,9 @@ def test_an_unscorable_rollout_is_a_question_mark():
 @pytest.mark.parametrize("length", [200, 5000])
 def test_long_texts_are_shortened_to_their_ends(length):
     tree = make_tree()
-    tree.prompt_ids = ids("what is " + "1+" * length + "2=")
-    tree.bases[0].token_ids += ids("5" * length + ".")
+    tree.prompt_ids = as_ids(ids("what is " + "1+" * length + "2="))
+    tree.bases[0] = rollout("3+3=\n6" + "5" * length + ".", 1.0)
+    tree.states[0].rollouts[0] = tree.bases[0]
     tree.states[1].rollouts[0] = rollout("4=" + "7" * length + "-8", 0.0)
     text = render_tree(tree, TOKENIZER)
     assert max(map(len, text.splitlines())) <= WIDTH

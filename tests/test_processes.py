@@ -13,7 +13,7 @@ from accelerate.utils import is_deepspeed_available
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fr3e_trl.training.processes import share_out
+from fr3e_trl.method.batch import Deal
 
 SCRIPT = Path(__file__).with_name("processes_train.py")
 DEEPSPEED = pytest.mark.skipif(not is_deepspeed_available(), reason="deepspeed is not installed: see the Makefile")
@@ -35,6 +35,19 @@ def launch(output: Path, num_processes: int, settings: dict, *options: str, reci
 
 def weights_of(output: Path, process: int = 0) -> list[torch.Tensor]:
     return list(torch.load(output / f"{process}.pt").values())
+
+
+def trees_of(results: list[dict]) -> list[list[list]]:
+    """The rows that the processes saw in each step. All know each row's shape and worth, and some hold its tokens."""
+    steps = []
+    for of_processes in zip(*(result["trees"] for result in results), strict=True):
+        steps.append([])
+        for row in zip(*of_processes, strict=True):
+            tokens = [of_process["tokens"] for of_process in row if of_process["tokens"] is not None]
+            assert tokens and all(held == tokens[0] for held in tokens)
+            assert all(of_process["known"] == row[0]["known"] for of_process in row)
+            steps[-1].append([*tokens[0], *row[0]["known"]])
+    return steps
 
 
 def same(x, y) -> bool:
@@ -66,12 +79,11 @@ def test_the_same_completions_give_the_same_training(loss_type, num_generations,
             "optim": "sgd",  # moves the weights by their gradients, and by no more
         }
         of_processes = launch(tmp_path / str(i), num_processes, settings, "fake")
-        assert all(result["trees"] == of_processes[0]["trees"] for result in of_processes)
         results.append((of_processes, weights_of(tmp_path / str(i))))
     (alone, *others) = results
     for of_processes, weights in others:
         main = of_processes[0]
-        assert same(main["trees"], alone[0][0]["trees"])
+        assert same(trees_of(of_processes), trees_of(alone[0]))
         for mine, theirs in zip(main["logs"], alone[0][0]["logs"], strict=True):
             for name in ("loss", "grad_norm", "reward", "fr3e/value/S0", "fr3e/advantage/std", "fr3e/tokens/generated"):
                 assert name not in theirs or math.isclose(mine[name], theirs[name], rel_tol=1e-5, abs_tol=1e-6), name
@@ -95,7 +107,7 @@ def test_sharded_training_is_the_same_as_in_one_process(recipe, tmp_path):
     alone = launch(tmp_path / "alone", 1, settings | {"per_device_train_batch_size": 24}, "fake")
     sharded = launch(tmp_path / "sharded", 3, settings, "fake", "sharded", recipe=recipe)
     assert sharded[0]["backend"] == ("DistributedType.FSDP" if recipe == "fsdp2" else "DistributedType.DEEPSPEED")
-    assert all(same(result["trees"], alone[0]["trees"]) for result in sharded)
+    assert same(trees_of(sharded), trees_of(alone))
     for mine, theirs in zip(sharded[0]["logs"], alone[0]["logs"], strict=True):
         for name in ("loss", "reward", "fr3e/value/S0", "fr3e/advantage/std"):
             assert name not in theirs or math.isclose(mine[name], theirs[name], rel_tol=1e-5, abs_tol=1e-6), name
@@ -113,18 +125,18 @@ def test_sharded_sampling(recipe, tmp_path):
         "num_iterations": 2,
     }
     of_processes = launch(tmp_path / "run", 3, settings, "sharded", recipe=recipe)
-    assert all(result["trees"] == of_processes[0]["trees"] for result in of_processes)
+    assert len(trees_of(of_processes)) == 2
     assert all(math.isfinite(entry["loss"]) for entry in of_processes[0]["logs"] if "loss" in entry)
 
 
 def test_real_sampling_in_two_processes(tmp_path):
     settings = {"num_generations": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     first, second = launch(tmp_path / "run", 2, settings)
-    assert first["trees"] == second["trees"]
-    assert [len(of_step) for of_step in first["trees"]] == [8, 8, 8]
+    trees = trees_of([first, second])
+    assert [len(of_step) for of_step in trees] == [8, 8, 8]
     assert all(math.isfinite(entry["loss"]) for entry in first["logs"] if "loss" in entry)
     assert all(map(torch.equal, *(weights_of(tmp_path / "run", process) for process in range(2))))
-    rollouts = [tuple(token_ids) for of_step in first["trees"] for _, token_ids, *_ in of_step]
+    rollouts = [tuple(token_ids) for of_step in trees for _, token_ids, *_ in of_step]
     assert len(set(rollouts)) > len(rollouts) / 2  # the processes do not draw the same
 
 
@@ -166,15 +178,14 @@ def test_refill_is_the_same_in_several_processes(tmp_path):
     alone = launch(tmp_path / "alone", 1, settings, "fake")
     shared = launch(tmp_path / "shared", 3, settings | {"per_device_train_batch_size": 8}, "fake")
     assert sum(entry.get("fr3e/refill/prompts", 0) for entry in alone[0]["logs"]) > 0
-    assert all(same(result["trees"], alone[0]["trees"]) for result in shared)
+    assert same(trees_of(shared), trees_of(alone))
     torch.testing.assert_close(weights_of(tmp_path / "shared"), weights_of(tmp_path / "alone"), atol=1e-6, rtol=1e-6)
 
 
 def test_a_process_with_nothing_to_do(tmp_path):
     """Two base trajectories, for three processes."""
     settings = {"num_generations": 6, "num_anchors": 2, "per_device_train_batch_size": 2}
-    of_processes = launch(tmp_path / "run", 3, settings)
-    assert all(result["trees"] == of_processes[0]["trees"] for result in of_processes)
+    assert len(trees_of(launch(tmp_path / "run", 3, settings))) == 3
 
 
 def test_a_process_that_raises_ends_all(tmp_path):
@@ -185,9 +196,10 @@ def test_a_process_that_raises_ends_all(tmp_path):
         assert (tmp_path / "run" / f"{i}.error").read_text() == "OSError: the reward model is gone"
 
 
-@given(st.lists(st.floats(0, 1e6), max_size=50), st.integers(1, 9))
-def test_shares_are_even(costs, num_shares):
-    shares = share_out(costs, num_shares)
-    assert sorted(i for share in shares for i in share) == list(range(len(costs)))
-    loads = [sum(costs[i] for i in share) for share in shares]
-    assert max(loads) <= sum(costs) / num_shares + max(costs, default=0) + 1e-3
+@given(st.integers(1, 9), st.integers(0, 80))
+def test_rows_are_dealt_out_in_order_and_evenly(num_processes, num_rows):
+    deals = [Deal(num_rows, num_processes, process) for process in range(num_processes)]
+    assert [row for deal in deals for row in deal.own] == list(range(num_rows))
+    assert all(deal.owner(row) == deal.process for deal in deals for row in deal.own)
+    sizes = [len(deal.own) for deal in deals]
+    assert max(sizes) - min(sizes) <= 1

@@ -8,10 +8,12 @@ from datasets import Dataset
 from models import CPU, make_dataset, make_model, make_tokenizer
 from recorder import Recorder
 from transformers import set_seed
+from trees import rollouts_of
 
 from fr3e_trl import FR3EConfig
-from fr3e_trl.method.refill import PromptStream, Row, fill_batch, num_to_draw
-from fr3e_trl.method.tree import Rollout, rollouts_of
+from fr3e_trl.method.batch import Row
+from fr3e_trl.method.refill import PromptStream, fill_batch, num_to_draw
+from fr3e_trl.method.tree import Rollout
 
 
 def hopeful(prompts, completions, **kwargs):
@@ -93,9 +95,8 @@ def test_no_prompt_comes_twice_in_an_epoch():
     assert sum(logged(trainer, "fr3e/refill/prompts")) + 6 * 4 == len(drawn)
 
 
-@pytest.mark.parametrize("leftovers", ["next", "drop"])
-def test_rows_that_are_left_over(leftovers):
-    trainer = train(make_prompts(200, 60), max_refills=12, refill_leftovers=leftovers, max_steps=6)
+def test_rows_that_are_left_over():
+    trainer = train(make_prompts(200, 60), max_refills=12, max_steps=6)
     reused, dropped = logged(trainer, "fr3e/refill/reused"), logged(trainer, "fr3e/refill/dropped")
     informative = [
         sum(len(state.rollouts) for tree in trees for state in tree.states if not state.rejected)
@@ -103,12 +104,9 @@ def test_rows_that_are_left_over(leftovers):
     ]
     left_over = [count - (32 - n) for count, n in zip(informative, reused, strict=True)]
     assert any(left_over)
-    if leftovers == "drop":
-        assert reused == [0] * 6 and dropped == left_over
-    else:
-        # Of those of a step, each is used in the next one or dropped there
-        assert [n + m for n, m in zip(reused, dropped, strict=True)] == [0, *left_over[:-1]]
-        assert sum(reused) > 0
+    # Of those of a step, each is used in the next one or dropped there
+    assert [n + m for n, m in zip(reused, dropped, strict=True)] == [0, *left_over[:-1]]
+    assert sum(reused) > 0
 
 
 def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from():
@@ -122,7 +120,7 @@ def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from():
         keep(rows)
         kept.append(
             {
-                tuple(row.prompt_ids + row.completion_ids): (row, theirs)
+                (*row.prompt_ids.tolist(), *row.completion_ids.tolist()): (row, theirs)
                 for row, theirs in zip(rows, statistics, strict=True)
             }
         )
@@ -144,7 +142,7 @@ def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from():
             num_seen += 1
             old = batch["old_per_token_logps"][i][: len(completion)]
             torch.testing.assert_close(old, row.old_logprobs)
-            if not row.prefix_ids:
+            if len(row.prefix_ids) == 0:
                 torch.testing.assert_close(old, at_temperature_1)
             else:
                 assert not torch.allclose(old, at_temperature_1)
@@ -153,7 +151,7 @@ def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from():
 
 
 def row(in_loss: bool) -> Row:
-    return Row({}, None, [1], [], Rollout([2]), 1.0, in_loss=in_loss)
+    return Row(Rollout([2]), 0, 1.0, in_loss=in_loss)
 
 
 def test_fill_batch_by_hand():
@@ -195,7 +193,7 @@ def test_a_stream_goes_on_where_it_was():
 def test_the_first_prompts_are_those_of_the_data_loader():
     trainer = make_trainer(make_dataset(16), max_refills=1)
     sampler = trainer._get_train_sampler()
-    assert trainer._prompts.draw(16) == list(dict.fromkeys(sampler))
+    assert trainer._refill.prompts.draw(16) == list(dict.fromkeys(sampler))
 
 
 def test_refill_takes_a_dataset_that_can_be_drawn_from():

@@ -25,11 +25,11 @@ from transformers import (
     set_seed,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from trees import rollouts_of
 from trl import GRPOConfig, GRPOTrainer
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.method.anchors import eligible_positions, rank_anchors
-from fr3e_trl.method.tree import rollouts_of
 from fr3e_trl.training.trl_seams import BATCH_TOKENS
 
 SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 2}
@@ -262,7 +262,7 @@ def test_what_trl_logs_of_completions_fits_the_rows():
     entry = trainer.state.log_history[0]
     lengths = [len(state.prefix_ids + rollout.token_ids) for _, state, rollout in rollouts_of(trees)]
     assert entry["completions/mean_length"] == pytest.approx(sum(lengths) / 16)  # whole completions, prefix included
-    assert entry["seen"] == 8  # base trajectories, and then what branched from them
+    assert entry["seen"] == 16  # one call, as by GRPO
 
 
 @pytest.mark.parametrize("settings", [{}, {"reuse_base": False, "num_base_trajectories": 3}, {"num_generations": 4}])
@@ -278,8 +278,7 @@ def test_every_completion_is_scored_once(settings):
     for _, trees in trainer.batches:
         for tree in trees:
             rows = [state.prefix_ids + rollout.token_ids for _, state, rollout in rollouts_of([tree])]
-            thrown_away = [] if trainer.args.reuse_base else [base.token_ids for base in tree.bases]
-            generated.update(tuple(ids) for ids in rows + thrown_away)
+            generated.update(tuple(ids) for ids in rows)  # but not what is thrown away
     assert scored == generated
 
 
@@ -334,7 +333,7 @@ def test_micro_batches_change_no_tree():
         trainer.train()
         trees[batch_size] = trainer.batches[0][1]
     for alone, together in zip(trees[1], trees[16], strict=True):
-        assert [s.prefix_ids for s in alone.states] == [s.prefix_ids for s in together.states]
+        assert [s.prefix_ids.tolist() for s in alone.states] == [s.prefix_ids.tolist() for s in together.states]
         assert [s.value for s in alone.states] == [s.value for s in together.states]
         for a, b in zip(alone.entropies, together.entropies, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
@@ -403,7 +402,7 @@ def test_a_batch_that_teaches_nothing(loss_type):
 
     def same_at_first(completions, **kwargs):
         calls.append(len(completions))
-        return [1.0] * len(completions) if len(calls) <= 2 else letters(completions)
+        return [1.0] * len(completions) if len(calls) <= 1 else letters(completions)
 
     trainer = make_trainer(reward_funcs=same_at_first, loss_type=loss_type, weight_decay=0.0, max_steps=2)
     before = weights(trainer)
@@ -728,7 +727,7 @@ def test_completions_stop_at_the_end_of_the_context():
 @pytest.mark.parametrize(
     ("reward", "error", "named"),
     [
-        (lambda completions, **kwargs: [1.0], ValueError, "returned 1 rewards, but 4 were expected"),
+        (lambda completions, **kwargs: [1.0], ValueError, "returned 1 rewards, but 16 were expected"),
         (lambda completions, **kwargs: ["right"] * len(completions), TypeError, "real number"),
         (lambda completions, **kwargs: [math.nan] * len(completions), ValueError, "returned nan for completion 0"),
         (lambda completions, **kwargs: [math.inf] * len(completions), ValueError, "returned inf"),

@@ -166,12 +166,9 @@ def _tree_tokens(trees: list[Tree]) -> tuple[int, int]:
     for tree in trees:
         kept = {id(rollout) for state in tree.states for rollout in state.rollouts}
         thrown_away = [base for base in tree.bases if id(base) not in kept]
-        for prefix_ids, rollouts in [
-            ([], thrown_away),
-            *((state.prefix_ids, state.rollouts) for state in tree.states),
-        ]:
-            sampled += sum(len(rollout.token_ids) for rollout in rollouts)
-            read += (len(tree.prompt_ids) + len(prefix_ids)) * len(rollouts)
+        for position, rollouts in [(0, thrown_away), *((state.position, state.rollouts) for state in tree.states)]:
+            sampled += sum(rollout.length for rollout in rollouts)
+            read += (len(tree.prompt_ids) + position) * len(rollouts)
     return sampled, read
 
 

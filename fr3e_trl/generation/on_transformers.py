@@ -51,7 +51,7 @@ class GenerateSampler:
         width = max(len(row.prefix_ids) for row in rows)
         with self.generation_model() as model:
             input_ids = torch.tensor(
-                [[config.pad_token_id] * (width - len(row.prefix_ids)) + row.prefix_ids for row in rows],
+                [[config.pad_token_id] * (width - len(row.prefix_ids)) + row.prefix_ids.tolist() for row in rows],
                 device=model.device,
             )
             attention_mask = torch.tensor(
@@ -113,7 +113,7 @@ class ContinuousBatchingSampler:
                 ) as manager,
             ):
                 pending = {
-                    manager.add_request(request.prefix_ids, max_new_tokens=request.max_new_tokens): i
+                    manager.add_request(request.prefix_ids.tolist(), max_new_tokens=request.max_new_tokens): i
                     for i, request in enumerate(requests)
                     for _ in range(request.num_samples)
                     if request.temperature == temperature

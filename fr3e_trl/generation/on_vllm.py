@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from ..training.processes import on_main_process
+from ..training.processes import through_main_process
 from .sampler import Sample, SamplingRequest
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ class VLLMSampler:
 
 class VLLMServerSampler(VLLMSampler):
     """
-    [`VLLMSampler`] that asks a server, from the main process, for all requests at once: the server batches them.
+    [`VLLMSampler`] that asks a server, from the main process, for the requests of all processes at once: the server
+    batches them.
 
     Attributes:
         hit_rate (`float`, *optional*):
@@ -64,12 +65,12 @@ class VLLMServerSampler(VLLMSampler):
     hit_rate: float | None = None
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
-        return on_main_process(self.generation.accelerator, lambda: self._ask(requests))
+        return through_main_process(self.generation.accelerator, self._ask, requests)
 
     def _ask(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         server = self.generation.server
         assert server is not None
-        payloads = [{**self.sampling_params(request), "prompt": request.prefix_ids} for request in requests]
+        payloads = [{**self.sampling_params(request), "prompt": request.prefix_ids.tolist()} for request in requests]
         with self.profiler():
             queries_before, hits_before = server.prefix_cache_counters()
             responses = server.complete(payloads)
@@ -88,7 +89,7 @@ class VLLMColocateSampler(VLLMSampler):
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         from vllm import SamplingParams
 
-        prompts = [{"prompt_token_ids": request.prefix_ids} for request in requests]
+        prompts = [{"prompt_token_ids": request.prefix_ids.tolist()} for request in requests]
         params = [SamplingParams(**self.sampling_params(request)) for request in requests]
         with self.profiler():
             outputs = self.generation.llm.generate(prompts, sampling_params=params, use_tqdm=False)

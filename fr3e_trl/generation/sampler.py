@@ -1,14 +1,13 @@
-"""How completions are drawn: what is asked of a sampler, and how several processes share it out."""
+"""How completions are drawn: what is asked of a sampler, and how several processes keep in step."""
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from accelerate import Accelerator
+import numpy as np
+from accelerate.utils import gather_object
 
-from ..training.processes import in_shares
+from ..method.tree import TokenIds
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,7 @@ class SamplingRequest:
     A prefix to be continued.
 
     Args:
-        prefix_ids (`list[int]`):
+        prefix_ids (`TokenIds`):
             Token ids to continue: a prompt, or a prompt and the first tokens of a completion.
         num_samples (`int`):
             How many continuations to draw.
@@ -25,12 +24,15 @@ class SamplingRequest:
             Token budget of each of them. It is this request's own: requests of one call differ in it.
         temperature (`float`):
             Sampling temperature.
+        num_prompt_tokens (`int`, *optional*):
+            How many of `prefix_ids` are the prompt; the others were sampled before. If `None`, all.
     """
 
-    prefix_ids: list[int]
+    prefix_ids: TokenIds
     num_samples: int
     max_new_tokens: int
     temperature: float
+    num_prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,23 @@ class Sample:
     A continuation, without its prefix.
 
     Args:
-        token_ids (`list[int]`):
+        token_ids (`Sequence[int]` or `TokenIds`):
             At least one token id, ending with EOS unless the budget ended it.
-        logprobs (`list[float]`, *optional*):
+        logprobs (`Sequence[float]` or `np.ndarray`, *optional*):
             Log-probability of each token under the distribution that it was drawn from, where the backend has them.
     """
 
-    token_ids: list[int]
-    logprobs: list[float] | None = None
+    token_ids: Sequence[int] | TokenIds
+    logprobs: Any = None
 
 
 class Sampler(Protocol):
-    """Draws continuations of prefixes."""
+    """
+    Draws continuations of prefixes.
+
+    Where several processes train, each calls its own sampler for its own rows, and all call equally often, also one
+    that has no request.
+    """
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         """
@@ -62,45 +69,27 @@ class Sampler(Protocol):
         ...
 
 
-class SharedSampler:
+class InStepSampler:
     """
-    Shares requests, the same in every process, out between the samplers of all of them.
+    Has every process call a sampler equally often, as it must where calling it is a collective call.
 
-    The samples of one request may be drawn in several processes. What they cost is taken to be their budgets.
+    A model whose weights are sharded runs in all processes together. One without a request of some temperature draws a
+    token that nobody needs.
 
     Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            Knows the processes.
         sampler ([`Sampler`]):
             This process's.
-        in_step (`bool`):
-            Whether the samplers must draw equally many, see [`in_shares`].
     """
 
-    def __init__(self, accelerator: Accelerator, sampler: Sampler, in_step: bool = False):
-        self.accelerator = accelerator
+    def __init__(self, sampler: Sampler):
         self.sampler = sampler
-        self.in_step = in_step
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         samples: list[list[Sample]] = [[] for _ in requests]
-        # One temperature after the other, for every process to have some of each, if they are to keep in step
-        for temperature in dict.fromkeys(request.temperature for request in requests):
-            owners = [
-                i
-                for i, request in enumerate(requests)
-                for _ in range(request.num_samples)
-                if request.temperature == temperature
-            ]
-            costs = [requests[i].max_new_tokens for i in owners]
-            draw = partial(self._draw, requests)
-            for i, sample in zip(owners, in_shares(self.accelerator, draw, owners, costs, self.in_step), strict=True):
-                samples[i].append(sample)
+        for temperature in sorted(set(gather_object([request.temperature for request in requests]))):
+            own = [i for i, request in enumerate(requests) if request.temperature == temperature]
+            idle = SamplingRequest(np.zeros(1, np.int32), 1, 1, temperature)
+            drawn = self.sampler.sample([requests[i] for i in own] or [idle])
+            for i, of_request in zip(own, drawn, strict=False):
+                samples[i] = of_request
         return samples
-
-    def _draw(self, requests: Sequence[SamplingRequest], owners: list[int]) -> list[Sample]:
-        """One sample for each of `owners`, in order: indices of requests, those of one request together."""
-        counts = Counter(owners)
-        drawn = self.sampler.sample([replace(requests[i], num_samples=counts[i]) for i in counts])
-        of_request = {i: iter(samples) for i, samples in zip(counts, drawn, strict=True)}
-        return [next(of_request[i]) for i in owners]

@@ -86,6 +86,25 @@ class FR3EVLLMGeneration(VLLMGeneration):
         config = None if self.server is None else self.server.config  # the main process has it
         return on_main_process(self.accelerator, lambda: config["model_config"]["max_model_len"])  # type: ignore[index]
 
+    def checked_context(self, model_context: int | None, prompt_length: int, max_completion_length: int) -> int | None:
+        """
+        Longest prompt and completion together that both the model and vLLM take, in tokens; `None` without a limit.
+
+        Raises:
+            ValueError: vLLM takes less than the model, and less than `prompt_length` and `max_completion_length`.
+        """
+        available = self.max_context()
+        if model_context is not None and available >= model_context:
+            return model_context
+        needed = prompt_length + max_completion_length
+        if available < needed:
+            raise ValueError(
+                f"vLLM has a context of {available} tokens, too few for the {prompt_length} of the first prompt and "
+                f"max_completion_length={max_completion_length}. Start it with --max-model-len {needed} or more (in "
+                "colocate mode: vllm_max_model_length), or lower max_completion_length."
+            )
+        return available
+
     # At the start
 
     def _connect(self) -> str | None:

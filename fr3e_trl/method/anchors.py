@@ -22,25 +22,26 @@ def select_bases(rewards: list[float], selection: str, rng: random.Random) -> li
 
     Args:
         rewards (`list[float]`):
-            Reward of each base trajectory, NaN where it is unscorable. Only scorable ones are chosen, unless none is.
+            Reward of each base trajectory, NaN where it is unscorable, or not scored yet: `"all"` and `"random"` do not
+            look at it.
         selection (`str`):
             `"mixed"` (one of the best-scored and one of the worst-scored when the scores differ, one at random when
-            they do not), `"best"`, `"worst"`, `"random"` or `"all"`.
+            they do not), `"best"` or `"worst"`, each among the scorable unless none is; `"random"` or `"all"`.
         rng (`random.Random`):
             Decides among equals.
 
     Returns:
-        `list[int]`: Indices of the chosen trajectories, the better ones first.
+        `list[int]`: Indices of the chosen trajectories: the better before the worse, or in order.
     """
-    scorable = [i for i, reward in enumerate(rewards) if not math.isnan(reward)]
-    if not scorable:
-        return [rng.randrange(len(rewards))]
     if selection == "all":
-        return sorted(scorable, key=lambda i: -rewards[i])
+        return list(range(len(rewards)))
+    scorable = [i for i, reward in enumerate(rewards) if not math.isnan(reward)]
+    if selection == "random" or not scorable:
+        return [rng.randrange(len(rewards))]
     best = max(rewards[i] for i in scorable)
     worst = min(rewards[i] for i in scorable)
-    wanted = {"mixed": [best, worst], "best": [best], "worst": [worst], "random": []}[selection]
-    if best == worst or not wanted:
+    wanted = {"mixed": [best, worst], "best": [best], "worst": [worst]}[selection]
+    if best == worst:
         return [rng.choice(scorable)]
     return [rng.choice([i for i in scorable if rewards[i] == reward]) for reward in wanted]
 

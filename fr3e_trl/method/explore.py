@@ -1,20 +1,72 @@
-"""First Return, and Entropy-Eliciting Explore: the two stages in which trees of rollouts grow."""
+"""
+First Return, and Entropy-Eliciting Explore: the two stages in which trees of rollouts grow.
 
+Each process samples, scores and looks for anchors in the rows that are dealt to it. What the processes tell each other
+is how long and how good their rollouts are and where anchors might be; tokens only of the base trajectories of prompts
+whose rows are dealt to several of them.
+"""
+
+import hashlib
+import math
 import random
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
 
+import numpy as np
 import torch
 
 from ..config import FR3EConfig
 from ..generation.sampler import Sampler, SamplingRequest
 from .anchors import anchor_scores, eligible_positions, rank_anchors, select_bases, share_anchors
-from .tree import Rollout, Score, Tree
+from .batch import Deal
+from .tree import Rollout, Score, State, TokenIds, Tree, as_ids
 
 # Scores completions: (index of each one's tree, their whole token ids) to what they scored.
-Scorer = Callable[[list[int], list[list[int]]], list[Score]]
+Scorer = Callable[[list[int], list[TokenIds]], list[Score]]
 
 # The policy's view of completions: (prompts, completions) to log-probs and entropies of their tokens, each (L,).
-TokenStatistics = Callable[[list[list[int]], list[list[int]]], list[tuple[torch.Tensor, torch.Tensor]]]
+TokenStatistics = Callable[[list[TokenIds], list[TokenIds]], list[tuple[torch.Tensor, torch.Tensor]]]
+
+# Calls a function in every process, and returns what it returned in each.
+InEveryProcess = Callable[[Callable[[], Any]], list[Any]]
+
+# Ways to select base trajectories that look at what these scored
+BY_SCORE = ("mixed", "best", "worst")
+
+
+@dataclass(frozen=True)
+class Survey:
+    """
+    What a process tells the others of a base trajectory.
+
+    Args:
+        tree, base (`int`):
+            Which it is.
+        length (`int`):
+            Its tokens.
+        mean_entropy (`float`):
+            Of the policy along it, in nats.
+        anchors (`dict[int, float]`):
+            Positions that may become anchors, best first, and the entropies there.
+        digest (`str`):
+            Of its tokens and the prompt's, which random choices are seeded by.
+        score ([`Score`]):
+            What it scored, if it was scored already.
+        token_ids (`TokenIds`):
+            Its tokens, if other processes have rows that may branch from it; else none.
+    """
+
+    tree: int
+    base: int
+    length: int
+    mean_entropy: float
+    anchors: dict[int, float]
+    digest: str
+    score: Score
+    token_ids: TokenIds
 
 
 def explore(
@@ -24,97 +76,176 @@ def explore(
     score: Scorer,
     token_statistics: TokenStatistics,
     seed: tuple[int, ...],
+    deal: Deal | None = None,
+    in_every_process: InEveryProcess = lambda function: [function()],
 ) -> None:
     """
     Grow `trees`, each to `num_generations` rollouts, all of them together in each stage.
 
     Args:
         trees (`list[Tree]`):
-            One for each prompt, with nothing but its prompt and budget.
+            One for each prompt of all processes, with nothing but its budget and, if this process has rows of it, its
+            prompt.
         args (`FR3EConfig`):
             Settings.
         sampler (`Sampler`):
             Draws the rollouts.
         score (`Scorer`):
-            Scores them. Each is scored once, on its whole completion.
+            Scores them: this process's rows, in one call unless base trajectories are selected by their scores, which
+            then are scored before. Each is scored once, on its whole completion.
         token_statistics (`TokenStatistics`):
             Gives the entropies at which to look for anchors.
         seed (`tuple[int, ...]`):
             Decides, with the sampled tokens, every choice made at random: not the order or number of trees.
+        deal ([`Deal`], *optional*):
+            Which rows are this process's. If `None`, all are.
+        in_every_process (`InEveryProcess`):
+            Calls a function in every process.
     """
-    _first_return(trees, args, sampler, score)
-    if args.num_anchors:
-        _place_anchors(trees, args, token_statistics, seed)
-    _explore(trees, args, sampler, score)
+    deal = deal or Deal(len(trees) * args.num_generations)
+
+    def first_return() -> list[Survey]:
+        bases = _first_return(trees, args, sampler, deal)
+        if args.base_selection in BY_SCORE:
+            _score([(i, trees[i].states[0], trees[i].bases[b]) for i, b in bases], score)
+        return _survey(trees, bases, args, token_statistics, seed, deal) if args.num_anchors else []
+
+    surveys = [survey for of_process in in_every_process(first_return) for survey in of_process]
+    _branch(trees, args, surveys, seed, deal)
+    outcomes = in_every_process(lambda: _explore(trees, args, sampler, score, deal))
+    _know_all(trees, outcomes)
 
 
-def _first_return(trees: list[Tree], args: FR3EConfig, sampler: Sampler, score: Scorer) -> None:
-    """Sample and score the base trajectories."""
-    requests = [SamplingRequest(tree.prompt_ids, args.num_bases, tree.budget, args.temperature) for tree in trees]
-    for tree, samples in zip(trees, sampler.sample(requests), strict=True):
-        tree.bases = [Rollout(sample.token_ids, sample.logprobs) for sample in samples]
+def _first_return(trees: list[Tree], args: FR3EConfig, sampler: Sampler, deal: Deal) -> list[tuple[int, int]]:
+    """Sample this process's base trajectories, and return which these are: (tree, base) each."""
+    group = args.num_generations
+    # The first rows of a group; more than it has rows only where they are thrown away
+    bases = [
+        (i, b)
+        for i in range(len(trees))
+        for b in range(args.num_bases)
+        if deal.owner(i * group + b % group) == deal.process
+    ]
+    requests = [
+        SamplingRequest(trees[i].prompt_ids, num_samples, trees[i].budget, args.temperature)
+        for i, num_samples in Counter(i for i, _ in bases).items()
+    ]
+    for tree in trees:
+        tree.bases = [Rollout() for _ in range(args.num_bases)]
+        tree.entropies = [None] * args.num_bases
+        tree.mean_entropies = [math.nan] * args.num_bases
+    samples = (sample for of_request in sampler.sample(requests) for sample in of_request)
+    for (i, b), sample in zip(bases, samples, strict=True):
+        trees[i].bases[b] = Rollout(as_ids(sample.token_ids), sample.logprobs)
+    return bases
+
+
+def _survey(
+    trees: list[Tree],
+    bases: list[tuple[int, int]],
+    args: FR3EConfig,
+    token_statistics: TokenStatistics,
+    seed: tuple[int, ...],
+    deal: Deal,
+) -> list[Survey]:
+    """Rank the positions of this process's base trajectories."""
+    rollouts = [trees[i].bases[b] for i, b in bases]
+    statistics = token_statistics([trees[i].prompt_ids for i, _ in bases], [base.token_ids for base in rollouts])
+    surveys = []
+    for (i, b), rollout, (logprobs, entropies) in zip(bases, rollouts, statistics, strict=True):
+        tree, group = trees[i], i * args.num_generations
+        digest = hashlib.blake2b(tree.prompt_ids.tobytes() + b"|" + rollout.token_ids.tobytes(), digest_size=8)
+        scores = anchor_scores(args.anchor_score, entropies, logprobs, random.Random(repr((seed, b, digest.digest()))))
+        eligible = eligible_positions(entropies, tree.budget, args.anchor_min_budget, args.anchor_quantile)
+        positions = rank_anchors(scores, eligible, args.num_anchors or 0, args.anchor_min_gap)
+        tree.entropies[b] = entropies.clone()  # a view would keep what it was taken from
+        straddles = deal.owner(group) != deal.owner(group + args.num_generations - 1)
+        surveys.append(
+            Survey(
+                tree=i,
+                base=b,
+                length=rollout.length,
+                mean_entropy=entropies.mean().item(),
+                anchors=dict(zip(positions, entropies[positions].tolist(), strict=True)),
+                digest=digest.hexdigest(),
+                score=replace(rollout.score, logs={}),
+                token_ids=rollout.token_ids if straddles else as_ids(),
+            )
+        )
+    return surveys
+
+
+def _branch(trees: list[Tree], args: FR3EConfig, surveys: list[Survey], seed: tuple[int, ...], deal: Deal) -> None:
+    """Select base trajectories, and branch at their most uncertain positions: the same in every process."""
+    of_trees: list[list[Survey]] = [[] for _ in trees]
+    for survey in sorted(surveys, key=lambda survey: survey.base):
+        of_trees[survey.tree].append(survey)
+    for tree, of_tree in zip(trees, of_trees, strict=True):
+        for survey in of_tree:
+            tree.mean_entropies[survey.base] = survey.mean_entropy
+            if len(tree.bases[survey.base].token_ids) == 0:
+                token_ids = survey.token_ids if len(tree.prompt_ids) else as_ids()
+                tree.bases[survey.base] = Rollout(token_ids, None, survey.score, survey.length)
         if args.reuse_base:
             tree.states[0].rollouts = list(tree.bases)
-    _score([(i, [], base) for i, tree in enumerate(trees) for base in tree.bases], score)
-
-
-def _place_anchors(
-    trees: list[Tree], args: FR3EConfig, token_statistics: TokenStatistics, seed: tuple[int, ...]
-) -> None:
-    """Select base trajectories, and branch at their most uncertain positions."""
-    num_anchors = args.num_states - 1
-    statistics = iter(
-        token_statistics(
-            [tree.prompt_ids for tree in trees for _ in tree.bases],
-            [base.token_ids for tree in trees for base in tree.bases],
-        )
-    )
-    for tree in trees:
-        of_bases = [next(statistics) for _ in tree.bases]
-        tree.entropies = [entropies for _, entropies in of_bases]
-        # Seeded by the tree itself, so that a prompt's anchors do not depend on what shares its batch
-        rng = random.Random(repr((seed, tree.prompt_ids, [base.token_ids for base in tree.bases])))
-        chosen = select_bases([base.score.reward for base in tree.bases], args.base_selection, rng)
-        ranked = []
-        for i in chosen:
-            logprobs, entropies = of_bases[i]
-            scores = anchor_scores(args.anchor_score, entropies, logprobs, rng)
-            eligible = eligible_positions(entropies, tree.budget, args.anchor_min_budget, args.anchor_quantile)
-            ranked.append(rank_anchors(scores, eligible, num_anchors, args.anchor_min_gap))
-        for i, positions in zip(chosen, share_anchors(ranked, num_anchors), strict=True):
-            tree.branch(i, positions)
-
-
-def _explore(trees: list[Tree], args: FR3EConfig, sampler: Sampler, score: Scorer) -> None:
-    """Sample and score what is missing of each state's rollouts. Those of anchors without a position go to S_0."""
-    explore_temperature = args.temperature * args.explore_temperature_scale
-    requests, targets = [], []
-    for i, tree in enumerate(trees):
+        if args.num_anchors:
+            # Seeded by the tree itself, so that a prompt's anchors do not depend on what shares its batch
+            rng = random.Random(repr((seed, [survey.digest for survey in of_tree])))
+            chosen = select_bases([survey.score.reward for survey in of_tree], args.base_selection, rng)
+            ranked = [list(of_tree[b].anchors) for b in chosen]
+            for b, positions in zip(chosen, share_anchors(ranked, args.num_anchors), strict=True):
+                tree.branch(b, {position: of_tree[b].anchors[position] for position in positions})
+        # Every row has its place. Those of anchors without a position are S_0's
+        size = args.num_generations - (len(tree.states) - 1) * args.num_rollouts
         for state in tree.states:
-            is_root = state.parent is None
-            size = args.num_generations - (len(tree.states) - 1) * args.num_rollouts if is_root else args.num_rollouts
-            if size > len(state.rollouts):
-                requests.append(
-                    SamplingRequest(
-                        prefix_ids=tree.prompt_ids + state.prefix_ids,
-                        num_samples=size - len(state.rollouts),
-                        max_new_tokens=tree.budget - len(state.prefix_ids),
-                        temperature=args.temperature if is_root else explore_temperature,
-                    )
-                )
-                targets.append((i, state))
-    if not requests:
-        return
-    scored: list[tuple[int, list[int], Rollout]] = []
-    for (i, state), samples in zip(targets, sampler.sample(requests), strict=True):
-        rollouts = [Rollout(sample.token_ids, sample.logprobs) for sample in samples]
-        state.rollouts.extend(rollouts)
-        scored.extend((i, state.prefix_ids, rollout) for rollout in rollouts)
-    _score(scored, score)
+            num_missing = (size if state.parent is None else args.num_rollouts) - len(state.rollouts)
+            state.rollouts += [Rollout() for _ in range(num_missing)]
 
 
-def _score(rollouts: list[tuple[int, list[int], Rollout]], score: Scorer) -> None:
-    """Score rollouts, given with their tree's index and their prefix, and keep what they got."""
-    scores = score([i for i, _, _ in rollouts], [prefix + rollout.token_ids for _, prefix, rollout in rollouts])
+def _explore(
+    trees: list[Tree], args: FR3EConfig, sampler: Sampler, score: Scorer, deal: Deal
+) -> list[tuple[int, list[float], float]]:
+    """Sample and score what is missing of this process's rows; return the length, rewards and reward of each row."""
+    own = _slots(trees)[deal.own.start : deal.own.stop]
+    missing = [slot for slot in own if slot[1].rollouts[slot[2]].length == 0]
+    of_states = [list(slots) for _, slots in groupby(missing, key=lambda slot: id(slot[1]))]
+    explore_temperature = args.temperature * args.explore_temperature_scale
+    requests = [
+        SamplingRequest(
+            prefix_ids=np.concatenate([trees[i].prompt_ids, state.prefix_ids]),
+            num_samples=len(slots),
+            max_new_tokens=trees[i].budget - state.position,
+            temperature=args.temperature if state.parent is None else explore_temperature,
+            num_prompt_tokens=len(trees[i].prompt_ids),
+        )
+        for slots in of_states
+        for i, state, _ in slots[:1]
+    ]
+    for slots, samples in zip(of_states, sampler.sample(requests), strict=True):
+        for (_, state, k), sample in zip(slots, samples, strict=True):
+            state.rollouts[k] = Rollout(as_ids(sample.token_ids), sample.logprobs)
+    rows = [(i, state, state.rollouts[k]) for i, state, k in own]
+    _score([row for row in rows if not row[2].score.rewards], score)
+    return [(rollout.length, rollout.score.rewards, rollout.score.reward) for _, _, rollout in rows]
+
+
+def _slots(trees: list[Tree]) -> list[tuple[int, State, int]]:
+    """The rows of all processes, in order: (tree, state, number of the rollout) each."""
+    return [(i, state, k) for i, tree in enumerate(trees) for state in tree.states for k in range(len(state.rollouts))]
+
+
+def _score(rollouts: list[tuple[int, State, Rollout]], score: Scorer) -> None:
+    """Score rollouts, given with their tree's index and their state, and keep what they got."""
+    completions = [np.concatenate([state.prefix_ids, rollout.token_ids]) for _, state, rollout in rollouts]
+    scores = score([i for i, _, _ in rollouts], completions)
     for (_, _, rollout), rollout_score in zip(rollouts, scores, strict=True):
         rollout.score = rollout_score
+
+
+def _know_all(trees: list[Tree], outcomes: list[list[tuple[int, list[float], float]]]) -> None:
+    """Take down what other processes told of their rows."""
+    of_rows = (outcome for of_process in outcomes for outcome in of_process)
+    for (_, state, k), (length, rewards, reward) in zip(_slots(trees), of_rows, strict=True):
+        rollout = state.rollouts[k]
+        if not rollout.score.rewards:
+            rollout.length, rollout.score = length, Score(rewards, reward)

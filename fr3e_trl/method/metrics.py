@@ -28,7 +28,7 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
     """
     states = [state for tree in trees for state in tree.states]
     anchors = [state for state in states if state.parent is not None]
-    failed = [tree for tree in trees if not any(base.score.reward > 0 for base in tree.bases)]
+    failed = [tree for tree in trees if not any(rollout.score.reward > 0 for rollout in tree.states[0].rollouts)]
     num_generated = sum(_num_generated(tree) for tree in trees)
     metrics = {
         "fr3e/value/S0": _mean(tree.states[0].value for tree in trees),
@@ -43,9 +43,9 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
         "fr3e/alpha/min": min(state.modulation for state in states),
         "fr3e/alpha/max": max(state.modulation for state in states),
         "fr3e/anchor/entropy": _mean(state.entropy for state in anchors if state.entropy is not None),
-        "fr3e/entropy": _mean(entropy for tree in trees for along in tree.entropies for entropy in along.tolist()),
+        "fr3e/entropy": _mean_over_tokens(trees),
         "fr3e/anchor/position": _mean(
-            (len(state.prefix_ids) + 1) / len(tree.bases[state.base].token_ids)
+            (state.position + 1) / tree.bases[state.base].length
             for tree in trees
             for state in tree.states
             if state.base is not None
@@ -67,12 +67,24 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
+def _mean_over_tokens(trees: list[Tree]) -> float:
+    """Mean entropy over all tokens of the base trajectories."""
+    of_bases = [
+        (mean, base.length)
+        for tree in trees
+        for mean, base in zip(tree.mean_entropies, tree.bases, strict=True)
+        if not math.isnan(mean)
+    ]
+    num_tokens = sum(length for _, length in of_bases)
+    return sum(mean * length for mean, length in of_bases) / num_tokens if num_tokens else math.nan
+
+
 def _num_generated(tree: Tree) -> int:
     """Tokens that were sampled for a tree, base trajectories that were thrown away included."""
     rollouts = [rollout for state in tree.states for rollout in state.rollouts]
     kept = {id(rollout) for rollout in rollouts}
     rollouts += [base for base in tree.bases if id(base) not in kept]
-    return sum(len(rollout.token_ids) for rollout in rollouts)
+    return sum(rollout.length for rollout in rollouts)
 
 
 def _all_scorable(state: State, right: bool) -> bool:

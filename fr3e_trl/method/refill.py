@@ -1,8 +1,7 @@
 """Refill: further prompts are explored, so that the batch is full of rows to learn from in spite of rejection."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -10,48 +9,8 @@ import torch
 from datasets import Dataset
 from trl.trainer.utils import RepeatSampler
 
+from .batch import Deal, Row
 from .tree import Rollout, Score
-
-
-@dataclass
-class Row:
-    """
-    A rollout as a row of the batch.
-
-    Args:
-        example (`dict`):
-            The dataset's example that it belongs to.
-        index (`int`, *optional*):
-            The example's place in the dataset, where the prompts come from a [`PromptStream`].
-        prompt_ids, prefix_ids (`list[int]`):
-            What it continues.
-        rollout ([`Rollout`]):
-            The continuation.
-        temperature (`float`):
-            What it was sampled at.
-        advantage (`float`):
-            Its modulated advantage.
-        in_loss (`bool`):
-            Whether it is learned from, or rejected.
-        old_logprobs (`torch.Tensor` of shape (L,), *optional*):
-            For a row left over from an earlier step, the log-probabilities of its whole completion under the policy
-            that it was sampled from. If `None`, that policy is the one at the start of the step, or vLLM's correction
-            takes care of the difference.
-    """
-
-    example: dict[str, Any]
-    index: int | None
-    prompt_ids: list[int]
-    prefix_ids: list[int]
-    rollout: Rollout
-    temperature: float
-    advantage: float = 0.0
-    in_loss: bool = True
-    old_logprobs: torch.Tensor | None = None
-
-    @property
-    def completion_ids(self) -> list[int]:
-        return self.prefix_ids + self.rollout.token_ids
 
 
 class PromptStream:
@@ -134,31 +93,143 @@ def fill_batch(rows: list[Row], leftovers: list[Row], size: int) -> tuple[list[R
     return batch, rest[num_used:], max(num_used - len(rest), 0)
 
 
-def state_of(row: Row) -> dict[str, Any]:
-    """A row for a checkpoint, in plain values. What reward functions logged of it is left out."""
-    return {
+class Refill:
+    """
+    Draws the prompts of each step, and further ones while rejection leaves its batch short of rows.
+
+    Args:
+        train_dataset (`Dataset`):
+            Training set.
+        shuffle (`bool`), seed (`int`):
+            See [`PromptStream`].
+        max_rounds (`int`):
+            How many times in a step further prompts are drawn.
+
+    Attributes:
+        leftovers (`list[Row]`):
+            Rows to learn from that the last batch had no place for.
+    """
+
+    def __init__(self, train_dataset: Dataset, shuffle: bool, seed: int, max_rounds: int):
+        self.train_dataset = train_dataset
+        self.max_rounds = max_rounds
+        self.prompts = PromptStream(len(train_dataset), shuffle, seed)
+        self.leftovers: list[Row] = []
+
+    def fill(
+        self, explore: Callable[[list[int]], list[Row]], num_prompts: int, num_rows: int
+    ) -> tuple[list[Row], dict[str, float]]:
+        """
+        Explore until a batch is full.
+
+        Args:
+            explore (`Callable`):
+                Explores the prompts at these indices, and returns the rows of all prompts of the step so far.
+            num_prompts, num_rows (`int`):
+                Prompts of a step, and rows of its batch.
+
+        Returns:
+            `tuple[list[Row], dict[str, float]]`: The batch, and what to log of it. `leftovers` are then this step's.
+        """
+        rows = explore(self.prompts.draw(num_prompts))
+        num_explored, num_rounds = num_prompts, 0
+        while num_rounds < self.max_rounds:
+            num_informative = sum(row.in_loss for row in rows)
+            num_missing = num_rows - num_informative - len(self.leftovers)
+            if num_missing <= 0:
+                break
+            drawn = self.prompts.draw(num_to_draw(num_missing, num_informative, num_explored, num_prompts))
+            num_explored, num_rounds = num_explored + len(drawn), num_rounds + 1
+            rows = explore(drawn)
+        batch, left_over, num_reused = fill_batch(rows, self.leftovers, num_rows)
+        metrics: dict[str, float] = {
+            "fr3e/refill/rounds": num_rounds,
+            "fr3e/refill/prompts": num_explored - num_prompts,
+            "fr3e/refill/rows": sum(row.in_loss for row in batch) - sum(row.in_loss for row in rows[:num_rows]),
+            "fr3e/refill/reused": num_reused,
+            "fr3e/refill/dropped": len(self.leftovers) - num_reused,
+        }
+        self.leftovers = left_over
+        return batch, metrics
+
+    def state(self, process: int) -> dict[str, Any]:
+        """For a checkpoint of one process, in plain values and tensors."""
+        return {
+            "num_drawn": self.prompts.num_drawn,
+            "leftovers": [state_of(row, with_tokens=row.holder == process) for row in self.leftovers],
+        }
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from what [`state`] returned."""
+        self.prompts.go_to(state["num_drawn"])
+        self.leftovers = [row_from(row, self.train_dataset) for row in state["leftovers"]]
+
+
+def state_of(row: Row, with_tokens: bool = True) -> dict[str, Any]:
+    """A row in plain values and tensors, for a checkpoint or another process, without what reward functions logged."""
+    state = {
+        "holder": row.holder,
         "index": row.index,
-        "prompt_ids": row.prompt_ids,
-        "prefix_ids": row.prefix_ids,
-        "token_ids": row.rollout.token_ids,
-        "logprobs": row.rollout.logprobs,
+        "length": row.rollout.length,
         "rewards": row.rollout.score.rewards,
         "reward": row.rollout.score.reward,
         "temperature": row.temperature,
         "advantage": row.advantage,
+        "in_loss": row.in_loss,
+        "is_left_over": row.is_left_over,
+    }
+    if not with_tokens:
+        return state
+    tokens = {"prompt_ids": row.prompt_ids, "prefix_ids": row.prefix_ids, "token_ids": row.rollout.token_ids}
+    return state | {
+        **{name: torch.from_numpy(ids.copy()) for name, ids in tokens.items()},
+        "logprobs": None if row.rollout.logprobs is None else torch.from_numpy(row.rollout.logprobs.copy()),
         "old_logprobs": row.old_logprobs,
     }
 
 
 def row_from(state: dict[str, Any], train_dataset: Dataset) -> Row:
     """The row that [`state_of`] was told of."""
-    return Row(
-        example=train_dataset[state["index"]],
-        index=state["index"],
-        prompt_ids=state["prompt_ids"],
-        prefix_ids=state["prefix_ids"],
-        rollout=Rollout(state["token_ids"], state["logprobs"], Score(state["rewards"], state["reward"])),
-        temperature=state["temperature"],
-        advantage=state["advantage"],
-        old_logprobs=state["old_logprobs"],
+    score = Score(state["rewards"], state["reward"])
+    row = Row(
+        Rollout(score=score, length=state["length"]),
+        **{name: state[name] for name in ("holder", "temperature", "index", "advantage", "in_loss", "is_left_over")},
     )
+    if "token_ids" in state:
+        logprobs = state["logprobs"]
+        row.rollout = Rollout(state["token_ids"].numpy(), None if logprobs is None else logprobs.numpy(), score)
+        row.prompt_ids, row.prefix_ids = state["prompt_ids"].numpy(), state["prefix_ids"].numpy()
+        row.old_logprobs = state["old_logprobs"]
+        row.example = train_dataset[state["index"]]
+    return row
+
+
+def hand_over(
+    batch: list[Row], deal: Deal, in_every_process: Callable[[Callable[[], Any]], list[Any]], train_dataset: Dataset
+) -> None:
+    """
+    Give the rows of a batch to the processes that they are dealt to, in place, where refill has moved them.
+
+    Args:
+        batch (`list[Row]`):
+            Rows of all processes, of which each holds some.
+        deal ([`Deal`]):
+            Which row goes where.
+        in_every_process (`Callable`):
+            Calls a function in every process, and returns what it returned in each.
+        train_dataset (`Dataset`):
+            Where the examples are.
+    """
+    moving = {k: row for k, row in enumerate(batch) if row.holder != deal.owner(k)}
+    if not moving:
+        return
+    of_processes = in_every_process(
+        lambda: {k: state_of(row) for k, row in moving.items() if row.holder == deal.process}
+    )
+    states = {k: state for of_process in of_processes for k, state in of_process.items()}
+    for k in moving:
+        state = states[k] | {"holder": deal.owner(k)}
+        if deal.owner(k) == deal.process:
+            batch[k] = row_from(state, train_dataset)
+        else:
+            batch[k].holder = deal.owner(k)

@@ -1,9 +1,23 @@
-"""What was explored of a prompt: a tree of rollouts."""
+"""
+What was explored of a prompt: a tree of rollouts.
 
+Where several processes train, each knows the shape, the lengths and the rewards of all trees, and holds the tokens of
+its own rows and of the base trajectories that these branch from. Tokens that it does not hold are an empty array.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
+
+TokenIds = NDArray[np.int32]  # of shape (L,)
+
+
+def as_ids(token_ids: Sequence[int] | TokenIds = ()) -> TokenIds:
+    """Token ids as a compact array."""
+    return np.asarray(token_ids, dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -17,7 +31,7 @@ class Score:
         reward (`float`):
             Their weighted sum, NaN if none gave any: the completion is unscorable.
         logs (`dict[str, Any]`):
-            What they logged of it.
+            What they logged of it, in the process that scored it.
     """
 
     rewards: list[float]
@@ -25,33 +39,44 @@ class Score:
     logs: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(eq=False)
 class Rollout:
     """
     A continuation of a state's prefix.
 
     Args:
-        token_ids (`list[int]`):
-            The tokens that were sampled, without the prefix.
-        logprobs (`list[float]`, *optional*):
+        token_ids (`TokenIds`):
+            The tokens that were sampled, at least one, without the prefix.
+        logprobs (`np.ndarray` of shape (L,), *optional*):
             Their log-probabilities under the distribution that they were sampled from, if the sampler gave them.
-        score (`Score`):
+        score ([`Score`]):
             What its whole completion scored, prefix included.
+        length (`int`):
+            How many tokens were sampled. Taken from `token_ids` where these are held.
     """
 
-    token_ids: list[int]
-    logprobs: list[float] | None = None
+    token_ids: TokenIds = field(default_factory=as_ids)
+    logprobs: NDArray[np.float32] | None = None
     score: Score = Score([], float("nan"))
+    length: int = 0
+
+    def __post_init__(self) -> None:
+        self.token_ids = as_ids(self.token_ids)
+        self.length = len(self.token_ids) or self.length
+        if self.logprobs is not None:
+            self.logprobs = np.asarray(self.logprobs, dtype=np.float32)
 
 
-@dataclass
+@dataclass(eq=False)
 class State:
     """
     A point to which exploration returns: the prompt and the first tokens of a base trajectory.
 
     Args:
-        prefix_ids (`list[int]`):
-            Tokens of the base trajectory before the anchor, passed on as ids. Empty for S_0, the prompt alone.
+        position (`int`):
+            How many tokens of the base trajectory precede it. 0 for S_0, the prompt alone.
+        prefix_ids (`TokenIds`):
+            These tokens, passed on as ids.
         parent (`int`, *optional*):
             Index, in the tree, of the state before it in its chain. `None` for S_0.
         base (`int`, *optional*):
@@ -68,7 +93,8 @@ class State:
             Whether its rollouts leave the loss.
     """
 
-    prefix_ids: list[int] = field(default_factory=list)
+    position: int = 0
+    prefix_ids: TokenIds = field(default_factory=as_ids)
     parent: int | None = None
     base: int | None = None
     entropy: float | None = None
@@ -78,42 +104,43 @@ class State:
     rejected: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Tree:
     """
     What was explored of one prompt.
 
     Args:
-        prompt_ids (`list[int]`):
+        prompt_ids (`TokenIds`):
             The prompt.
         budget (`int`):
             Longest completion allowed, in tokens, prefix included.
         bases (`list[Rollout]`):
             Base trajectories. They are S_0's first rollouts too, unless they were thrown away.
         entropies (`list[torch.Tensor]`):
-            Entropies along each base trajectory, of shape (L,), in nats.
+            Entropies along each base trajectory, of shape (L,), in nats, in the process that sampled it.
+        mean_entropies (`list[float]`):
+            Their means.
         states (`list[State]`):
             S_0, then the anchors' states, each after the one before it in its chain.
     """
 
-    prompt_ids: list[int]
+    prompt_ids: TokenIds
     budget: int
     bases: list[Rollout] = field(default_factory=list)
-    entropies: list[torch.Tensor] = field(default_factory=list)
+    entropies: list[Any] = field(default_factory=list)
+    mean_entropies: list[float] = field(default_factory=list)
     states: list[State] = field(default_factory=lambda: [State()])
 
-    def branch(self, base: int, positions: list[int]) -> None:
-        """Add the chain of states at `positions`, sorted, of a base trajectory."""
+    def __post_init__(self) -> None:
+        self.prompt_ids = as_ids(self.prompt_ids)
+
+    def branch(self, base: int, anchors: dict[int, float]) -> None:
+        """Add the chain of states on a base trajectory, given the positions of its anchors and the entropies there."""
         parent = 0
-        for position in positions:
+        for position, entropy in sorted(anchors.items()):
             prefix_ids = self.bases[base].token_ids[:position]
-            self.states.append(State(prefix_ids, parent, base, self.entropies[base][position].item()))
+            self.states.append(State(position, prefix_ids, parent, base, entropy))
             parent = len(self.states) - 1
-
-
-def rollouts_of(trees: list[Tree]) -> list[tuple[Tree, State, Rollout]]:
-    """The rows of a batch: the rollouts of every state of every tree, with what they belong to."""
-    return [(tree, state, rollout) for tree in trees for state in tree.states for rollout in state.rollouts]
 
 
 def chains_of(trees: list[Tree]) -> tuple[list[State], list[int | None]]:

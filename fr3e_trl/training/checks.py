@@ -1,5 +1,6 @@
 """What is refused before it costs anything, with errors that say what to do."""
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,14 @@ from trl.data_utils import is_conversational
 from trl.trainer.utils import is_async_callable
 
 from ..config import FR3EConfig
+
+logger = logging.getLogger(__name__)
+
+# Settings of vLLM that change what is sampled, and that neither the policy's log-probs nor ours take into account
+UNSCORED_SAMPLING = {
+    "allowed_token_ids", "bad_words", "frequency_penalty", "logit_bias", "min_p", "min_tokens", "presence_penalty",
+    "repetition_penalty", "structured_outputs", "top_k", "top_p",
+}  # fmt: skip
 
 
 def refuse_unsupported(args: FR3EConfig, tools: Any, rollout_func: Any, environment_factory: Any) -> None:
@@ -30,6 +39,40 @@ def refuse_unsupported(args: FR3EConfig, tools: Any, rollout_func: Any, environm
             raise NotImplementedError(
                 f"FR3ETrainer does not support {what} yet. {remedy}, or set num_anchors=0 to train with plain GRPO."
             )
+
+
+def refuse_unsupported_setup(trainer: Any) -> None:
+    """Refuse what shows only when TRL has set up the trainer: how its processes are sharded, and its processor."""
+    if trainer._dist.fsdp_version == 1:
+        raise NotImplementedError(
+            "FR3ETrainer does not support FSDP of version 1. Set fsdp_version: 2 in accelerate's configuration, or "
+            "num_anchors=0 to train with plain GRPO."
+        )
+    if trainer._dist.is_fsdp and trainer.use_transformers_continuous_batching:
+        raise NotImplementedError(
+            "use_transformers_continuous_batching=True does not work with FSDP, whose processes must generate in "
+            "step. Leave it out, or use vLLM."
+        )
+    if trainer._is_vlm:
+        raise NotImplementedError(
+            "FR3ETrainer does not support multimodal processors yet. To train a model on text alone, pass its "
+            "tokenizer as `processing_class`; set num_anchors=0 to train with plain GRPO."
+        )
+
+
+def warn_of_unscored_sampling(args: FR3EConfig) -> None:
+    """Tell of a bias that stays: vLLM samples with settings that the loss does not take into account."""
+    unscored = sorted(UNSCORED_SAMPLING & set(args.generation_kwargs or {}))
+    if args.repetition_penalty != 1:
+        unscored.append("repetition_penalty")
+    if unscored and args.vllm_importance_sampling_correction:
+        logger.warning(
+            "vLLM samples with %s, which the loss knows nothing of: log-probs of the two differ by more than "
+            "rounding, and the importance ratio (importance_sampling_ratio) corrects for the difference as if the "
+            "policy had changed. It is biased towards tokens that these settings make rarer. Leave them out, or "
+            "set vllm_importance_sampling_correction=False.",
+            " and ".join(unscored),
+        )
 
 
 def check_dataset(dataset: Dataset | IterableDataset, args: FR3EConfig) -> None:

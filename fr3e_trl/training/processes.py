@@ -1,15 +1,15 @@
 """
-Work that is shared out between processes.
+What processes do together.
 
-Every process knows of all the work, and gets all of the results. Each makes the same collective calls in the same
-order, whatever its share, also when that is empty; and an error in one is raised in all of them.
+Each makes the same collective calls in the same order, whatever its part of the work, also when that is empty; and an
+error in one is raised in all of them.
 """
 
-import heapq
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
@@ -27,6 +27,42 @@ def on_main_process(accelerator: Accelerator, function: Callable[[], R]) -> R:
     return outcome[0]
 
 
+def through_main_process(
+    accelerator: Accelerator, function: Callable[[list[T]], Sequence[R]], items: Sequence[T]
+) -> list[R]:
+    """
+    Have the main process call `function` with the items of all processes.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            Knows the processes.
+        function (`Callable`):
+            Gives one result for each item. Where it raises, each process raises.
+        items (`Sequence`):
+            This process's.
+
+    Returns:
+        `list`: The results for this process's items. No other process gets them, but the main one.
+    """
+    if accelerator.num_processes == 1:
+        return list(function(list(items)))
+    of_processes: list[Any] = [None] * accelerator.num_processes
+    dist.gather_object(list(items), of_processes if accelerator.is_main_process else None)
+    outcomes: list[Any] = of_processes
+    error: Exception | None = None
+    if accelerator.is_main_process:
+        results, error = _attempt(lambda: iter(function([item for of_process in of_processes for item in of_process])))
+        outcomes = [
+            ([next(results) for _ in of_process] if results else None, _portable(error)) for of_process in of_processes
+        ]
+    outcome: list[Any] = [None]
+    dist.scatter_object_list(outcome, outcomes if accelerator.is_main_process else None)
+    own_results, of_main = outcome[0]
+    if error or of_main:
+        raise error or of_main
+    return own_results
+
+
 def in_every_process(function: Callable[[], R]) -> list[R]:
     """
     Call `function` in every process, and return the results of all.
@@ -38,53 +74,6 @@ def in_every_process(function: Callable[[], R]) -> list[R]:
     if any(errors):
         raise error or next(filter(None, errors))
     return list(results)
-
-
-def in_shares(
-    accelerator: Accelerator,
-    function: Callable[[list[T]], list[R]],
-    items: Sequence[T],
-    costs: Sequence[float],
-    in_step: bool = False,
-) -> list[R]:
-    """
-    Share `items` out between the processes, and return the results for all of them, in order.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            Knows the processes.
-        function (`Callable`):
-            Gives one result for each item that it gets. It is not called for an empty share.
-        items, costs (`Sequence`):
-            The same in every process.
-        in_step (`bool`):
-            Whether the processes must call `function` with equally many items, because it makes collective calls of
-            its own for them, as a model does whose weights are sharded. The first item then fills up shorter shares.
-    """
-    shares = share_out(costs, accelerator.num_processes)
-    mine = [items[i] for i in shares[accelerator.process_index]]
-    num_own = len(mine)
-    if in_step:
-        mine += [items[0]] * (max(map(len, shares)) - num_own)
-    results: dict[int, R] = {}
-    for share, of_share in zip(shares, in_every_process(lambda: function(mine)[:num_own] if mine else []), strict=True):
-        results |= dict(zip(share, of_share, strict=True))
-    return [results[i] for i in range(len(items))]
-
-
-def share_out(costs: Sequence[float], num_shares: int) -> list[list[int]]:
-    """
-    Share indices out so that the shares cost about the same: each, from the costliest, to who has least.
-
-    The costliest share exceeds the mean by less than the cost of one item.
-    """
-    shares: list[list[int]] = [[] for _ in range(num_shares)]
-    loads = [(0.0, i) for i in range(num_shares)]
-    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        load, i = heapq.heappop(loads)
-        shares[i].append(index)
-        heapq.heappush(loads, (load + costs[index], i))
-    return [sorted(share) for share in shares]
 
 
 def _attempt(function: Callable[[], R]) -> tuple[R | None, Exception | None]:

@@ -7,14 +7,15 @@ sampled at another temperature, by vLLM from a truncated distribution, or by the
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
+import numpy as np
 import torch
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import is_peft_model
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from trl.trainer.utils import add_fused_lm_head
 
-from .trl_seams import Rows, RowsGRPOTrainer
+from ..method.batch import Row
+from .trl_seams import RowsGRPOTrainer
 
 # Divergence of vLLM's samples from the policy, in nats a token, that rounding and quantization may amount to
 MAX_DIVERGENCE = 1.0
@@ -23,28 +24,29 @@ MAX_DIVERGENCE = 1.0
 class RatioGRPOTrainer(RowsGRPOTrainer):
     """[`RowsGRPOTrainer`] whose importance ratio is against what each row was sampled from."""
 
-    def assemble(self, rows: Rows) -> dict[str, torch.Tensor]:
+    def assemble(self, batch_rows: list[Row]) -> dict[str, torch.Tensor]:
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        off_temperatures = sorted(set(gather_object(rows.temperatures)) - {self.temperature})
-        if corrects and rows.logprobs is not None and (self._truncates or off_temperatures):
-            rows = replace(rows, logprobs=self._as_if_scored(rows, rows.logprobs))
-        batch = super().assemble(rows)
+        off_temperatures = sorted({row.temperature for row in batch_rows} - {self.temperature})
+        own = self.own_rows(batch_rows)
+        if corrects and (self._truncates or off_temperatures):
+            self._as_if_scored(own)
+        batch = super().assemble(batch_rows)
         if corrects:
             self._check_same_policy(batch)
         if off_temperatures:
-            self._set_behaviour_logprobs(batch, rows, off_temperatures)
-        if rows.old_logprobs is not None:
-            self._set_old_logprobs(batch, rows.old_logprobs)
+            self._set_behaviour_logprobs(batch, own, off_temperatures)
+        if any(row.is_left_over for row in batch_rows) and not corrects:
+            self._set_old_logprobs(batch, own)
         return batch
 
     @torch.no_grad()
     def _set_behaviour_logprobs(
-        self, batch: dict[str, torch.Tensor], rows: Rows, off_temperatures: list[float]
+        self, batch: dict[str, torch.Tensor], rows: list[Row], off_temperatures: list[float]
     ) -> None:
         """Take the importance ratio of rows sampled at other temperatures against the policy at these."""
         if "old_per_token_logps" not in batch:
             batch["old_per_token_logps"] = self._logprobs(batch)
-        temperatures = torch.tensor(rows.temperatures, device=self.accelerator.device).unsqueeze(1)
+        temperatures = torch.tensor([row.temperature for row in rows], device=self.accelerator.device).unsqueeze(1)
         for temperature in off_temperatures:
             with self.scoring_temperature(temperature):
                 # Of all rows: where the weights are sharded, every process has to make as many forward passes
@@ -54,13 +56,13 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
             )
 
     @torch.no_grad()
-    def _set_old_logprobs(self, batch: dict[str, torch.Tensor], old_logprobs: list[torch.Tensor | None]) -> None:
+    def _set_old_logprobs(self, batch: dict[str, torch.Tensor], rows: list[Row]) -> None:
         """Take the importance ratio of rows sampled in an earlier step against the policy as it was then."""
         if "old_per_token_logps" not in batch:
             batch["old_per_token_logps"] = self._logprobs(batch)
-        for row, logprobs in zip(batch["old_per_token_logps"], old_logprobs, strict=True):
-            if logprobs is not None:
-                row[: len(logprobs)] = logprobs.to(row)
+        for old, row in zip(batch["old_per_token_logps"], rows, strict=True):
+            if row.old_logprobs is not None:
+                old[: len(row.old_logprobs)] = row.old_logprobs.to(old)
 
     def _logprobs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return self._get_per_token_logps_and_entropies(
@@ -89,7 +91,7 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
         return self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
 
     @torch.no_grad()
-    def _as_if_scored(self, rows: Rows, logprobs: list[list[float | None]]) -> list[list[float | None]]:
+    def _as_if_scored(self, rows: list[Row]) -> None:
         """
         vLLM's log-probs, brought from the distribution that it samples from to the one that the loss scores.
 
@@ -106,21 +108,18 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
             warpers.append(TopKLogitsWarper(self.top_k))
         if self.top_p < 1:
             warpers.append(TopPLogitsWarper(self.top_p))
-        corrected = []
-        for i, of_row in enumerate(logprobs):
-            start = rows.loss_mask[i].index(1)
-            ids = torch.tensor([rows.prompt_ids[i] + rows.completion_ids[i]], device=self.accelerator.device)
-            tokens = ids[0, len(rows.prompt_ids[i]) + start :, None]
+        for row in rows:
+            ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.completion_ids])).long()
+            ids = ids.unsqueeze(0).to(self.accelerator.device)
+            tokens = ids[0, -row.rollout.length :, None]
             with self.accelerator.autocast():
                 logits = self.model(input_ids=ids, logits_to_keep=len(tokens) + 1).logits[0, :-1].float()
             scored = (logits / self.temperature).log_softmax(-1).gather(1, tokens)
-            logits /= rows.temperatures[i]
+            logits /= row.temperature
             # A token at the edge may be cut off by these weights, and not by vLLM's rounding of them
             sampled_from = warpers(ids, logits).scatter(1, tokens, logits.gather(1, tokens)).log_softmax(-1)
-            shift = (scored - sampled_from.gather(1, tokens)).squeeze(1).tolist()
-            shifted = [None if x is None else x + y for x, y in zip(of_row[start:], shift, strict=True)]
-            corrected.append([*of_row[:start], *shifted])
-        return corrected
+            shift = (scored - sampled_from.gather(1, tokens)).squeeze(1)
+            row.rollout.logprobs = row.rollout.logprobs + shift.cpu().numpy()
 
     def _check_same_policy(self, batch: dict[str, torch.Tensor]) -> None:
         """Refuse samples of another model: of a server that was started with the wrong one, say."""

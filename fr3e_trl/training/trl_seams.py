@@ -9,10 +9,12 @@ that moves any of it fails there first.
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from accelerate.utils import gather_object
+from torch import nn
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 from trl.extras.profiling import profiling_context
@@ -23,6 +25,9 @@ from trl.trainer.utils import pad
 
 from ..config import FR3EConfig
 from ..generation.vllm_sync import FR3EVLLMGeneration
+from ..method.advantages import weighted_rewards
+from ..method.batch import Deal, Row
+from ..method.tree import Score, TokenIds
 from .resume import ResumableGRPOTrainer
 
 # Keys of TRL's batch that hold its tokens
@@ -30,49 +35,6 @@ BATCH_TOKENS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"
 
 # Losses that TRL averages over rows rather than over tokens
 ROW_MEAN_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")
-
-
-@dataclass
-class Rows:
-    """
-    This process's part of a batch of finished completions.
-
-    Notation used for tensor shapes:
-        - R: rows of the batch, in this process
-        - A: rows of all processes
-        - F: reward functions
-
-    Args:
-        inputs (`list[dict]`):
-            The dataset's example that each row belongs to.
-        prompt_ids, completion_ids (`list[list[int]]`):
-            Token ids of each row.
-        loss_mask (`list[list[int]]`):
-            For each token of each completion, 1 if it counts in the loss and 0 if it is only context.
-        logprobs (`list[list[float | None]]`, *optional*):
-            Log-probability of each token of each completion under the distribution that it was sampled from, `None`
-            for a token that is only context.
-        temperatures (`list[float]`):
-            Temperature that the tokens in the loss were sampled at, for each row.
-        rewards_per_func (`torch.Tensor` of shape (A, F)):
-            Rewards of the rows of all processes, NaN where a function gave none.
-        old_logprobs (`list[torch.Tensor | None]`, *optional*):
-            Log-probabilities of each completion, of shape (L,), under an earlier policy that it was sampled from;
-            `None` for a completion that is the present policy's. If no completion of any process is an earlier one's,
-            `None` for all.
-        extra_logs (`dict[str, list]`):
-            Columns of R values that the reward functions logged.
-    """
-
-    inputs: list[dict[str, Any]]
-    prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]
-    loss_mask: list[list[int]]
-    logprobs: list[list[float | None]] | None
-    temperatures: list[float]
-    rewards_per_func: torch.Tensor
-    old_logprobs: list[torch.Tensor | None] | None = None
-    extra_logs: dict[str, list[Any]] = field(default_factory=dict)
 
 
 @contextmanager
@@ -96,7 +58,16 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
     def __init__(self, *, args: FR3EConfig, **kwargs: Any):
         with _replaced("VLLMGeneration", functools.partial(FR3EVLLMGeneration, fr3e_args=args)):
             super().__init__(args=args, **kwargs)
-        self._rows: Rows | None = None  # set while a batch is assembled from finished rows
+        self._assembled: tuple[list[Row], torch.Tensor] | None = None  # set while a batch is assembled from these
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the policy's forward pass is a collective call, which all processes must make together."""
+        return self._dist.is_fsdp or self._dist.is_zero3
+
+    def deal(self, num_rows: int) -> Deal:
+        """How rows are dealt out to the processes."""
+        return Deal(num_rows, self.accelerator.num_processes, self.accelerator.process_index)
 
     # Before the batch: what is needed to generate and score
 
@@ -158,22 +129,28 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         return prompt_ids
 
     def score(
-        self, inputs: list[dict[str, Any]], prompt_ids: list[list[int]], completion_ids: list[list[int]]
-    ) -> tuple[torch.Tensor, dict[str, list[Any]]]:
-        """
-        Score N completions with the trainer's F reward functions, in this process alone.
-
-        Returns:
-            `tuple[torch.Tensor, dict[str, list]]`: Rewards of shape (N, F), NaN where a function gave none, and the
-            columns that the functions logged, N values each.
-        """
+        self, inputs: list[dict[str, Any]], prompt_ids: list[TokenIds], completion_ids: list[TokenIds]
+    ) -> list[Score]:
+        """Score completions with the trainer's reward functions, by one call of each, in this process alone."""
+        num_own = len(inputs)
+        if num_own == 0:
+            if not (self.is_sharded and any(isinstance(func, nn.Module) for func in self.reward_funcs)):
+                return []
+            # A reward model whose weights are sharded runs in all processes together
+            inputs, completion_ids = [next(iter(self.train_dataset))], [np.array(self.eos_token_ids[:1])]
+            prompt_ids = [np.array(self.tokenize_prompts([inputs[0]["prompt"]])[0])]
         prompts = [example["prompt"] for example in inputs]
-        completions = self._decode(prompts, prompt_ids, completion_ids)
+        ids = [row.tolist() for row in completion_ids]
+        completions = self._decode(prompts, [row.tolist() for row in prompt_ids], ids)
         with _replaced("gather", lambda tensor: tensor):  # TRL's last step, which wants as many rows of each process
-            rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids)
+            rewards_per_func = self._calculate_rewards(inputs, prompts, completions, ids)
+        rewards = weighted_rewards(rewards_per_func, self.reward_weights.to(rewards_per_func.device)).tolist()
         logs = {column: v for column, v in self._pending_extra_logs.items() if len(v) == len(inputs)}
         self._pending_extra_logs.clear()
-        return rewards_per_func, logs
+        return [
+            Score(*scores, {column: values[row] for column, values in logs.items()})
+            for row, scores in enumerate(zip(rewards_per_func.tolist(), rewards, strict=True))
+        ][:num_own]
 
     def _decode(self, prompts: list[Any], prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[Any]:
         """Completions as reward functions receive them, the same as those that TRL decodes."""
@@ -189,72 +166,96 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
 
     @torch.no_grad()
     def token_statistics(
-        self, prompt_ids: list[list[int]], completion_ids: list[list[int]]
+        self, prompt_ids: list[TokenIds], completion_ids: list[TokenIds]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """
         Log-probabilities and entropies of completions under the policy, at the sampling temperature.
 
-        Dropout is as it is for TRL's own generation and log-probs: on, unless `disable_dropout` turns it off.
+        Dropout is as it is for TRL's own generation and log-probs: on, unless `disable_dropout` turns it off. Where the
+        weights are sharded, all processes must call this together, each with its own completions, also with none.
 
         Returns:
             `list[tuple[torch.Tensor, torch.Tensor]]`: For each completion of L tokens, the log-probability of each
             token and the entropy of the distribution that it was drawn from, both of shape (L,), on the CPU, in nats.
         """
-        prompt_mask, completion_mask = ([torch.ones(len(ids)) for ids in rows] for rows in (prompt_ids, completion_ids))
-        pad_id = self._tokenizer.pad_token_id
-        input_ids = torch.cat(
-            [
-                pad([torch.tensor(ids) for ids in prompt_ids], padding_value=pad_id, padding_side="left"),
-                pad([torch.tensor(ids) for ids in completion_ids], padding_value=pad_id),
-            ],
-            dim=1,
-        )
-        attention_mask = torch.cat([pad(prompt_mask, padding_side="left"), pad(completion_mask)], dim=1).long()
-        logprobs, entropies, _ = self._get_per_token_logps_and_entropies(
-            self.model,
-            input_ids.to(self.accelerator.device),
-            attention_mask.to(self.accelerator.device),
-            logits_to_keep=max(map(len, completion_ids)),
-            batch_size=self.args.per_device_train_batch_size,
-            compute_entropy=True,
-        )
-        lengths = [len(ids) for ids in completion_ids]
-        return [
-            (row_logprobs[:length], row_entropies[:length])
-            for row_logprobs, row_entropies, length in zip(
-                logprobs.float().cpu(), entropies.float().cpu(), lengths, strict=True
+        num_own = len(completion_ids)
+        if self.is_sharded:  # as many forward passes as the process with most completions
+            num_idle = max(gather_object([num_own])) - num_own
+            prompt_ids = [*prompt_ids, *[np.zeros(1, np.int32)] * num_idle]
+            completion_ids = [*completion_ids, *[np.zeros(1, np.int32)] * num_idle]
+        statistics: list[tuple[torch.Tensor, torch.Tensor]] = []
+        size = self.args.per_device_train_batch_size
+        for start in range(0, len(completion_ids), size):
+            completions = completion_ids[start : start + size]
+            batch = self.padded(prompt_ids[start : start + size], completions)
+            logprobs, entropies, _ = self._get_per_token_logps_and_entropies(
+                self.model, *batch, logits_to_keep=max(map(len, completions)), compute_entropy=True
             )
+            statistics += [
+                (row_logprobs[: len(ids)], row_entropies[: len(ids)])
+                for row_logprobs, row_entropies, ids in zip(
+                    logprobs.float().cpu(), entropies.float().cpu(), completions, strict=True
+                )
+            ]
+        return statistics[:num_own]
+
+    def padded(self, prompt_ids: list[TokenIds], completion_ids: list[TokenIds]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and attention mask, (B, T), prompts padded on the left and completions on the right, as by TRL."""
+        sides = [(prompt_ids, "left"), (completion_ids, "right")]
+        pad_id = self._tokenizer.pad_token_id
+        input_ids = [
+            pad([torch.as_tensor(ids, dtype=torch.long) for ids in rows], pad_id, side) for rows, side in sides
         ]
+        mask = [pad([torch.ones(len(ids), dtype=torch.long) for ids in rows], 0, side) for rows, side in sides]
+        return torch.cat(input_ids, 1).to(self.accelerator.device), torch.cat(mask, 1).to(self.accelerator.device)
 
     # The batch
 
-    def assemble(self, rows: Rows) -> dict[str, torch.Tensor]:
-        """Have TRL make its batch of `rows`: padding, log-probs of the old and the reference policy, logs."""
-        self._rows = rows
-        self.rollout_func = lambda prompts, trainer: {
-            "prompt_ids": rows.prompt_ids,
-            "completion_ids": rows.completion_ids,
-            "logprobs": rows.logprobs,
+    def assemble(self, batch_rows: list[Row]) -> dict[str, torch.Tensor]:
+        """
+        Have TRL make its batch of finished rows: padding, log-probs of the old and the reference policy, logs.
+
+        Args:
+            batch_rows (`list[Row]`):
+                The rows of all processes, each of which holds its own.
+
+        Returns:
+            `dict[str, torch.Tensor]`: This process's part of TRL's batch.
+        """
+        own = self.own_rows(batch_rows)
+        logprobs = [
+            [*[None] * len(row.prefix_ids), *row.rollout.logprobs.tolist()]
+            for row in own
+            if row.rollout.logprobs is not None
+        ]
+        output = {
+            "prompt_ids": [row.prompt_ids.tolist() for row in own],
+            "completion_ids": [row.completion_ids.tolist() for row in own],
+            "logprobs": logprobs if len(logprobs) == len(own) else None,
         }
-        self._pending_extra_logs.update(rows.extra_logs)
+        self.rollout_func = lambda prompts, trainer: output
+        rewards = [row.rollout.score.rewards for row in batch_rows]
+        self._assembled = own, torch.tensor(rewards, device=self.accelerator.device)
+        columns = {column for row in own for column in row.rollout.score.logs}
+        self._pending_extra_logs.update({c: [row.rollout.score.logs.get(c) for row in own] for c in columns})
         try:
-            return super()._generate_and_score_completions(rows.inputs)
+            return super()._generate_and_score_completions([row.example for row in own])
         finally:
-            self._rows = None
+            self._assembled = None
             self.rollout_func = None
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         output = super()._generate(prompts)
-        if self._rows is None:
+        if self._assembled is None:
             return output
         # The mask goes in here, and not by `rollout_func`, for TRL to log the lengths of whole completions
         prompt_ids, completion_ids, _, *rest = output
-        return prompt_ids, completion_ids, self._rows.loss_mask, *rest
+        return prompt_ids, completion_ids, [row.loss_mask for row in self._assembled[0]], *rest
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
-        if self._rows is None:
+        if self._assembled is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        return self._rows.rewards_per_func
+        return self._assembled[1]
 
     def set_advantages(self, batch: dict[str, torch.Tensor], advantages: torch.Tensor, in_loss: torch.Tensor) -> None:
         """
@@ -278,9 +279,9 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         batch["num_items_in_batch"] = self.accelerator.gather(num_tokens).sum()
 
     def own_rows(self, rows: Any) -> Any:
-        """This process's part of the rows of all: TRL deals them out in order, wherever that cuts a group."""
-        num_own = len(rows) // self.accelerator.num_processes
-        return rows[self.accelerator.process_index * num_own :][:num_own]
+        """This process's part of the rows of all."""
+        own = self.deal(len(rows)).own
+        return rows[own.start : own.stop]
 
     # The loss
 

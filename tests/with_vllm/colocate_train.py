@@ -16,9 +16,9 @@ from policies import POLICY, SIZES, letters, lora, make_dataset
 from recorder import Recorder
 from servers import ENVIRONMENT
 from transformers import AutoTokenizer
+from trees import rollouts_of
 
 from fr3e_trl import FR3EConfig
-from fr3e_trl.method.tree import rollouts_of
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from recorder import Recorder
 from servers import POLICY
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trees import rollouts_of
 
 from fr3e_trl import FR3EConfig
-from fr3e_trl.method.tree import rollouts_of
 
 SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 48, "max_steps": 3}
 

@@ -28,13 +28,13 @@ from policies import (
 )
 from servers import BLOCK_SIZE, MAX_LORA_RANK, POLICY
 from transformers import AutoTokenizer, BitsAndBytesConfig
+from trees import rollouts_of
 from trl.generation.vllm_client import VLLMClient
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.generation.on_transformers import GenerateSampler
 from fr3e_trl.generation.sampler import SamplingRequest
 from fr3e_trl.generation.vllm_server import VLLMServerError
-from fr3e_trl.method.tree import rollouts_of
 
 ROOT = Path(__file__).parents[2]
 

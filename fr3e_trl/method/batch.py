@@ -1,0 +1,163 @@
+"""A rollout as a row of the batch, from the tree to the loss, and how the rows are dealt out to the processes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..config import FR3EConfig
+from .advantages import compute_advantages
+from .tree import Rollout, TokenIds, Tree, as_ids, chains_of
+
+
+@dataclass(frozen=True)
+class Deal:
+    """
+    Rows of a batch dealt out to processes, in order, as evenly as they divide, wherever that cuts a group.
+
+    Args:
+        num_rows (`int`):
+            Rows of all processes.
+        num_processes, process (`int`):
+            How many processes there are, and which of them this is.
+    """
+
+    num_rows: int
+    num_processes: int = 1
+    process: int = 0
+
+    @property
+    def own(self) -> range:
+        """The rows of this process."""
+        start, end = (i * self.num_rows // self.num_processes for i in (self.process, self.process + 1))
+        return range(start, end)
+
+    def owner(self, row: int) -> int:
+        """The process that a row is dealt to."""
+        return ((row + 1) * self.num_processes - 1) // self.num_rows
+
+
+@dataclass(eq=False)
+class Row:
+    """
+    A rollout as a row of the batch.
+
+    Args:
+        rollout ([`Rollout`]):
+            The continuation, which is what the row has in the loss.
+        holder (`int`):
+            The process that holds its tokens, its example and its log-probabilities.
+        temperature (`float`):
+            What it was sampled at.
+        prompt_ids, prefix_ids (`TokenIds`):
+            What it continues.
+        example (`dict`):
+            The dataset's example that it belongs to.
+        index (`int`, *optional*):
+            The example's place in the dataset, where the prompts come from a [`PromptStream`].
+        advantage (`float`):
+            Its modulated advantage.
+        in_loss (`bool`):
+            Whether it is learned from, or rejected.
+        old_logprobs (`torch.Tensor` of shape (L,), *optional*):
+            For a row left over from an earlier step, the log-probabilities of its whole completion under the policy
+            that it was sampled from. If `None`, that policy is the one at the start of the step, or vLLM's correction
+            takes care of the difference.
+        is_left_over (`bool`):
+            Whether it is a row left over from an earlier step.
+    """
+
+    rollout: Rollout
+    holder: int
+    temperature: float
+    prompt_ids: TokenIds = field(default_factory=as_ids)
+    prefix_ids: TokenIds = field(default_factory=as_ids)
+    example: dict[str, Any] = field(default_factory=dict)
+    index: int | None = None
+    advantage: float = 0.0
+    in_loss: bool = True
+    old_logprobs: torch.Tensor | None = None
+    is_left_over: bool = False
+
+    @property
+    def completion_ids(self) -> TokenIds:
+        """Of shape (L,): the prefix and the continuation."""
+        return np.concatenate([self.prefix_ids, self.rollout.token_ids])
+
+    @property
+    def loss_mask(self) -> list[int]:
+        """Of length L: 1 for each token of the continuation, 0 for those of the prefix, which are only context."""
+        return [0] * len(self.prefix_ids) + [1] * self.rollout.length
+
+
+def rows_of(
+    trees: Sequence[Tree],
+    deal: Deal,
+    temperature: float,
+    explore_temperature: float,
+    examples: dict[int, dict[str, Any]],
+    indices: Sequence[int | None],
+) -> list[Row]:
+    """
+    The rows of `trees`: the rollouts of their states, in order, those of S_0 first.
+
+    Args:
+        trees (`Sequence[Tree]`):
+            Finished trees.
+        deal ([`Deal`]):
+            Says which process has sampled which of their rows.
+        temperature, explore_temperature (`float`):
+            Sampling temperature of the rollouts of S_0, and of the other states.
+        examples (`dict[int, dict]`):
+            The dataset's example of each tree that has rows in this process, by the tree's index.
+        indices (`Sequence[int | None]`):
+            Their places in the dataset, for all trees.
+    """
+    rows: list[Row] = []
+    for i, tree in enumerate(trees):
+        for state in tree.states:
+            for rollout in state.rollouts:
+                holder = deal.owner(len(rows))
+                row = Row(
+                    rollout, holder, temperature if state.parent is None else explore_temperature, index=indices[i]
+                )
+                if holder == deal.process:
+                    row.prompt_ids, row.prefix_ids, row.example = tree.prompt_ids, state.prefix_ids, examples[i]
+                rows.append(row)
+    return rows
+
+
+def set_advantages(rows: list[Row], trees: list[Tree], args: FR3EConfig) -> None:
+    """
+    Give every state of `trees` its value, modulation and rejection, and every row its advantage.
+
+    Args:
+        rows (`list[Row]`):
+            The rows of all of `trees`, in order.
+        trees (`list[Tree]`):
+            Finished trees.
+        args (`FR3EConfig`):
+            Settings.
+    """
+    states, parents = chains_of(trees)
+    row_states = torch.tensor([i for i, state in enumerate(states) for _ in state.rollouts])
+    result = compute_advantages(
+        torch.tensor([row.rollout.score.reward for row in rows], dtype=torch.float64),
+        row_states,
+        parents,
+        modulation=args.modulation if args.num_anchors else "none",
+        modulation_clip=args.modulation_clip,
+        scale=args.scale_rewards,
+        prior_strength=args.value_prior_strength or 0.0,
+        reject=bool(args.reject_degenerate_states),
+        negative_scale=args.negative_advantage_scale or 0.0,
+    )
+    for state, value, factor, rejected in zip(
+        states, result.values.tolist(), result.factors.tolist(), result.rejected.tolist(), strict=True
+    ):
+        state.value, state.modulation, state.rejected = value, factor, rejected
+    in_loss = ~result.rejected[row_states]
+    for row, advantage, is_in_loss in zip(rows, result.advantages.tolist(), in_loss.tolist(), strict=True):
+        row.advantage, row.in_loss = advantage, is_in_loss
