@@ -233,7 +233,7 @@ class FR3ETrainer(RatioGRPOTrainer):
         metrics = tree_metrics(self.trees, advantages[in_loss], num_rows)
         if self._refill is not None:
             metrics |= refill_metrics
-            self._keep(self._refill.leftovers)
+            self.keep(self._refill.leftovers)
         hit_rate = getattr(self.sampler, "hit_rate", None)  # of what was sampled last: the anchors' rollouts
         if hit_rate is not None and self.args.num_anchors:
             metrics["fr3e/prefix_cache/hit_rate"] = hit_rate
@@ -282,23 +282,6 @@ class FR3ETrainer(RatioGRPOTrainer):
         self.trees += trees
         explore_temperature = self.temperature * self.args.explore_temperature_scale
         return rows_of(trees, deal, self.temperature, explore_temperature, examples, indices or [None] * num_prompts)
-
-    def _keep(self, leftovers: list[Row]) -> None:
-        """Have rows for the next step know how likely they are under the policy as it is now."""
-        for row in leftovers:
-            row.is_left_over = True
-        if self.use_vllm and self.vllm_importance_sampling_correction:
-            return  # against vLLM's log-probs, which are of the policy as it is now
-        for temperature in dict.fromkeys(row.temperature for row in leftovers):
-            own = [
-                row
-                for row in leftovers
-                if row.temperature == temperature and row.holder == self.accelerator.process_index
-            ]
-            with self.scoring_temperature(temperature):
-                statistics = self.token_statistics([row.prompt_ids for row in own], [row.completion_ids for row in own])
-            for row, (logprobs, _) in zip(own, statistics, strict=True):
-                row.old_logprobs = logprobs.clone()
 
     def _budget(self, prompt_ids: list[int]) -> int:
         """Longest completion of a prompt, in tokens: `max_completion_length`, or what the model's context leaves."""

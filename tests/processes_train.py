@@ -1,7 +1,7 @@
 """
 Train in several processes, and keep what came of it. A script, for `torch.distributed.run`.
 
-    processes_train.py OUTPUT SETTINGS [fake] [fail] [sharded]
+    processes_train.py OUTPUT SETTINGS [fake] [fail] [sharded] [reward_model]
 
 Each process writes to OUTPUT what it saw: the trees, the logs, the weights, or the error. `fake`: completions do not
 depend on the processes. `fail`: the last process raises in its reward function. `sharded`: accelerate shards the model
@@ -19,6 +19,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from models import CPU, make_dataset, make_model, make_tokenizer
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from trees import rollouts_of
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
@@ -50,16 +51,21 @@ def main(output: Path, settings: dict, *options: str) -> None:
         log_extra("first", [text[:1] for text in completions])
         return [float(sum(map(ord, text)) % num_rewards) for text in completions]
 
+    reward_funcs = [letters]
+    if "reward_model" in options:  # before DeepSpeed has its say in how models are made
+        config = make_model().config.to_dict() | {"num_labels": 1}
+        reward_funcs.append(Qwen3ForSequenceClassification(Qwen3Config(**config)))
     args = FR3EConfig("output", max_completion_length=12, learning_rate=1e-2, **CPU | {"max_steps": 3} | settings)
     if "sharded" in options:
         # accelerate asks for a kind of device other than the CPU before it lets FSDP or DeepSpeed have the processes
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     trainer = FR3ETrainer(
         make_model(),
-        letters,
+        reward_funcs,
         args,
         train_dataset=make_dataset(16 if settings.get("max_refills") else 6),
         processing_class=make_tokenizer(),
+        reward_processing_classes=[None, make_tokenizer()][: len(reward_funcs)],
     )
     if "fake" in options:
         trainer.sampler = FakeSampler()

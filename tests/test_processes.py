@@ -129,6 +129,22 @@ def test_sharded_sampling(recipe, tmp_path):
     assert all(math.isfinite(entry["loss"]) for entry in of_processes[0]["logs"] if "loss" in entry)
 
 
+@pytest.mark.parametrize("recipe", ["fsdp2", pytest.param("zero3", marks=DEEPSPEED)])
+def test_a_sharded_reward_model_with_nothing_to_score(recipe, tmp_path):
+    """Two base trajectories, which are scored before their anchors are chosen, for three processes."""
+    settings = {
+        "num_generations": 6,
+        "num_anchors": 2,
+        "per_device_train_batch_size": 2,
+        "base_selection": "mixed",
+        "max_steps": 2,
+    }
+    of_processes = launch(tmp_path / "run", 3, settings, "sharded", "reward_model", recipe=recipe)
+    of_model = [name for name in of_processes[0]["logs"][0] if name.startswith("rewards/") and name.endswith("/std")][1]
+    assert all(entry[of_model] > 0 for entry in of_processes[0]["logs"][:2])
+    assert len(trees_of(of_processes)) == 2
+
+
 def test_real_sampling_in_two_processes(tmp_path):
     settings = {"num_generations": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     first, second = launch(tmp_path / "run", 2, settings)

@@ -112,7 +112,7 @@ def test_rows_that_are_left_over():
 def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from():
     trainer = make_trainer(make_prompts(200, 60), max_refills=12, max_steps=6, explore_temperature_scale=1.5)
     kept = []
-    keep = trainer._keep
+    keep = trainer.keep
 
     def record(rows):
         with torch.no_grad():
@@ -125,7 +125,7 @@ def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from():
             }
         )
 
-    trainer._keep = record
+    trainer.keep = record
     set_seed(1)
     trainer.train()
     num_seen = 0

@@ -265,6 +265,35 @@ def test_what_trl_logs_of_completions_fits_the_rows():
     assert entry["seen"] == 16  # one call, as by GRPO
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_calls"),
+    [({}, 1), ({"reward_funcs": "asynchronous"}, 1), ({"base_selection": "mixed"}, 2)],
+    ids=["default", "asynchronous", "selected by score"],
+)
+def test_a_reward_function_sees_whole_groups_in_one_call(settings, num_calls):
+    """As by GRPOTrainer, so that it may compare the completions of a prompt."""
+    calls = []
+
+    def compare(prompts, completions, **kwargs):
+        calls.append(prompts)
+        return [len(text) - len(max(completions, key=len)) for text in completions]
+
+    async def compare_asynchronously(**kwargs):
+        return compare(**kwargs)
+
+    reward = compare_asynchronously if settings.pop("reward_funcs", None) else compare
+    trainer = train(reward_funcs=reward, max_steps=2, **settings)
+    assert len(calls) == 2 * num_calls
+    if num_calls > 1:
+        return
+    ours, calls = calls, []
+    train(GRPOTrainer, config=GRPOConfig, reward_funcs=reward, max_steps=2)
+    assert ours == calls
+    for prompts, (_, trees) in zip(ours, trainer.batches, strict=True):
+        texts = trainer.processing_class.batch_decode([tree.prompt_ids.tolist() for tree in trees])
+        assert prompts == [text for text in texts for _ in range(8)]
+
+
 @pytest.mark.parametrize("settings", [{}, {"reuse_base": False, "num_base_trajectories": 3}, {"num_generations": 4}])
 def test_every_completion_is_scored_once(settings):
     scored = Counter()

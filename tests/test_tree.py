@@ -5,6 +5,7 @@ The same stages on a real model are in test_trainer.py.
 """
 
 import math
+import pickle
 import random
 from collections import Counter
 from dataclasses import replace
@@ -201,6 +202,30 @@ def test_each_of_two_trajectories_has_its_own_chain():
     assert any(len({state.base for state in tree.states[1:]}) == 2 for tree in trees)
     states, parents = chains_of(trees)
     assert len(states) == 15 and parents[5] is parents[10] is None and parents[11] == 10
+
+
+def test_what_processes_tell_each_other_is_small():
+    """Positions and lengths, not entropies; no tensor that keeps those of other rows alive, or takes them along."""
+    args = make_args(num_generations=16)
+    trees = [Tree([i, i], budget=900) for i in range(8)]
+    told = []
+
+    def views(prompt_ids, completion_ids):
+        """Of one tensor for all rows, as a forward pass leaves them."""
+        of_rows = torch.rand(len(completion_ids), 900)
+        return [(-row[: len(ids)], row[: len(ids)]) for row, ids in zip(of_rows, completion_ids, strict=True)]
+
+    def once(function):
+        results = pickle.dumps([function()])
+        told.append(len(results))
+        return pickle.loads(results)
+
+    explore(trees, args, FunctionSampler(0.0), CountingScorer(), views, (0, 0), in_every_process=once)
+    num_tokens = sum(rollout.length for tree in trees for state in tree.states for rollout in state.rollouts)
+    assert num_tokens > 50_000 and sum(told) < 20_000
+    for tree in trees:
+        for base, entropies in zip(tree.bases, tree.entropies, strict=True):
+            assert entropies.untyped_storage().nbytes() == 4 * base.length
 
 
 def test_the_seed_decides():

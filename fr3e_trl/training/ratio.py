@@ -39,6 +39,20 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
             self._set_old_logprobs(batch, own)
         return batch
 
+    def keep(self, leftovers: list[Row]) -> None:
+        """Have rows for the next step know how likely they are under the policy as it is now."""
+        for row in leftovers:
+            row.is_left_over = True
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            return  # against vLLM's log-probs, which are of the policy as it is now
+        held = [row for row in leftovers if row.holder == self.accelerator.process_index]
+        for temperature in dict.fromkeys(row.temperature for row in leftovers):
+            own = [row for row in held if row.temperature == temperature]
+            with self.scoring_temperature(temperature):
+                statistics = self.token_statistics([row.prompt_ids for row in own], [row.completion_ids for row in own])
+            for row, (logprobs, _) in zip(own, statistics, strict=True):
+                row.old_logprobs = logprobs.clone()
+
     @torch.no_grad()
     def _set_behaviour_logprobs(
         self, batch: dict[str, torch.Tensor], rows: list[Row], off_temperatures: list[float]
