@@ -33,7 +33,15 @@ from .method.metrics import tree_metrics
 from .method.refill import PromptStream, Row, fill_batch, num_to_draw, row_from, state_of
 from .method.tree import Score, Tree, chains_of, rollouts_of
 from .training.card import add_settings
-from .training.checks import check_dataset, checked_reward_func, refuse_unsupported
+from .training.checks import (
+    check_dataset,
+    check_generation_kwargs,
+    check_prompts,
+    checked_reward_func,
+    refuse_unsupported,
+    warn_of_single_prompt,
+)
+from .training.context import CompletionBudget, context_length
 from .training.processes import in_shares
 from .training.ratio import RatioGRPOTrainer
 from .training.trl_seams import Rows
@@ -126,13 +134,11 @@ class FR3ETrainer(RatioGRPOTrainer):
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = FR3EConfig(f"{model_name.split('/')[-1]}-FR3E")
         elif not isinstance(args, FR3EConfig):
-            args, added = FR3EConfig.from_grpo(args)
-            logger.warning(
-                "Added to the GRPOConfig: %s. Use FR3EConfig to set them.",
-                ", ".join(f"{name}={value!r}" for name, value in added.items()),
-            )
+            args = FR3EConfig.from_grpo(args)
         if not args.is_plain_grpo:
             refuse_unsupported(args, tools, rollout_func, environment_factory)
+            check_generation_kwargs(args)
+            warn_of_single_prompt(args)
             if train_dataset is not None:
                 check_dataset(train_dataset, args)
         super().__init__(
@@ -175,7 +181,9 @@ class FR3ETrainer(RatioGRPOTrainer):
             for func, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
         self.trees: list[Tree] = []
-        self._context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        self._budget = CompletionBudget(
+            self.max_completion_length, context_length(self.model.config), self.processing_class
+        )
         self.sampler = self._make_sampler()
         if self.use_vllm:
             self._check_vllm(train_dataset)
@@ -240,15 +248,14 @@ class FR3ETrainer(RatioGRPOTrainer):
         self.set_advantages(batch, advantages, in_loss)
         metrics = tree_metrics(self.trees, advantages[in_loss], num_rows)
         if self._prompts is not None:
-            kept = left_over if self.args.refill_leftovers == "next" else []
             metrics |= {
                 "fr3e/refill/rounds": num_refills,
                 "fr3e/refill/prompts": len(self.trees) - len(examples),
                 "fr3e/refill/rows": int(in_loss.sum()) - sum(row.in_loss for row in rows[:num_rows]),
                 "fr3e/refill/reused": num_reused,
-                "fr3e/refill/dropped": len(self._leftovers) - num_reused + len(left_over) - len(kept),
+                "fr3e/refill/dropped": len(self._leftovers) - num_reused,
             }
-            self._keep(kept)
+            self._keep(left_over)
         hit_rate = getattr(self.sampler, "hit_rate", None)  # of what was sampled last: the anchors' rollouts
         if hit_rate is not None and self.args.num_anchors:
             metrics["fr3e/prefix_cache/hit_rate"] = hit_rate
@@ -300,6 +307,7 @@ class FR3ETrainer(RatioGRPOTrainer):
 
     def _grow_trees(self, examples: list[dict[str, Any]]) -> list[Tree]:
         """Explore from the prompt of each example."""
+        check_prompts(examples)
         trees = [
             Tree(prompt_ids, self._budget(prompt_ids))
             for prompt_ids in self.tokenize_prompts([example["prompt"] for example in examples])
@@ -337,23 +345,11 @@ class FR3ETrainer(RatioGRPOTrainer):
             in_step=self._is_sharded,
         )
 
-    def _budget(self, prompt_ids: list[int]) -> int:
-        """Longest completion of a prompt, in tokens: `max_completion_length`, or what the model's context leaves."""
-        if self._context is None:
-            return self.max_completion_length
-        if len(prompt_ids) >= self._context:
-            raise ValueError(
-                f"A prompt has {len(prompt_ids)} tokens, and the model's context {self._context}. Prompts must be "
-                "shorter, to leave room for a completion: filter the dataset by length. The prompt begins with "
-                f"{self.processing_class.decode(prompt_ids[:20])!r}."
-            )
-        return min(self.max_completion_length, self._context - len(prompt_ids))
-
     def _check_vllm(self, train_dataset: Dataset | IterableDataset | None) -> None:
         """Take vLLM's context for the model's, if it has room for completions; tell of biases that stay."""
         available = self.vllm_generation.max_context()
-        if self._context is None or available < self._context:
-            self._context = available
+        if self._budget.context is None or available < self._budget.context:
+            self._budget.context = available
             prompt = [] if train_dataset is None else self.tokenize_prompts([next(iter(train_dataset))["prompt"]])[0]
             needed = len(prompt) + self.max_completion_length
             if available < needed:
@@ -441,10 +437,10 @@ class FR3ETrainer(RatioGRPOTrainer):
             parents,
             modulation=self.args.modulation if self.args.num_anchors else "none",
             modulation_clip=self.args.modulation_clip,
-            scale=self.args.scale_rewards,
+            scale=self.args.scale_rewards or "none",
             prior_strength=self.args.value_prior_strength or 0.0,
             reject=bool(self.args.reject_degenerate_states),
-            negative_scale=self.args.negative_advantage_scale or 0.0,
+            negative_scale=self.args.negative_advantage_scale,
         )
         for state, value, factor, rejected in zip(
             states, result.values.tolist(), result.factors.tolist(), result.rejected.tolist(), strict=True
@@ -460,6 +456,5 @@ class FR3ETrainer(RatioGRPOTrainer):
 
 # Settings of vLLM that change what is sampled, and that neither the policy's log-probs nor ours take into account
 UNSCORED_SAMPLING = {
-    "allowed_token_ids", "bad_words", "frequency_penalty", "logit_bias", "min_p", "min_tokens", "presence_penalty",
-    "repetition_penalty", "structured_outputs", "top_k", "top_p",
+    "allowed_token_ids", "bad_words", "logit_bias", "min_p", "repetition_penalty", "top_k", "top_p",
 }  # fmt: skip

@@ -93,9 +93,8 @@ def test_no_prompt_comes_twice_in_an_epoch():
     assert sum(logged(trainer, "fr3e/refill/prompts")) + 6 * 4 == len(drawn)
 
 
-@pytest.mark.parametrize("leftovers", ["next", "drop"])
-def test_rows_that_are_left_over(leftovers):
-    trainer = train(make_prompts(200, 60), max_refills=12, refill_leftovers=leftovers, max_steps=6)
+def test_rows_that_are_left_over():
+    trainer = train(make_prompts(200, 60), max_refills=12, max_steps=6)
     reused, dropped = logged(trainer, "fr3e/refill/reused"), logged(trainer, "fr3e/refill/dropped")
     informative = [
         sum(len(state.rollouts) for tree in trees for state in tree.states if not state.rejected)
@@ -103,12 +102,9 @@ def test_rows_that_are_left_over(leftovers):
     ]
     left_over = [count - (32 - n) for count, n in zip(informative, reused, strict=True)]
     assert any(left_over)
-    if leftovers == "drop":
-        assert reused == [0] * 6 and dropped == left_over
-    else:
-        # Of those of a step, each is used in the next one or dropped there
-        assert [n + m for n, m in zip(reused, dropped, strict=True)] == [0, *left_over[:-1]]
-        assert sum(reused) > 0
+    # Of those of a step, each is used in the next one or dropped there
+    assert [n + m for n, m in zip(reused, dropped, strict=True)] == [0, *left_over[:-1]]
+    assert sum(reused) > 0
 
 
 def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from():
