@@ -1,11 +1,17 @@
 """Settings of FR3E, on top of those of GRPO."""
 
 import copy
+import logging
 import math
-from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, get_args
 
 from trl import GRPOConfig
+
+from .method.shape import Shape, default_num_anchors, share_rows
+
+logger = logging.getLogger(__name__)
 
 # The choices of the paper (arXiv 2507.07017), whatever the defaults have become
 PAPER: dict[str, Any] = {
@@ -44,11 +50,22 @@ RELEASED: dict[str, Any] = PAPER | {
     "max_completion_length": 3072,
 }
 
-# What won where nothing was chosen, see docs/results.md: the prior's weight, the factor on negative advantages, and the
-# anchors of a base trajectory
+# What won where nothing was chosen, see docs/results.md: the prior's weight
 PRIOR_STRENGTH = 4.0
-NEGATIVE_SCALE = 0.5
-ANCHORS_PER_BASE = 3
+
+# The paper's choice of GRPO's settings, where nothing was chosen and there are anchors
+PAPER_CLIPPING = 0.28
+PAPER_SCALING = "none"
+
+# What GRPO finds wrong only when it computes advantages or a loss, after a batch was explored
+GRPO_CHOICES = {
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("none", "group", "batch"),
+}
+
+# What errors call the types of settings
+TYPE_NAMES = {int: "an integer", float: "a finite number", str: "a text", bool: "True or False", type(None): "None"}
 
 
 @dataclass
@@ -58,108 +75,86 @@ class FR3EConfig(GRPOConfig):
 
     `num_generations` keeps its meaning, the training rows of a prompt. Of these G rows, `num_base_trajectories` are
     sampled from the prompt, and `num_rollouts` from each of `num_anchors` positions at which these branch. The defaults
-    are what won at equal generated tokens; [`~FR3EConfig.paper`] has those of the paper.
+    are what won at equal generated tokens; [`~FR3EConfig.paper`] has those of the paper. With `num_anchors=0` they are
+    those of [`~trl.GRPOConfig`].
+
+    What each parameter does in full, and what `None` stands for, is its field's `help`: the command line's `--help`
+    prints it.
 
     Parameters:
         > Parameters that control where to explore
 
         num_anchors (`int`, *optional*):
-            Anchors per prompt: the positions from which new rollouts branch. If `None`, as many as there are rows
-            beside the base trajectories: a single rollout for each. Without a prior (`value_prior_strength=0`) a state
-            needs more than one to compare: then the largest up to 4 that leaves every state, the prompt too, 4
-            rollouts, else the largest that leaves 2. `0` turns exploration off: the trainer is then
-            [`~trl.GRPOTrainer`].
+            Anchors per prompt: the positions from which new rollouts branch.
         anchor_score (`str`, *optional*, defaults to `"entropy"`):
-            What makes a position an anchor: `"entropy"` of the policy's next-token distribution; `"surprisal"`, minus
-            the log-probability of the token that was sampled; `"random"`, a control.
+            What makes an anchor: `"entropy"`, `"surprisal"` or `"random"`.
         anchor_quantile (`float`, *optional*):
-            Only positions whose entropy is above this quantile of their trajectory's entropies may be anchors, for
-            example `0.75`. If `None`, all may.
+            Quantile of a trajectory's entropies that anchors are above.
         anchor_min_gap (`int`, *optional*, defaults to `1`):
-            Least distance in tokens between two anchors of a trajectory. With `1` any two positions may be anchors.
+            Least distance of two anchors of a trajectory, in tokens.
         anchor_min_budget (`int`, *optional*, defaults to `1`):
-            Least number of tokens, out of `max_completion_length`, that an anchor must leave to its rollouts.
+            Least budget of an anchor's rollouts, in tokens.
         base_selection (`str`, *optional*, defaults to `"all"`):
-            Which base trajectories are explored: `"all"`, with the anchors shared out evenly, the odd ones to the
-            better-scored; `"mixed"`, one of the best-scored and one of the worst-scored when the scores differ and one
-            at random when they do not; `"best"`; `"worst"`; `"random"`.
+            Base trajectories to explore: `"all"`, `"mixed"`, `"best"`, `"worst"` or `"random"`.
 
         > Parameters that control the rollouts
 
         reuse_base (`bool`, *optional*, defaults to `True`):
-            Whether the base trajectories are also the rollouts of the prompt. They are samples of the same
-            distribution; `False` throws them away after the anchors were found and samples the prompt again.
+            Whether base trajectories are rollouts of the prompt.
         num_base_trajectories (`int`, *optional*):
-            Base trajectories per prompt. If `None` and `num_anchors` is chosen too, one for every 4 rows; if `None`
-            and `num_anchors` is set, or without a prior, as many as each anchor has rollouts, G / (num_anchors + 1).
-            With `reuse_base=False`, 4 if `None`.
+            Base trajectories per prompt.
         explore_temperature_scale (`float`, *optional*, defaults to `1.0`):
-            Factor on `temperature` when sampling from anchors. Where it is not 1, the importance ratio is taken
-            against the distribution that was sampled from.
+            Factor on `temperature` at anchors.
 
         > Parameters that control the advantages
 
         modulation (`str`, *optional*, defaults to `"none"`):
-            How the advantages of a state are scaled by the move of its value against the state before it:
-            `"none"`; `"exp"`, the paper's, by exp(-(V(S_j) - V(S_{j-1}))); `"sharpened"`, the form of the authors'
-            released code.
+            Factor on the advantages of a state: `"none"`, `"exp"` or `"sharpened"`.
         modulation_clip (`float`, *optional*, defaults to `5.0`):
-            Bound on the absolute value of the exponent in `modulation="exp"`.
+            Bound on the exponent of `"exp"`.
         reject_degenerate_states (`bool`, *optional*):
-            Whether the rows of a state whose rewards are all equal leave the loss, numerator and denominator both.
-            If `None`, `True` when exploring and `False` when `num_anchors=0`; setting `True` there gives GRPO with
-            rejection.
+            Whether states that teach nothing leave the loss.
         value_prior_strength (`float`, *optional*):
-            Weight κ, in rollouts, of a prior in the baseline of each row: the value of the state before it, and for
-            the prompt the mean over the batch's other prompts. `0` uses the plain mean of the state's rewards, as the
-            paper does. If `None`, `4.0` when exploring, and `0` when `num_anchors=0` or `scale_rewards="group"`.
-        negative_advantage_scale (`float`, *optional*):
-            Factor on negative advantages. Below 1, what failed is pushed down less than what succeeded is pushed up.
-            With rewards of 0 and 1 a state's expected gradient keeps its direction. If `None`, `0.5` when exploring,
-            and `1` when `num_anchors=0`.
+            Weight of the prior in the baseline of each row, in rollouts.
+        negative_advantage_scale (`float`, *optional*, defaults to `1.0`):
+            Factor on negative advantages.
 
         > Parameters that control the refill of a batch ("dynamic sampling")
 
         max_refills (`int`, *optional*, defaults to `0`):
-            How many times in a step further prompts are drawn from the training set, as many as a batch has at most,
-            to replace rejected rows. An epoch then is still one pass over the training set, which takes fewer steps
-            than the data loader counts; the number of steps stays.
-        refill_leftovers (`str`, *optional*, defaults to `"next"`):
-            What becomes of rows to learn from that a refilled batch has no place for: `"next"` keeps them for the
-            next step, where they replace rejected rows before further prompts are drawn; `"drop"`.
+            How many times in a step further prompts are drawn.
 
         > Parameters that control vLLM, beside those of `GRPOConfig`
 
         vllm_adapter_sync (`bool`, *optional*):
-            Whether a vLLM server gets the LoRA adapter alone at each step, through a directory, in place of the whole
-            model with the adapter merged. If `None`, it does where it can: for a LoRA policy, when the server was
-            started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
+            Whether a server gets the LoRA adapter alone.
         vllm_adapter_dir (`str`, *optional*):
-            Directory for that, which trainer and server must both see and no other run uses. If `None`,
-            `_vllm_adapter` in `output_dir`.
+            Directory for that.
         vllm_request_timeout (`float`, *optional*, defaults to `1800.0`):
-            Seconds that a vLLM server may take to answer a request before it is sent again.
+            Seconds for a server's answer.
 
     > [!NOTE]
-    > These parameters have default values different from [`~trl.GRPOConfig`]:
-    > - `epsilon_high`: Defaults to `0.28` instead of `None`.
+    > These parameters have default values different from [`~trl.GRPOConfig`] while exploring:
+    > - `epsilon_high`: Defaults to `0.28` instead of `epsilon`.
     > - `scale_rewards`: Defaults to `"none"` instead of `"group"`.
     """
+
+    # Where to explore
 
     num_anchors: int | None = field(
         default=None,
         metadata={
-            "help": "Anchors per prompt: the positions from which new rollouts branch. If `None`, as many as there "
-            "are rows beside the base trajectories; with `value_prior_strength=0`, the largest up to 4 that leaves "
-            "every state 4 rollouts, else the largest that leaves 2. `0` turns exploration off: the trainer is then "
-            "`GRPOTrainer`."
+            "help": "Anchors per prompt: the positions from which new rollouts branch. If `None`, as many as there are "
+            "rows beside the base trajectories: a single rollout for each. Without a prior (`value_prior_strength=0`) "
+            "a state needs more than one to compare: then the largest up to 4 that leaves every state, the prompt too, "
+            "4 rollouts, else the largest that leaves 2. `0` turns exploration off: the trainer is then `GRPOTrainer`."
         },
     )
     anchor_score: str = field(
         default="entropy",
         metadata={
-            "help": "What makes a position an anchor: the entropy of the policy there, the surprisal of the sampled "
-            "token, or chance (a control).",
+            "help": "What makes a position an anchor: the 'entropy' of the policy's next-token distribution; the "
+            "'surprisal', minus the log-probability of the token that was sampled; 'random', a control.",
             "choices": ["entropy", "surprisal", "random"],
         },
     )
@@ -167,13 +162,13 @@ class FR3EConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "Only positions whose entropy is above this quantile of their trajectory's entropies may be "
-            "anchors. If `None`, all may."
+            "anchors, for example 0.75. If `None`, all may."
         },
     )
     anchor_min_gap: int = field(
         default=1,
         metadata={
-            "help": "Least distance in tokens between two anchors of a trajectory. With `1` any two positions may be "
+            "help": "Least distance in tokens between two anchors of a trajectory. With 1 any two positions may be "
             "anchors."
         },
     )
@@ -186,23 +181,28 @@ class FR3EConfig(GRPOConfig):
     base_selection: str = field(
         default="all",
         metadata={
-            "help": "Which base trajectories are explored: all, one of the best-scored and one of the worst-scored "
-            "('mixed'), one of the best, one of the worst, or one at random.",
+            "help": "Which base trajectories are explored: 'all', with the anchors shared out evenly, the odd ones to "
+            "the better-scored; 'mixed', one of the best-scored and one of the worst-scored when the scores differ and "
+            "one at random when they do not; 'best'; 'worst'; 'random'.",
             "choices": ["all", "mixed", "best", "worst", "random"],
         },
     )
+
+    # The rollouts
+
     reuse_base: bool = field(
         default=True,
         metadata={
-            "help": "Whether the base trajectories are also the rollouts of the prompt. `False` throws them away "
-            "after the anchors were found and samples the prompt again."
+            "help": "Whether the base trajectories are also the rollouts of the prompt. They are samples of the same "
+            "distribution; `False` throws them away after the anchors were found and samples the prompt again."
         },
     )
     num_base_trajectories: int | None = field(
         default=None,
         metadata={
-            "help": "Base trajectories per prompt. If `None` and `num_anchors` is chosen too, one for every 4 rows; "
-            "else as many as each anchor has rollouts, and 4 with `reuse_base=False`."
+            "help": "Base trajectories per prompt. If `None` and `num_anchors` is chosen too, one for every 4 rows; if "
+            "`None` and `num_anchors` is set, or without a prior, as many as each anchor has rollouts, "
+            "`num_generations / (num_anchors + 1)`. With `reuse_base=False`, 4 if `None`."
         },
     )
     explore_temperature_scale: float = field(
@@ -212,11 +212,15 @@ class FR3EConfig(GRPOConfig):
             "taken against the distribution that was sampled from."
         },
     )
+
+    # The advantages
+
     modulation: str = field(
         default="none",
         metadata={
             "help": "How the advantages of a state are scaled by the move of its value against the state before it: "
-            "not at all, exp(-(V(S_j) - V(S_{j-1}))) ('exp'), or the form of the authors' released code ('sharpened').",
+            "'none'; 'exp', the paper's, by exp(-(V(S_j) - V(S_{j-1}))); 'sharpened', the form of the authors' "
+            "released code.",
             "choices": ["none", "exp", "sharpened"],
         },
     )
@@ -227,42 +231,42 @@ class FR3EConfig(GRPOConfig):
     reject_degenerate_states: bool | None = field(
         default=None,
         metadata={
-            "help": "Whether the rows of a state whose rewards are all equal leave the loss, numerator and "
-            "denominator both. If `None`, `True` when exploring and `False` when `num_anchors=0`; setting `True` "
-            "there gives GRPO with rejection."
+            "help": "Whether the rows of a state that teaches nothing leave the loss, numerator and denominator both: "
+            "without a prior, of one whose rewards are all equal. If `None`, `True` when exploring and `False` when "
+            "`num_anchors=0`; setting `True` there gives GRPO with rejection."
         },
     )
     value_prior_strength: float | None = field(
         default=None,
         metadata={
             "help": "Weight, in rollouts, of a prior in the baseline of each row: the value of the state before it, "
-            "and for the prompt the mean over the batch's other prompts. `0` uses the plain mean of the state's "
-            "rewards. If `None`, 4 when exploring, and 0 when `num_anchors=0` or `scale_rewards='group'`."
+            "and for the prompt the mean over the batch's other prompts. 0 uses the plain mean of the state's "
+            "rewards, as the paper does. If `None`, 4 when exploring, and 0 when `num_anchors=0` or "
+            "`scale_rewards='group'`."
         },
     )
-    negative_advantage_scale: float | None = field(
-        default=None,
+    negative_advantage_scale: float = field(
+        default=1.0,
         metadata={
             "help": "Factor on negative advantages. Below 1, what failed is pushed down less than what succeeded is "
-            "pushed up. If `None`, 0.5 when exploring, and 1 when `num_anchors=0`."
+            "pushed up. With rewards of 0 and 1 a state's expected gradient keeps its direction; with graded rewards "
+            "it does not, and risky answers win over better ones."
         },
     )
+
+    # The refill of a batch
 
     max_refills: int = field(
         default=0,
         metadata={
             "help": "How many times in a step further prompts are drawn from the training set, as many as a batch has "
-            "at most, to replace rejected rows."
+            "at most, to replace rejected rows. Informative rows that a batch has no place for replace rejected ones "
+            "of the next step. An epoch then is still one pass over the training set, which takes fewer steps than "
+            "the data loader counts; the number of steps stays."
         },
     )
-    refill_leftovers: str = field(
-        default="next",
-        metadata={
-            "help": "What becomes of rows to learn from that a refilled batch has no place for: kept for the next step "
-            "('next'), or dropped ('drop').",
-            "choices": ["next", "drop"],
-        },
-    )
+
+    # vLLM
 
     vllm_adapter_sync: bool | None = field(
         default=None,
@@ -284,44 +288,58 @@ class FR3EConfig(GRPOConfig):
         metadata={"help": "Seconds that a vLLM server may take to answer a request before it is sent again."},
     )
 
-    # Overridden defaults: the paper's, in TRL's names
+    # GRPO's own, where the paper has others
+
     epsilon_high: float | None = field(
-        default=0.28,
+        default=None,
         metadata={
-            "help": "Upper-bound epsilon value for clipping. The paper clips asymmetrically ('Clip-Higher'), with "
-            "0.2 below and 0.28 above. If `None`, the same as `epsilon`."
+            "help": "Upper-bound epsilon value for clipping. If `None`, 0.28 when exploring, as in the paper, which "
+            "clips asymmetrically ('Clip-Higher'), and the same as `epsilon` when `num_anchors=0`. To clip "
+            "symmetrically when exploring, set it to the value of `epsilon`."
         },
     )
-    scale_rewards: str = field(
-        default="none",
+    scale_rewards: str | None = field(
+        default=None,
         metadata={
-            "help": "Scaling of the advantages: 'none' (the paper's), 'group' to divide by the standard deviation of "
-            "the state's rewards, or 'batch' to divide by that of the whole batch's. `True` is 'group', `False` is "
-            "'none'."
+            "help": "Scaling of the advantages: 'none'; 'group' to divide by the standard deviation of the state's "
+            "rewards; or 'batch' to divide by that of the whole batch's. `True` is 'group', `False` is 'none'. If "
+            "`None`, 'none' with anchors or a prior, as in the paper, and 'group', as in GRPO, without."
         },
     )
 
     def __post_init__(self):
         self._resolve()
+        if self.epsilon_high is None and self.num_anchors:
+            self.epsilon_high = PAPER_CLIPPING
+        if self.scale_rewards is None:
+            self.scale_rewards = PAPER_SCALING if self.num_anchors or self.value_prior_strength else "group"
         super().__post_init__()
         self._check_combinations()
 
     @property
     def num_states(self) -> int:
         """States per prompt, K + 1: the prompt itself, and its anchors."""
-        return (self.num_anchors or 0) + 1
+        return self._shape.num_anchors + 1
 
     @property
     def num_rollouts(self) -> int:
         """Rollouts per anchor, M: G / (K + 1), or of the rows that base trajectories leave."""
-        if not self.num_anchors or not self.reuse_base or self.num_base_trajectories is None:
-            return self.num_generations // self.num_states
-        return (self.num_generations - self.num_base_trajectories) // self.num_anchors
+        return self._shape.num_rollouts
 
     @property
     def num_bases(self) -> int:
         """Base trajectories per prompt."""
-        return self.num_rollouts if self.num_base_trajectories is None else self.num_base_trajectories
+        return self._shape.num_bases
+
+    @property
+    def _shape(self) -> Shape:
+        return share_rows(
+            self.num_generations,
+            self.num_anchors,
+            self.num_base_trajectories,
+            self.reuse_base,
+            has_prior=bool(self.value_prior_strength),
+        )
 
     @property
     def is_plain_grpo(self) -> bool:
@@ -354,35 +372,44 @@ class FR3EConfig(GRPOConfig):
         return cls(**_sized(RELEASED | overrides))
 
     @classmethod
-    def from_grpo(cls, args: GRPOConfig) -> tuple[Self, dict[str, Any]]:
+    def from_grpo(cls, args: GRPOConfig) -> Self:
         """
-        A `GRPOConfig` with FR3E's settings added.
+        A `GRPOConfig` with FR3E's settings added, at their defaults.
 
-        What the user set is kept. A field that still has `GRPOConfig`'s default counts as not set, and takes FR3E's
-        where that differs (`epsilon_high`, `scale_rewards`).
-
-        Returns:
-            `tuple[FR3EConfig, dict[str, Any]]`: The configuration, and the settings that were added to `args`.
+        No setting of GRPO is changed, since one that was set to its default cannot be told from one that was not set.
+        A log line says what was added, and in what an `FR3EConfig` would differ. With `scale_rewards="group"`,
+        `GRPOConfig`'s default, there is no prior; rows that cannot be shared out without one are not explored from.
         """
         # Not built anew from the fields: `GRPOConfig.__post_init__` refuses the values that it has itself filled in.
         config = copy.copy(args)
         config.__class__ = cls
-        grpo_defaults = {f.name: f.default for f in fields(GRPOConfig)}
-        added = []
-        for f in fields(cls):
-            if f.name not in grpo_defaults or (
-                f.default != grpo_defaults[f.name] and getattr(args, f.name) == grpo_defaults[f.name]
-            ):
-                setattr(config, f.name, f.default)
-                added.append(f.name)
+        for name in _own_fields():
+            setattr(config, name, cls.__dataclass_fields__[name].default)
+        if config.scale_rewards == "group" and default_num_anchors(config.num_generations) is None:
+            config.num_anchors = 0
         config._resolve()
         config._check_combinations()
-        return config, {name: getattr(config, name) for name in added}
+        logger.warning(
+            "Added to the GRPOConfig: %s. Kept of it: epsilon_high=%r and scale_rewards=%r, for which FR3EConfig has "
+            "%r and %r when exploring%s. Use FR3EConfig to set them.",
+            ", ".join(f"{name}={getattr(config, name)!r}" for name in _own_fields()),
+            config.epsilon_high,
+            config.scale_rewards,
+            PAPER_CLIPPING,
+            PAPER_SCALING,
+            _lost_by_scaling(config),
+        )
+        return config
 
     def _resolve(self) -> None:
         """Check each of FR3E's fields, and fill in those that were left to be chosen."""
-        for name in ("anchor_score", "base_selection", "modulation", "refill_leftovers"):
-            _require_choice(self, name)
+        for name in ("anchor_score", "base_selection", "modulation"):
+            _require_choice(self, name, self.__dataclass_fields__[name].metadata["choices"])
+        _require_type(self, "num_generations", int, "for example 8")
+        for name in _own_fields():
+            default = self.__dataclass_fields__[name].default
+            # Not its field's type, which `HfArgumentParser` changes
+            _require_type(self, name, FR3EConfig.__annotations__[name], f"by default {default!r}")
         _require(self, "anchor_min_gap", self.anchor_min_gap >= 1, "at least 1")
         _require(self, "anchor_min_budget", self.anchor_min_budget >= 1, "at least 1")
         _require(
@@ -393,16 +420,14 @@ class FR3EConfig(GRPOConfig):
         )
         _require(self, "explore_temperature_scale", self.explore_temperature_scale > 0, "above 0, for example 1.0")
         _require(self, "modulation_clip", self.modulation_clip > 0, "above 0, for example 5.0")
-        if self.negative_advantage_scale is None:
-            self.negative_advantage_scale = 1.0 if self.num_anchors == 0 else NEGATIVE_SCALE
-        _require(self, "negative_advantage_scale", self.negative_advantage_scale >= 0, "0 or more, for example 0.5")
+        _require(self, "negative_advantage_scale", self.negative_advantage_scale >= 0, "0 or more, for example 1.0")
         _require(self, "max_refills", self.max_refills >= 0, "0 or more, for example 2")
         _require(self, "vllm_request_timeout", self.vllm_request_timeout > 0, "above 0, for example 1800")
         if self.value_prior_strength is None:
             has_prior = self.num_anchors != 0 and self.scale_rewards not in ("group", True)
             self.value_prior_strength = PRIOR_STRENGTH if has_prior else 0.0
         _require(self, "value_prior_strength", self.value_prior_strength >= 0, "0 or more, for example 4.0")
-        self._share_out_rows()
+        self.num_base_trajectories, self.num_anchors, _ = self._shape
         if self.reject_degenerate_states is None:
             self.reject_degenerate_states = self.num_anchors != 0
         _require(
@@ -412,35 +437,12 @@ class FR3EConfig(GRPOConfig):
             "0 with reject_degenerate_states=False, which leaves nothing to refill; set reject_degenerate_states=True",
         )
 
-    def _share_out_rows(self) -> None:
-        """Find how many base trajectories and anchors a prompt has, and check that they fit its rows."""
-        # A single rollout has no baseline of its own: it takes a prior to learn anything from it
-        min_rollouts = 1 if self.value_prior_strength else 2
-        if not self.reuse_base and self.num_base_trajectories is None:
-            self.num_base_trajectories = 4
-        num_bases = self.num_base_trajectories
-        highest = self.num_generations - 1 if self.reuse_base and self.num_anchors != 0 else math.inf
-        _require(
-            self,
-            "num_base_trajectories",
-            num_bases is None or 1 <= num_bases <= highest,
-            f"None, or at least 1 and below num_generations={self.num_generations}, which leaves rows to branch",
-        )
-        if self.reuse_base and self.num_anchors is None and self.value_prior_strength:
-            if num_bases is None:
-                num_bases = self.num_base_trajectories = math.ceil(self.num_generations / (ANCHORS_PER_BASE + 1))
-            self.num_anchors = self.num_generations - num_bases
-        if self.num_anchors is None:
-            self.num_anchors = _default_num_anchors(self.num_generations)
-        if self.num_anchors != 0:
-            fixed = num_bases if self.reuse_base else None
-            _require_whole_states(self.num_generations, self.num_anchors, fixed, min_rollouts)
-
     def _check_combinations(self) -> None:
-        """Check FR3E's fields against those of GRPO, once these have their final values."""
+        """Check what FR3E takes of GRPO's fields, once these have their final values."""
         if self.is_plain_grpo:
             return
-        if self.max_completion_length is None or self.max_completion_length < self.anchor_min_budget:
+        _require_type(self, "max_completion_length", int, "for example 512")
+        if self.max_completion_length < self.anchor_min_budget:
             raise ValueError(
                 f"max_completion_length={self.max_completion_length} is the budget that anchors and their rollouts "
                 f"share: it must be at least anchor_min_budget={self.anchor_min_budget}, for example 512."
@@ -450,8 +452,16 @@ class FR3EConfig(GRPOConfig):
                 f"multi_objective_aggregation={self.multi_objective_aggregation!r} has no state values to modulate "
                 "by: FR3E takes the weighted sum of the rewards. Use 'sum_then_normalize'."
             )
-        if self.scale_rewards not in ("none", "group", "batch"):
-            raise ValueError(f"scale_rewards={self.scale_rewards!r} must be one of 'none', 'group', 'batch'.")
+        for name, choices in GRPO_CHOICES.items():
+            _require_choice(self, name, choices)
+        _require(self, "temperature", 0 < self.temperature < math.inf, "above 0 and finite, for example 1.0")
+        _require(self, "top_p", 0 < self.top_p <= 1, "above 0 and at most 1, for example 1.0, which cuts nothing off")
+        _require(
+            self,
+            "reward_weights",
+            all(map(math.isfinite, self.reward_weights or [])),
+            "None or finite numbers, one for each reward function, for example 1.0",
+        )
         if self.scale_rewards == "group" and self.value_prior_strength:
             raise ValueError(
                 f"scale_rewards='group' divides by the spread of a state's rewards, which is 0 in states that "
@@ -460,51 +470,40 @@ class FR3EConfig(GRPOConfig):
             )
 
 
+def _own_fields() -> list[str]:
+    return [name for name in FR3EConfig.__dataclass_fields__ if name not in GRPOConfig.__dataclass_fields__]
+
+
 def _require(config: FR3EConfig, name: str, condition: bool, allowed: str) -> None:
     if not condition:
         raise ValueError(f"{name}={getattr(config, name)!r} is not allowed: it must be {allowed}.")
 
 
-def _require_choice(config: FR3EConfig, name: str) -> None:
-    choices = config.__dataclass_fields__[name].metadata["choices"]
+def _require_choice(config: FR3EConfig, name: str, choices: Sequence[str]) -> None:
     _require(config, name, getattr(config, name) in choices, f"one of {', '.join(map(repr, choices))}")
 
 
-def _default_num_anchors(num_generations: int) -> int:
-    """The largest K up to 4 that leaves M >= 4 rollouts a state, else the largest that leaves M >= 2."""
-    for min_rollouts in (4, 2):
-        for num_anchors in (4, 3, 2, 1):
-            rollouts, rest = divmod(num_generations, num_anchors + 1)
-            if rest == 0 and rollouts >= min_rollouts:
-                return num_anchors
-    raise ValueError(
-        f"num_generations={num_generations} cannot be split into states of at least 2 rollouts with 1 to 4 anchors. "
-        "Use for example num_generations=8 (1 anchor, 4 rollouts a state) or 16 (3 anchors), set num_anchors "
-        "yourself, or set num_anchors=0 for plain GRPO."
+def _require_type(config: FR3EConfig, name: str, annotation: Any, example: str) -> None:
+    """Raise a `ValueError` unless a setting is what it is annotated with: no fraction for a count, nothing infinite."""
+    value = getattr(config, name)
+    types = get_args(annotation) or (annotation,)
+    is_of_type = isinstance(value, (*types, int) if float in types else types)
+    is_bool = isinstance(value, bool)  # which Python takes for an integer
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    allowed = f"{' or '.join(TYPE_NAMES[t] for t in types)}, {example}"
+    _require(config, name, is_of_type and is_finite and (bool in types or not is_bool), allowed)
+
+
+def _lost_by_scaling(config: FR3EConfig) -> str:
+    """What comes of GRPO's scaling, for a sentence's end."""
+    if config.scale_rewards != "group":
+        return ""
+    if config.num_anchors:
+        return ", and with that a prior (value_prior_strength)"
+    return (
+        f". Nothing is explored: with scale_rewards='group' there is no prior, and num_generations="
+        f"{config.num_generations} cannot be split into states of several rollouts. Set scale_rewards='none' to explore"
     )
-
-
-def _require_whole_states(num_generations: int, num_anchors: int, num_bases: int | None, min_rollouts: int) -> None:
-    """Raise a `ValueError` unless all anchors get as many rollouts, the prompt too if `num_bases` is `None`."""
-
-    def fits(rows: int, anchors: int) -> bool:
-        states, rest = (anchors + 1, rows) if num_bases is None else (anchors, rows - num_bases)
-        return anchors > 0 and rest % states == 0 and rest // states >= min_rollouts
-
-    if fits(num_generations, num_anchors):
-        return
-    working = [str(anchors) for anchors in range(1, num_generations) if fits(num_generations, anchors)]
-    among = "num_anchors + 1 states" if num_bases is None else "num_anchors states beside num_base_trajectories"
-    given = "" if num_bases is None else f" and num_base_trajectories={num_bases}"
-    message = (
-        f"num_anchors={num_anchors} does not fit num_generations={num_generations}{given}: the rows of a prompt must "
-        f"divide evenly into {among} of at least {min_rollouts} rollouts. With num_generations={num_generations}"
-        f"{given}, num_anchors can be {', '.join(['0 (plain GRPO)', *working])}."
-    )
-    if num_anchors > 0:
-        sizes = [str(rows) for rows in range(1, num_generations + 8 * num_anchors + 8) if fits(rows, num_anchors)]
-        message += f" With num_anchors={num_anchors}, num_generations can be {', '.join(sizes[:4])} and so on."
-    raise ValueError(message)
 
 
 def _sized(settings: dict[str, Any]) -> dict[str, Any]:

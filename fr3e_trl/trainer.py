@@ -34,11 +34,15 @@ from .method.tree import Score, TokenIds, Tree, as_ids
 from .training.card import add_settings
 from .training.checks import (
     check_dataset,
+    check_generation_kwargs,
+    check_prompts,
     checked_reward_func,
     refuse_unsupported,
     refuse_unsupported_setup,
+    warn_of_single_prompt,
     warn_of_unscored_sampling,
 )
+from .training.context import CompletionBudget, context_length
 from .training.processes import in_every_process
 from .training.ratio import RatioGRPOTrainer
 
@@ -130,13 +134,11 @@ class FR3ETrainer(RatioGRPOTrainer):
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = FR3EConfig(f"{model_name.split('/')[-1]}-FR3E")
         elif not isinstance(args, FR3EConfig):
-            args, added = FR3EConfig.from_grpo(args)
-            logger.warning(
-                "Added to the GRPOConfig: %s. Use FR3EConfig to set them.",
-                ", ".join(f"{name}={value!r}" for name, value in added.items()),
-            )
+            args = FR3EConfig.from_grpo(args)
         if not args.is_plain_grpo:
             refuse_unsupported(args, tools, rollout_func, environment_factory)
+            check_generation_kwargs(args)
+            warn_of_single_prompt(args)
             if train_dataset is not None:
                 check_dataset(train_dataset, args)
         super().__init__(
@@ -165,12 +167,13 @@ class FR3ETrainer(RatioGRPOTrainer):
             checked_reward_func(func, name)
             for func, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
-        self._context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        context = context_length(self.model.config)
         if self.use_vllm:
             example = None if train_dataset is None else next(iter(train_dataset))
             prompt = [] if example is None else self.tokenize_prompts([example["prompt"]])[0]
-            self._context = self.vllm_generation.checked_context(self._context, len(prompt), self.max_completion_length)
+            context = self.vllm_generation.checked_context(context, len(prompt), self.max_completion_length)
             warn_of_unscored_sampling(args)
+        self._budget = CompletionBudget(self.max_completion_length, context, self.processing_class)
 
     def _make_sampler(self) -> Sampler:
         profiler = partial(profiling_context, self, "vLLM.generate")
@@ -269,6 +272,7 @@ class FR3ETrainer(RatioGRPOTrainer):
         trees = [Tree(as_ids(), 0) for _ in range(num_prompts)]
 
         def set_prompts() -> None:
+            check_prompts(list(examples.values()))
             prompts = self.tokenize_prompts([example["prompt"] for example in examples.values()]) if examples else []
             for i, prompt_ids in zip(examples, prompts, strict=True):
                 trees[i] = Tree(as_ids(prompt_ids), self._budget(prompt_ids))
@@ -282,18 +286,6 @@ class FR3ETrainer(RatioGRPOTrainer):
         self.trees += trees
         explore_temperature = self.temperature * self.args.explore_temperature_scale
         return rows_of(trees, deal, self.temperature, explore_temperature, examples, indices or [None] * num_prompts)
-
-    def _budget(self, prompt_ids: list[int]) -> int:
-        """Longest completion of a prompt, in tokens: `max_completion_length`, or what the model's context leaves."""
-        if self._context is None:
-            return self.max_completion_length
-        if len(prompt_ids) >= self._context:
-            raise ValueError(
-                f"A prompt has {len(prompt_ids)} tokens, and the model's context {self._context}. Prompts must be "
-                "shorter, to leave room for a completion: filter the dataset by length. The prompt begins with "
-                f"{self.processing_class.decode(prompt_ids[:20])!r}."
-            )
-        return min(self.max_completion_length, self._context - len(prompt_ids))
 
     def _save_before(self, error: VLLMServerError) -> None:
         """Save a checkpoint of the last step before a run ends with `error`."""

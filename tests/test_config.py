@@ -1,5 +1,6 @@
 """FR3EConfig: what is chosen, what is refused, and what a GRPOConfig becomes."""
 
+import math
 from dataclasses import fields
 
 import pytest
@@ -57,10 +58,9 @@ def test_how_rows_are_shared_out_may_be_set(settings, expected):
     assert shares(make_config(num_generations=8, **settings)) == expected
 
 
-def test_there_is_a_prior_where_it_fits_and_negatives_count_half():
+def test_there_is_a_prior_where_it_fits():
     assert make_config().value_prior_strength == 4
     assert make_config(num_anchors=0).value_prior_strength == 0
-    assert (make_config().negative_advantage_scale, make_config(num_anchors=0).negative_advantage_scale) == (0.5, 1)
     assert make_config(scale_rewards="group").value_prior_strength == 0
     assert make_config(scale_rewards=True).value_prior_strength == 0
 
@@ -93,7 +93,6 @@ def test_there_is_a_prior_where_it_fits_and_negatives_count_half():
         ({"explore_temperature_scale": 0.0}, ["explore_temperature_scale=0.0", "1.0"]),
         ({"max_refills": -1}, ["max_refills=-1", "0 or more"]),
         ({"max_refills": 1, "num_anchors": 0}, ["max_refills=1", "reject_degenerate_states=True"]),
-        ({"refill_leftovers": "keep"}, ["refill_leftovers='keep'", "'next'", "'drop'"]),
         ({"value_prior_strength": -1.0}, ["value_prior_strength=-1.0", "0 or more"]),
         ({"negative_advantage_scale": -0.5}, ["negative_advantage_scale=-0.5", "0 or more"]),
         ({"num_base_trajectories": 0}, ["num_base_trajectories=0", "at least 1"]),
@@ -103,6 +102,29 @@ def test_there_is_a_prior_where_it_fits_and_negatives_count_half():
         ({"multi_objective_aggregation": "normalize_then_sum"}, ["normalize_then_sum", "'sum_then_normalize'"]),
         ({"scale_rewards": "std"}, ["'std'", "'group'"]),
         ({"scale_rewards": "group", "value_prior_strength": 1.0}, ["scale_rewards='group'", "value_prior_strength=0"]),
+        *(
+            ({name: value}, [f"{name}={value!r}", "a finite number"])
+            for name in (
+                *("value_prior_strength", "negative_advantage_scale", "explore_temperature_scale", "modulation_clip"),
+                *("vllm_request_timeout", "anchor_quantile"),
+            )
+            for value in (math.inf, math.nan, "0.5", True)
+        ),
+        *(
+            ({name: value}, [f"{name}={value!r}", "an integer"])
+            for name in (
+                *("num_anchors", "num_base_trajectories", "anchor_min_gap", "anchor_min_budget", "max_refills"),
+                *("max_completion_length",),
+            )
+            for value in (1.5, True, "3")
+        ),
+        ({"num_generations": 8.0}, ["num_generations=8.0", "an integer", "8"]),
+        ({"reuse_base": "no"}, ["reuse_base='no'", "True or False"]),
+        ({"reward_weights": [1.0, math.nan]}, ["reward_weights=[1.0, nan]", "finite numbers"]),
+        ({"temperature": 0.0}, ["temperature=0.0", "above 0", "1.0"]),
+        ({"top_p": 0.0}, ["top_p=0.0", "above 0", "1.0"]),
+        ({"loss_type": "dappo"}, ["loss_type='dappo'", "'dapo'"]),
+        ({"importance_sampling_level": "word"}, ["importance_sampling_level='word'", "'token', 'sequence'"]),
     ],
 )
 def test_impossible_settings_are_refused_by_name(settings, named):
@@ -116,7 +138,22 @@ def test_defaults():
     assert (config.epsilon, config.epsilon_high, config.loss_type) == (0.2, 0.28, "dapo")
     assert (config.scale_rewards, config.beta) == ("none", 0.0)
     assert (config.modulation, config.anchor_score, config.base_selection) == ("none", "entropy", "all")
-    assert config.reuse_base and config.reject_degenerate_states
+    assert config.reuse_base and config.reject_degenerate_states and config.negative_advantage_scale == 1
+
+
+def test_without_anchors_the_defaults_are_grpos():
+    ours, theirs = make_config(num_anchors=0), GRPOConfig("unused", per_device_train_batch_size=8, **CPU)
+    assert ours.is_plain_grpo
+    names = [f.name for f in fields(GRPOConfig) if f.name != "logging_dir"]
+    assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
+    with_prior = make_config(num_anchors=0, value_prior_strength=4.0)
+    assert (with_prior.scale_rewards, with_prior.epsilon_high) == ("none", None)
+
+
+def test_clipping_and_scaling_may_be_set():
+    for num_anchors in (0, 3):
+        config = make_config(num_anchors=num_anchors, epsilon_high=0.2, scale_rewards="batch")
+        assert (config.epsilon_high, config.scale_rewards) == (0.2, "batch")
 
 
 def test_presets():
@@ -137,16 +174,45 @@ def test_rejection_follows_exploration_unless_set():
     assert not make_config(reject_degenerate_states=False).reject_degenerate_states
 
 
-def test_from_grpo_keeps_what_was_set():
-    grpo = GRPOConfig("unused", epsilon_high=0.25, beta=0.04, num_generations=16, per_device_train_batch_size=16, **CPU)
-    config, added = FR3EConfig.from_grpo(grpo)
-    assert isinstance(config, FR3EConfig)
-    assert (config.epsilon_high, config.beta, config.num_anchors) == (0.25, 0.04, 12)
-    assert config.scale_rewards == added["scale_rewards"] == "none"  # it had GRPO's default
-    assert added["num_anchors"] == 12 and "epsilon_high" not in added
-    assert type(grpo) is GRPOConfig and grpo.scale_rewards == "group"
-    for f in fields(GRPOConfig):
-        assert f.name in added or getattr(config, f.name) == getattr(grpo, f.name)
+def make_grpo(num_generations: int = 8, **settings) -> GRPOConfig:
+    return GRPOConfig(
+        "unused", num_generations=num_generations, per_device_train_batch_size=num_generations, **CPU | settings
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # Without a prior, since GRPO scales by the group
+        ({}, (4, 1, 4)),
+        ({"scale_rewards": "group", "num_generations": 16}, (4, 3, 4)),
+        # With one
+        ({"scale_rewards": "none"}, (2, 6, 1)),
+        ({"scale_rewards": False, "num_generations": 3}, (1, 2, 1)),
+        ({"scale_rewards": "batch", "epsilon_high": 0.25, "beta": 0.04}, (2, 6, 1)),
+    ],
+)
+def test_from_grpo_changes_nothing_of_grpo(settings, expected, caplog):
+    grpo = make_grpo(**settings)
+    config = FR3EConfig.from_grpo(grpo)
+    assert isinstance(config, FR3EConfig) and type(grpo) is GRPOConfig
+    assert {f.name: getattr(config, f.name) for f in fields(GRPOConfig)} == {
+        f.name: getattr(grpo, f.name) for f in fields(GRPOConfig)
+    }
+    assert shares(config) == expected
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"num_anchors={config.num_anchors}" in line and "negative_advantage_scale=1.0" in line
+    assert f"epsilon_high={grpo.epsilon_high!r} and scale_rewards={grpo.scale_rewards!r}" in line and "'none'" in line
+
+
+@pytest.mark.parametrize("num_generations", range(2, 24))
+def test_from_grpo_takes_every_number_of_rows(num_generations, caplog):
+    config = FR3EConfig.from_grpo(make_grpo(num_generations))
+    can_explore = any(num_generations % num_states == 0 for num_states in (2, 3, 4, 5) if num_generations > num_states)
+    assert config.is_plain_grpo != can_explore
+    told = f"num_generations={num_generations} cannot be split" in caplog.text and "scale_rewards='none'" in caplog.text
+    assert told != can_explore
+    assert FR3EConfig.from_grpo(make_grpo(num_generations, scale_rewards="none")).num_anchors > 0
 
 
 def test_from_grpo_is_checked_too():
@@ -158,7 +224,7 @@ def test_every_field_has_help_and_is_documented():
     for f in fields(FR3EConfig):
         if f.name not in GRPOConfig.__dataclass_fields__:
             assert f.metadata.get("help"), f.name
-            assert f"{f.name} (`" in FR3EConfig.__doc__, f.name
+            assert f"        {f.name} (`" in FR3EConfig.__doc__, f.name
 
 
 def test_the_command_line_sets_every_field():

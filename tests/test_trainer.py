@@ -109,9 +109,7 @@ def test_without_exploration_it_is_grpo_trainer_exactly(settings):
     if "eval_steps" in settings:
         settings = settings | {"eval_dataset": make_dataset(4)}
     theirs = train(GRPOTrainer, config=GRPOConfig, **settings, max_steps=4)
-    # FR3E's defaults that differ from GRPO's are set back
-    off = {"num_anchors": 0, "epsilon_high": None, "scale_rewards": settings.get("scale_rewards", "group")}
-    ours = train(FR3ETrainer, **settings | off, max_steps=4)
+    ours = train(FR3ETrainer, **settings, num_anchors=0, max_steps=4)
     timings = {"step_time", "train_runtime", "eval_runtime"}
     for mine, their in zip(ours.state.log_history, theirs.state.log_history, strict=True):
         assert mine.keys() == their.keys()
@@ -194,8 +192,7 @@ def test_a_completion_and_one_branch_of_it_train():
                 expected += [first - prior, second[0] - (4 * prior + first) / 5]
             else:
                 expected += [first - (4 * prior + second[0]) / 5, second[0] - (4 * prior + first) / 5]
-        halved = [advantage / 2 if advantage < 0 else advantage for advantage in expected]
-        assert batch["advantages"].tolist() == pytest.approx(halved, abs=1e-5)
+        assert batch["advantages"].tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def check_batch(trainer, batch, trees):
@@ -656,14 +653,29 @@ def test_without_exploration_a_rollout_func_is_accepted():
     assert logged(trainer, "completions/mean_length") == [(2.0,), (2.0,)]
 
 
-def test_a_grpo_config_is_accepted(caplog):
+@pytest.mark.parametrize(
+    ("settings", "added"),
+    [
+        ({"scale_rewards": "none"}, {"num_anchors": 6, "num_base_trajectories": 2, "value_prior_strength": 4.0}),
+        ({"scale_rewards": "group"}, {"num_anchors": 1, "num_base_trajectories": 4, "value_prior_strength": 0.0}),
+    ],
+)
+def test_a_grpo_config_is_accepted(settings, added, caplog):
     with caplog.at_level(logging.WARNING, logger="fr3e_trl"):
-        trainer = make_trainer(config=GRPOConfig, beta=0.02)
+        trainer = make_trainer(config=GRPOConfig, beta=0.02, **settings)
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("fr3e_trl")]
-    assert "num_anchors=6" in line and "epsilon_high=0.28" in line and "beta" not in line
-    assert trainer.args.beta == 0.02 and trainer.args.num_bases == 2
+    assert all(f"{name}={value}" in line for name, value in added.items()) and "beta" not in line
+    assert {name: getattr(trainer.args, name) for name in added} == added
+    assert (trainer.args.beta, trainer.epsilon_high) == (0.02, 0.2)
+    assert trainer.args.scale_rewards == trainer.scale_rewards == settings["scale_rewards"]
     trainer.train()
     check_batch(trainer, *trainer.batches[0])
+
+
+def test_a_grpo_config_whose_rows_cannot_be_split_is_grpos():
+    settings = {"num_generations": 3, "per_device_train_batch_size": 6, "config": GRPOConfig}
+    ours, theirs = train(FR3ETrainer, **settings), train(GRPOTrainer, **settings)
+    assert weights(ours).equal(weights(theirs))
 
 
 # Bad input

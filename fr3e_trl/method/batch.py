@@ -149,10 +149,10 @@ def set_advantages(rows: list[Row], trees: list[Tree], args: FR3EConfig) -> None
         parents,
         modulation=args.modulation if args.num_anchors else "none",
         modulation_clip=args.modulation_clip,
-        scale=args.scale_rewards,
+        scale=args.scale_rewards or "none",
         prior_strength=args.value_prior_strength or 0.0,
         reject=bool(args.reject_degenerate_states),
-        negative_scale=args.negative_advantage_scale or 0.0,
+        negative_scale=args.negative_advantage_scale,
     )
     for state, value, factor, rejected in zip(
         states, result.values.tolist(), result.factors.tolist(), result.rejected.tolist(), strict=True

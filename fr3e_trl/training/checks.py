@@ -2,24 +2,51 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 from torch import nn
-from trl.data_utils import is_conversational
 from trl.trainer.utils import is_async_callable
 
 from ..config import FR3EConfig
 
 logger = logging.getLogger(__name__)
 
+# Greater ones make the square of a gradient's norm overflow float32: first steps of length 0, then weights that are NaN
+MAX_REWARD = 1e15
+
+# Keys of `generation_kwargs`, transformers' and vLLM's, that exploration cannot honour, and what to do
+REFUSED_KWARGS = (
+    (
+        ("max_new_tokens", "max_length", "max_tokens"),
+        "Set max_completion_length, of which each state has what its prefix leaves",
+    ),
+    (("temperature",), "Set temperature, and explore_temperature_scale for anchors"),
+    (("n", "num_return_sequences", "best_of"), "Set num_generations, which is shared out between states"),
+    (("stop_token_ids",), "Set eos_token_id in the model's generation_config"),
+    (
+        ("do_sample", "num_beams", "num_beam_groups", "use_beam_search", "penalty_alpha"),
+        "Leave it out: rollouts must be independent samples",
+    ),
+    (
+        (
+            *("min_new_tokens", "min_length", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+            *("exponential_decay_length_penalty", "min_tokens", "presence_penalty", "frequency_penalty"),
+            *("structured_outputs", "thinking_token_budget", "repetition_detection"),
+        ),
+        "Leave it out: it counts from where generation begins, which at an anchor is amid the completion",
+    ),
+    (
+        ("return_dict_in_generate", "logprobs", "flat_logprobs", "logprob_token_ids", "output_kind", "echo", "stream"),
+        "Leave it out: the trainer reads what is generated in a form of its own",
+    ),
+)
+HARMLESS_KWARGS = (("do_sample", True), ("num_beams", 1))
+
 # Settings of vLLM that change what is sampled, and that neither the policy's log-probs nor ours take into account
-UNSCORED_SAMPLING = {
-    "allowed_token_ids", "bad_words", "frequency_penalty", "logit_bias", "min_p", "min_tokens", "presence_penalty",
-    "repetition_penalty", "structured_outputs", "top_k", "top_p",
-}  # fmt: skip
+UNSCORED_SAMPLING = {"allowed_token_ids", "bad_words", "logit_bias", "min_p", "repetition_penalty", "top_k", "top_p"}
 
 
 def refuse_unsupported(args: FR3EConfig, tools: Any, rollout_func: Any, environment_factory: Any) -> None:
@@ -75,7 +102,35 @@ def warn_of_unscored_sampling(args: FR3EConfig) -> None:
         )
 
 
+def check_generation_kwargs(args: FR3EConfig) -> None:
+    """Refuse `generation_kwargs` that requests have of their own, or that mean something else at an anchor."""
+    for name, value in (args.generation_kwargs or {}).items():
+        if (name, value) in HARMLESS_KWARGS:
+            continue
+        for names, remedy in REFUSED_KWARGS:
+            if name in names:
+                raise ValueError(
+                    f"generation_kwargs={{{name!r}: {value!r}}} cannot be honoured while exploring. {remedy}. (With "
+                    "num_anchors=0, plain GRPO takes it.)"
+                )
+
+
+def warn_of_single_prompt(args: FR3EConfig) -> None:
+    """Warn of batches of one prompt, where the prior of a prompt, the mean over the others, does not exist."""
+    if args.value_prior_strength and args.generation_batch_size == args.num_generations:
+        alone = ", whose base trajectory then has nothing to be compared with and teaches nothing"
+        logger.warning(
+            "A generation batch has one prompt (generation_batch_size=%d / num_generations=%d): no other prompts give "
+            "a prior for its own state%s. Set for example gradient_accumulation_steps=%d, for 8 prompts.",
+            args.generation_batch_size,
+            args.num_generations,
+            alone if args.num_bases == 1 else "",
+            8 * args.steps_per_generation,
+        )
+
+
 def check_dataset(dataset: Dataset | IterableDataset, args: FR3EConfig) -> None:
+    """Refuse a training set that cannot be trained on, as far as its size and first example tell."""
     if args.max_refills > 0 and not isinstance(dataset, Dataset):
         raise ValueError(
             f"max_refills={args.max_refills} draws prompts from a Dataset, and train_dataset is an "
@@ -86,11 +141,7 @@ def check_dataset(dataset: Dataset | IterableDataset, args: FR3EConfig) -> None:
         raise ValueError("train_dataset is empty. It must have at least one example, with a 'prompt'.")
     if "prompt" not in example:
         raise ValueError(f"train_dataset has the columns {sorted(example)}. It must have one named 'prompt'.")
-    if _has_images(example):
-        raise NotImplementedError(
-            "FR3ETrainer does not support images yet. Remove them from the dataset, or set num_anchors=0 to train with "
-            "plain GRPO."
-        )
+    check_prompts([example])
     num_prompts = args.generation_batch_size // args.num_generations
     if isinstance(dataset, Dataset) and len(dataset) < num_prompts:
         raise ValueError(
@@ -100,24 +151,81 @@ def check_dataset(dataset: Dataset | IterableDataset, args: FR3EConfig) -> None:
         )
 
 
-def _has_images(example: dict[str, Any]) -> bool:
-    messages = example["prompt"] if is_conversational(example) else []
-    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
-    return "image" in example or "images" in example or any(part["type"] == "image" for part in parts)
+def check_prompts(examples: list[dict[str, Any]]) -> None:
+    """
+    Refuse examples that cannot be explored from: the first when the trainer is made, all when their turn comes.
+
+    Args:
+        examples (`list[dict]`):
+            Examples of the training set, each with a `"prompt"`.
+
+    Raises:
+        ValueError: A prompt is neither a text nor a list of messages, or is empty, or a message is not whole.
+        NotImplementedError: There are images, or a column for them that TRL would take for images.
+    """
+    for example in examples:
+        prompt = example.get("prompt")
+        if not isinstance(prompt, str | list) or not prompt:
+            raise _bad_prompt(example, f"is {prompt!r}. It must be a text or a list of messages, and not empty")
+        parts = [] if isinstance(prompt, str) else _checked_parts(example)
+        if any(part["type"] == "image" for part in parts):
+            raise NotImplementedError(
+                "FR3ETrainer does not support images yet, and a prompt has some. Remove them, or set num_anchors=0 to "
+                "train with plain GRPO."
+            )
+        for column in ("image", "images"):
+            if column in example and example[column] != []:
+                raise NotImplementedError(
+                    f"FR3ETrainer does not support images yet, and train_dataset has a column '{column}', whose value "
+                    f"is {str(example[column])[:100]}. TRL takes every example of it, None too, for one with images. "
+                    f"Remove it by train_dataset.remove_columns('{column}'), or set num_anchors=0 to train with plain "
+                    "GRPO."
+                )
+
+
+def _checked_parts(example: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts of a conversation whose messages have a list of parts for content."""
+    messages = example["prompt"]
+    if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages):
+        form = "{'role': 'user', 'content': '1+1='}"
+        raise _bad_prompt(example, f"has a message without a role or content. Give it both, as in {form}")
+    contents = [message["content"] for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    if not all(isinstance(part, dict) and "type" in part for part in parts):
+        form = "{'type': 'text', 'text': '1+1='}"
+        raise _bad_prompt(example, f"has a message with a part that has no type. Give it one, as in {form}")
+    return parts
+
+
+def _bad_prompt(example: dict[str, Any], what: str) -> ValueError:
+    return ValueError(f"A prompt of train_dataset {what}, or filter it out. Its example: {repr(example)[:300]}.")
 
 
 def checked_reward_func(func: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A reward function that raises on a reward that is no number, and says which function raised."""
+    """A reward function that raises on what is no list of usable rewards, and says which function raised."""
     if isinstance(func, nn.Module):
         return func
 
     def check(rewards: Any) -> list[float | None]:
+        if not isinstance(rewards, Iterable):
+            raise TypeError(
+                f"The reward function '{name}' returned {rewards!r}. It must return a list, with a number for each "
+                "completion, or None for one that cannot be scored."
+            )
         rewards = list(rewards)
         for i, reward in enumerate(rewards):
-            if reward is not None and not math.isfinite(reward):
+            if reward is None:
+                continue
+            if not math.isfinite(reward):
                 raise ValueError(
                     f"The reward function '{name}' returned {reward} for completion {i} of {len(rewards)}. A reward "
                     "must be a finite number, or None for a completion that cannot be scored."
+                )
+            if abs(reward) > MAX_REWARD:
+                raise ValueError(
+                    f"The reward function '{name}' returned {reward} for completion {i} of {len(rewards)}. A reward "
+                    f"must be between -{MAX_REWARD:.0e} and {MAX_REWARD:.0e}, since gradients have the precision of "
+                    "float32: scale it down, best to values around 1."
                 )
         return rewards
 

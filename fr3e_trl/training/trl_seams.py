@@ -120,13 +120,7 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
 
     def tokenize_prompts(self, prompts: list[Any]) -> list[list[int]]:
         """Token ids of prompts, standard or conversational."""
-        prompt_ids, images, _ = self._tokenize_prompts(prompts)
-        if images is not None:
-            raise NotImplementedError(
-                "FR3ETrainer does not support images yet, and a prompt has some. Remove them, or set num_anchors=0 to "
-                "train with plain GRPO."
-            )
-        return prompt_ids
+        return self._tokenize_prompts(prompts)[0]
 
     def score(
         self, inputs: list[dict[str, Any]], prompt_ids: list[TokenIds], completion_ids: list[TokenIds]

@@ -1,0 +1,119 @@
+"""How the rows of a prompt are shared out: which are base trajectories, and how many branch from each anchor."""
+
+import math
+from typing import NamedTuple
+
+# What won at equal generated tokens: anchors of a base trajectory, where there is a prior and nothing was chosen
+ANCHORS_PER_BASE = 3
+
+# Base trajectories of the authors' released run, which reuses none
+NUM_BASES_NOT_REUSED = 4
+
+
+class Shape(NamedTuple):
+    """
+    The rows of a prompt.
+
+    Args:
+        num_bases (`int`):
+            B, base trajectories.
+        num_anchors (`int`):
+            K, anchors.
+        num_rollouts (`int`):
+            M, rollouts of each anchor; without anchors, of the prompt.
+    """
+
+    num_bases: int
+    num_anchors: int
+    num_rollouts: int
+
+
+def share_rows(
+    num_rows: int, num_anchors: int | None, num_bases: int | None, reuse_base: bool, has_prior: bool
+) -> Shape:
+    """
+    Share out the rows of a prompt.
+
+    Args:
+        num_rows (`int`):
+            G, rows of the prompt.
+        num_anchors (`int`, *optional*):
+            K. If `None`, it is chosen: with a prior and reused base trajectories all other rows branch, one from each
+            anchor; else it is that of [`default_num_anchors`].
+        num_bases (`int`, *optional*):
+            B. If `None`, it is chosen: a row of every four if K is chosen by the prior; else as many as each anchor has
+            rollouts, or 4 if they are not reused.
+        reuse_base (`bool`):
+            Whether base trajectories are rows: G = B + K · M. If not, G = (K + 1) · M.
+        has_prior (`bool`):
+            Whether a row alone in its state has something to be compared with.
+
+    Returns:
+        `Shape`: B, K and M. Shared out again with its own B and K, a shape stays what it is.
+
+    Raises:
+        ValueError: The rows do not divide evenly. The error names what does.
+    """
+    if num_bases is None and not reuse_base:
+        num_bases = NUM_BASES_NOT_REUSED
+    most = num_rows - 1 if reuse_base and num_anchors != 0 else math.inf
+    if num_bases is not None and not 1 <= num_bases <= most:
+        raise ValueError(
+            f"num_base_trajectories={num_bases} is not allowed: it must be None, or at least 1 and below "
+            f"num_generations={num_rows}, which leaves rows to branch."
+        )
+    if num_anchors is None and has_prior and reuse_base:
+        num_bases = num_bases or math.ceil(num_rows / (ANCHORS_PER_BASE + 1))
+        num_anchors = num_rows - num_bases
+    if num_anchors is None:
+        num_anchors = default_num_anchors(num_rows)
+    if num_anchors is None:
+        raise ValueError(
+            f"num_generations={num_rows} cannot be split into states of at least 2 rollouts with 1 to 4 anchors. "
+            "Use for example num_generations=8 (1 anchor, 4 rollouts a state) or 16 (3 anchors), set num_anchors "
+            "yourself, or set num_anchors=0 for plain GRPO."
+        )
+    if num_anchors == 0:
+        return Shape(num_bases or num_rows, 0, num_rows)
+    num_rollouts = _whole_rollouts(
+        num_rows, num_anchors, num_bases if reuse_base else None, min_rollouts=1 if has_prior else 2
+    )
+    return Shape(num_bases or num_rollouts, num_anchors, num_rollouts)
+
+
+def default_num_anchors(num_rows: int) -> int | None:
+    """
+    Anchors where states must have several rollouts: the largest K up to 4 that leaves every state, the prompt too,
+    M >= 4 of them, else the largest that leaves M >= 2. `None` if none does.
+    """
+    for min_rollouts in (4, 2):
+        for num_anchors in (4, 3, 2, 1):
+            rollouts, rest = divmod(num_rows, num_anchors + 1)
+            if rest == 0 and rollouts >= min_rollouts:
+                return num_anchors
+    return None
+
+
+def _whole_rollouts(num_rows: int, num_anchors: int, num_bases: int | None, min_rollouts: int) -> int:
+    """Rollouts of each anchor, of as many for the prompt too if `num_bases` is `None`, and no row left over."""
+
+    def rollouts(rows: int, anchors: int) -> int:
+        """0 if they do not fit."""
+        num_states, rest = (anchors + 1, rows) if num_bases is None else (anchors, rows - num_bases)
+        fits = anchors > 0 and rest % num_states == 0 and rest // num_states >= min_rollouts
+        return rest // num_states if fits else 0
+
+    if num_rollouts := rollouts(num_rows, num_anchors):
+        return num_rollouts
+    working = [str(anchors) for anchors in range(1, num_rows) if rollouts(num_rows, anchors)]
+    among = "num_anchors + 1 states" if num_bases is None else "num_anchors states beside num_base_trajectories"
+    given = "" if num_bases is None else f" and num_base_trajectories={num_bases}"
+    message = (
+        f"num_anchors={num_anchors} does not fit num_generations={num_rows}{given}: the rows of a prompt must "
+        f"divide evenly into {among} of at least {min_rollouts} rollouts. With num_generations={num_rows}"
+        f"{given}, num_anchors can be {', '.join(['0 (plain GRPO)', *working])}."
+    )
+    if num_anchors > 0:
+        sizes = [str(rows) for rows in range(1, num_rows + 8 * num_anchors + 8) if rollouts(rows, num_anchors)]
+        message += f" With num_anchors={num_anchors}, num_generations can be {', '.join(sizes[:4])} and so on."
+    raise ValueError(message)

@@ -1,0 +1,179 @@
+"""What is refused before it costs anything, or as soon as it is seen."""
+
+import logging
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from models import CPU, make_dataset, make_model, make_tokenizer
+
+from fr3e_trl import FR3EConfig, FR3ETrainer
+
+SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 2}
+
+
+def digits(completions, **kwargs):
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [float(sum(char.isdigit() for char in text)) for text in texts]
+
+
+def make_trainer(reward=digits, dataset=None, **settings):
+    return FR3ETrainer(
+        make_model(),
+        reward,
+        FR3EConfig("unused", **CPU | SIZES | settings),
+        train_dataset=make_dataset() if dataset is None else dataset,
+        processing_class=make_tokenizer(),
+    )
+
+
+# Prompts
+
+
+def user(content):
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "named"),
+    [
+        ("1+1=", "", ["is ''", "not empty"]),
+        (user("1+1="), [], [r"is []", "not empty"]),
+        ("1+1=", None, ["is None", "a text or a list of messages"]),
+        (user("1+1="), [{"role": "user"}], ["without a role or content", "{'role': 'user', 'content': '1+1='}"]),
+        (user("1+1="), [5, 6, 7], ["without a role or content", "[5, 6, 7]"]),
+        (user("1+1="), user([{"text": "2+2="}]), ["part that has no type", "{'type': 'text', 'text': '1+1='}"]),
+    ],
+)
+@pytest.mark.parametrize("position", [0, 3])
+def test_a_prompt_that_is_none(good, bad, named, position):
+    prompts = [bad if i == position else good for i in range(4)]
+    dataset = IterableDataset.from_generator(lambda: ({"prompt": prompt, "number": 2507} for prompt in prompts))
+    with pytest.raises(ValueError) as error:
+        trainer = make_trainer(dataset=dataset)
+        assert position > 0  # the first example is looked at when the trainer is made, the others when their turn comes
+        trainer.train()
+    assert all(words in str(error.value) for words in [*named, "A prompt of train_dataset", "2507"]), str(error.value)
+
+
+def test_a_column_of_no_images_is_to_be_removed():
+    dataset = make_dataset().add_column("image", [None] * 16)
+    with pytest.raises(NotImplementedError, match=r"a column 'image', whose value is None.*remove_columns\('image'\)"):
+        make_trainer(dataset=dataset)
+    make_trainer(dataset=dataset.remove_columns("image"))
+
+
+def test_lists_of_no_images_are_accepted_as_by_trl():
+    dataset = make_dataset().add_column("images", [[]] * 16)
+    make_trainer(dataset=dataset, max_steps=1).train()
+
+
+def test_an_image_among_examples_without_is_refused_when_its_turn_comes():
+    examples = [{"prompt": "1+1=", "images": [] if i < 2 else ["a picture"]} for i in range(4)]
+    trainer = make_trainer(dataset=IterableDataset.from_generator(lambda: iter(examples)))
+    with pytest.raises(NotImplementedError, match=r"a column 'images', whose value is .*a picture"):
+        trainer.train()
+
+
+# Rewards
+
+
+@pytest.mark.parametrize(
+    ("reward", "error", "named"),
+    [
+        (lambda completions, **kwargs: None, TypeError, "returned None. It must return a list"),
+        (lambda completions, **kwargs: 1.0, TypeError, "returned 1.0. It must return a list"),
+        (lambda completions, **kwargs: torch.tensor(1.0), TypeError, "0-d tensor"),
+        (lambda completions, **kwargs: [1e39] * len(completions), ValueError, "returned 1e+39 for completion 0 of"),
+        (lambda completions, **kwargs: [-1e20] * len(completions), ValueError, "between -1e+15 and 1e+15.*scale it"),
+    ],
+)
+def test_a_reward_function_that_returns_no_usable_rewards(reward, error, named):
+    reward.__name__ = "my_reward"
+    with pytest.raises(error, match=named.replace("+", r"\+")) as raised:
+        make_trainer(reward).train()
+    assert "my_reward" in raised.value.__notes__[0]
+
+
+def test_large_rewards_train():
+    trainer = make_trainer(lambda completions, **kwargs: [1e15 * (i % 2) for i in range(len(completions))])
+    before = trainer.model.lm_head.weight.detach().clone()
+    trainer.train()
+    after = trainer.model.lm_head.weight.detach()
+    assert after.isfinite().all() and not after.equal(before)
+
+
+# generation_kwargs
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "remedy"),
+    [
+        ({"max_new_tokens": 3}, "max_completion_length"),
+        ({"max_tokens": 3}, "max_completion_length"),
+        ({"temperature": 0.1}, "explore_temperature_scale"),
+        ({"num_return_sequences": 2}, "num_generations"),
+        ({"n": 2}, "num_generations"),
+        ({"stop_token_ids": [7]}, "generation_config"),
+        ({"num_beams": 2}, "independent samples"),
+        ({"do_sample": False}, "independent samples"),
+        ({"min_new_tokens": 4}, "amid the completion"),
+        ({"structured_outputs": {"regex": "[0-9]+"}}, "amid the completion"),
+        ({"logprobs": 5}, "a form of its own"),
+    ],
+)
+def test_generation_kwargs_that_cannot_be_honoured(kwargs, remedy):
+    (name,) = kwargs
+    with pytest.raises(ValueError, match=rf"generation_kwargs={{'{name}': .*{remedy}.*num_anchors=0"):
+        make_trainer(generation_kwargs=kwargs)
+    make_trainer(generation_kwargs=kwargs, num_anchors=0)
+
+
+def test_generation_kwargs_that_are_honoured():
+    suppressed = list(range(4, 40))
+    trainer = make_trainer(generation_kwargs={"suppress_tokens": suppressed, "do_sample": True, "num_beams": 1})
+    trainer.train()
+    sampled = {i for tree in trainer.trees for state in tree.states for r in state.rollouts for i in r.token_ids}
+    assert sampled and not sampled & set(suppressed)
+
+
+# One prompt
+
+
+def warnings_of(caplog, **settings):
+    with caplog.at_level(logging.WARNING, logger="fr3e_trl"):
+        trainer = make_trainer(**settings)
+    return trainer, [r.getMessage() for r in caplog.records if "one prompt" in r.getMessage()]
+
+
+def test_a_batch_of_one_prompt_is_warned_of(caplog):
+    trl_sizes = {"num_generations": 8, "per_device_train_batch_size": 8}  # TRL's defaults
+    _, (warning,) = warnings_of(caplog, **trl_sizes)
+    assert "generation_batch_size=8 / num_generations=8" in warning and "gradient_accumulation_steps=8" in warning
+    assert "teaches nothing" not in warning  # there are two base trajectories
+    caplog.clear()
+    _, (warning,) = warnings_of(caplog, num_generations=4, per_device_train_batch_size=4)
+    assert "teaches nothing" in warning
+    caplog.clear()
+    trainer, warnings = warnings_of(caplog, **trl_sizes, gradient_accumulation_steps=8)
+    assert not warnings and trainer.args.generation_batch_size == 64
+
+
+def test_without_a_prior_one_prompt_is_enough(caplog):
+    _, warnings = warnings_of(caplog, per_device_train_batch_size=8, value_prior_strength=0)
+    assert not warnings
+
+
+def test_the_only_base_trajectory_of_one_prompt_teaches_nothing():
+    """What the warning says."""
+    trainer = make_trainer(
+        lambda completions, **kwargs: [float(i + len(text)) for i, text in enumerate(completions)],
+        dataset=Dataset.from_dict({"prompt": ["1+1="]}),
+        num_generations=4,
+        per_device_train_batch_size=4,
+        max_steps=1,
+    )
+    trainer.train()
+    (tree,) = trainer.trees
+    assert len(tree.states[0].rollouts) == 1 and tree.states[0].rejected
+    assert not all(state.rejected for state in tree.states)

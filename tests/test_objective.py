@@ -1,0 +1,46 @@
+"""What is optimised: with the defaults, the mean reward."""
+
+import random
+
+import torch
+from datasets import Dataset
+from models import CPU, make_model, make_tokenizer
+from transformers import set_seed
+
+from fr3e_trl import FR3EConfig, FR3ETrainer
+
+
+def probability_of_the_better_arm(**settings) -> float:
+    """
+    Train on a bandit, whose arm is the parity of the first token: an even one is worth .6, an odd one a coin of 1 or 0.
+    """
+    coin = random.Random(0)
+
+    def reward(completion_ids, **kwargs):
+        return [0.6 if ids[0] % 2 == 0 else float(coin.random() < 0.5) for ids in completion_ids]
+
+    model = make_model()
+    model.lm_head.weight.data.div_(20)  # as likely, nearly
+    sizes = {"num_generations": 8, "per_device_train_batch_size": 512, "max_completion_length": 2, "max_steps": 40}
+    args = FR3EConfig("unused", **CPU, **sizes, learning_rate=1e-2, lr_scheduler_type="constant", **settings)
+    dataset = Dataset.from_dict({"prompt": ["1+1="] * 64})
+    trainer = FR3ETrainer(model, reward, args, train_dataset=dataset, processing_class=make_tokenizer())
+    set_seed(1)
+    trainer.train()
+    trained = make_model()  # without the head that TRL puts in
+    trained.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        logits = trained(**make_tokenizer()("1+1=", return_tensors="pt", return_token_type_ids=False)).logits[0, -1]
+    return logits.softmax(-1)[::2].sum().item()
+
+
+# By hand, at even odds and with a baseline of .55: the sure arm has an advantage of +.05, the coin one of +.45 or -.55,
+# in the mean -.05. With the negative one halved it is +.0875, more than the sure arm's.
+
+
+def test_the_better_arm_wins():
+    assert probability_of_the_better_arm() > 0.95
+
+
+def test_with_halved_negatives_the_riskier_arm_wins():
+    assert probability_of_the_better_arm(negative_advantage_scale=0.5) < 0.25
