@@ -213,7 +213,7 @@ class FR3ETrainer(RatioGRPOTrainer):
                 self.generation_model, self.generation_config, self.continuous_batching_config
             )
         else:
-            sampler = GenerateSampler(self.generation_model, self.generation_config)
+            sampler = GenerateSampler(self.generation_model, self.generation_config, self.accelerator.device)
         if self.accelerator.num_processes == 1:
             return sampler
         return SharedSampler(self.accelerator, sampler, in_step=self._is_sharded and not self.use_vllm)

@@ -25,12 +25,20 @@ class SamplingRequest:
             Token budget of each of them. It is this request's own: requests of one call differ in it.
         temperature (`float`):
             Sampling temperature.
+        num_prompt_tokens (`int`, *optional*):
+            How many of `prefix_ids` are the prompt: the rest was sampled before. If `None`, all of them are.
     """
 
     prefix_ids: list[int]
     num_samples: int
     max_new_tokens: int
     temperature: float
+    num_prompt_tokens: int | None = None
+
+    @property
+    def num_sampled_before(self) -> int:
+        """How many of `prefix_ids` are a completion's first tokens."""
+        return 0 if self.num_prompt_tokens is None else len(self.prefix_ids) - self.num_prompt_tokens
 
 
 @dataclass(frozen=True)
