@@ -1,6 +1,7 @@
 """Sampling with transformers, from real models: what is drawn, and in how many steps."""
 
 import contextlib
+from collections import Counter
 
 import accelerate
 import numpy as np
@@ -157,18 +158,18 @@ def test_samples_are_distributed_as_the_policy_is():
     ],
     ids=str,
 )
-def test_settings_of_generate_apply_to_what_is_sampled_alone(settings):
-    """Chi-squared tests: two tokens from a prefix are distributed as with no other row beside, which forces none."""
+def test_rows_are_sampled_as_generate_samples_them_alone(settings):
+    """Chi-squared tests: two tokens from a prefix are distributed as those of `generate` with these settings."""
     model = make_model(seed=1)
     anchored = request(token_ids(6), token_ids(7, 2), 1000, 9, 1.3)
-    beside = request(token_ids(6), budget=9), request(token_ids(11), budget=9)
     torch.manual_seed(0)
-    (alone,) = drawn(make_sampler(model, **settings), [anchored])
-    _, forced, _ = drawn(make_sampler(model, **settings), [beside[0], anchored, beside[1]])
-    assert p_value_of_one_distribution(alone, forced) > 1e-6
+    _, samples, _ = drawn(
+        make_sampler(model, **settings),
+        [request(token_ids(6), budget=9), anchored, request(token_ids(11), budget=9)],
+    )
+    assert p_value_of_one_distribution(generated(model, anchored, **settings), samples) > 1e-6
     if not settings.keys() & {"cache_implementation", "use_cache"}:  # that the others would be missed
-        (unset,) = drawn(make_sampler(model), [anchored])
-        assert p_value_of_one_distribution(unset, forced) < 1e-6
+        assert p_value_of_one_distribution(generated(model, anchored), samples) < 1e-6
 
 
 def test_the_model_computes_elsewhere_than_its_weights_are():
@@ -177,6 +178,19 @@ def test_the_model_computes_elsewhere_than_its_weights_are():
     assert model.device.type == "meta"
     requests = [request(token_ids(7), budget=30), request(token_ids(12, 3), token_ids(25, 4), budget=30)]
     assert drawn(make_sampler(model, top_k=1), requests) == drawn(make_sampler(make_model(), top_k=1), requests)
+
+
+def generated(model, one, **settings):
+    """What `generate` itself samples for a request."""
+    prefixes = torch.tensor([one.prefix_ids] * one.num_samples)
+    output = model.generate(
+        prefixes,
+        attention_mask=torch.ones_like(prefixes),
+        max_new_tokens=one.max_new_tokens,
+        temperature=one.temperature,
+        **{"do_sample": True, "top_k": 0, "disable_compile": True} | settings,
+    )
+    return output[:, prefixes.shape[1] :].tolist()
 
 
 def probabilities(model, prefix_ids, temperature):
@@ -190,18 +204,23 @@ def probabilities(model, prefix_ids, temperature):
     return first[:, None] * second
 
 
+def first_two(sample):
+    """The tokens that are compared, with padding after EOS."""
+    return tuple([*sample, PAD][:2])
+
+
 def p_value(samples, probabilities):
     """Chi-squared test of goodness of fit."""
     counts = torch.zeros_like(probabilities)
     for sample in samples:
-        counts[tuple([*sample, PAD][:2])] += 1
+        counts[first_two(sample)] += 1
     return chi_squared(counts.flatten()[None], probabilities.flatten() * len(samples))
 
 
 def p_value_of_one_distribution(x, y):
     """Chi-squared test of homogeneity of equally many samples."""
-    outcomes = sorted({tuple(sample) for sample in x + y})
-    counts = torch.tensor([[draws.count(list(outcome)) for outcome in outcomes] for draws in (x, y)]).double()
+    x, y = Counter(map(first_two, x)), Counter(map(first_two, y))
+    counts = torch.tensor([[draws[outcome] for outcome in x | y] for draws in (x, y)]).double()
     return chi_squared(counts, counts.mean(0))
 
 
