@@ -39,7 +39,7 @@ def request(prompt_ids, prefix_ids=(), num_samples=1, budget=12, temperature=1.0
 
 
 def drawn(sampler, requests):
-    return [[sample.token_ids for sample in samples] for samples in sampler.sample(requests)]
+    return [[sample.token_ids.tolist() for sample in samples] for samples in sampler.sample(requests)]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,12 @@ def test_the_shortest_completion_counts_from_the_prompt():
     samples = drawn(sampler, [request(prompt, token_ids(length)) for prompt in prompts for length in (0, 3, 8)])
     assert [len(sample) for (sample,) in samples] == [6, 3, 1] * 2
     assert all(sample.index(EOS) == len(sample) - 1 for (sample,) in samples)
+
+
+def test_a_sample_keeps_nothing_but_its_tokens():
+    samples = make_sampler(make_model()).sample([request(token_ids(5), num_samples=3), request(token_ids(9))])
+    for sample in (sample for of_request in samples for sample in of_request):
+        assert sample.token_ids.dtype == np.int32 and sample.token_ids.base is None  # no view of the batch
 
 
 def test_no_request_draws_nothing():

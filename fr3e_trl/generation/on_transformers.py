@@ -49,7 +49,7 @@ class GenerateSampler:
         drawn = iter(self._generate(rows) if rows else [])
         return [[Sample(next(drawn)) for _ in range(request.num_samples)] for request in requests]
 
-    def _generate(self, rows: list[SamplingRequest]) -> list[list[int]]:
+    def _generate(self, rows: list[SamplingRequest]) -> list[np.ndarray]:
         """One continuation for each row."""
         config = copy.deepcopy(self.generation_config)
         width = _initial_width(rows, config.eos_token_id)
@@ -95,10 +95,10 @@ def _initial_width(rows: list[SamplingRequest], eos_token_ids: list[int]) -> int
     return max([width, *(int(positions[-1]) + 1 for positions in eos_positions if positions.size)])
 
 
-def _until_eos(token_ids: np.ndarray, eos_token_ids: list[int]) -> list[int]:
-    """End tokens with the first EOS: what follows is padding."""
+def _until_eos(token_ids: np.ndarray, eos_token_ids: list[int]) -> np.ndarray:
+    """A copy that ends with the first EOS: what follows is padding."""
     is_eos = np.isin(token_ids, eos_token_ids)
-    return token_ids[: is_eos.argmax() + 1 if is_eos.any() else None].tolist()
+    return token_ids[: is_eos.argmax() + 1 if is_eos.any() else None].astype(np.int32)
 
 
 class _RowSampling(LogitsProcessor):

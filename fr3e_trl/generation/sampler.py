@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 from accelerate import Accelerator
 
 from ..training.processes import in_shares
@@ -47,13 +48,13 @@ class Sample:
     A continuation, without its prefix.
 
     Args:
-        token_ids (`list[int]`):
+        token_ids (`Sequence[int]` or `np.ndarray`):
             At least one token id, ending with EOS unless the budget ended it.
         logprobs (`list[float]`, *optional*):
             Log-probability of each token under the distribution that it was drawn from, where the backend has them.
     """
 
-    token_ids: list[int]
+    token_ids: Sequence[int] | np.ndarray
     logprobs: list[float] | None = None
 
 
