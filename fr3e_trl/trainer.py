@@ -187,7 +187,7 @@ class FR3ETrainer(RatioGRPOTrainer):
                 self.generation_model, self.generation_config, self.continuous_batching_config
             )
         else:
-            sampler = GenerateSampler(self.generation_model, self.generation_config)
+            sampler = GenerateSampler(self.generation_model, self.generation_config, self.accelerator.device)
         return InStepSampler(sampler) if self.is_sharded else sampler
 
     # Refill, and what of it a checkpoint holds

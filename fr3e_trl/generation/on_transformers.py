@@ -5,8 +5,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from .sampler import Sample, SamplingRequest
 
@@ -16,69 +23,135 @@ GenerationModel = Callable[[], AbstractContextManager[Any]]
 
 class GenerateSampler:
     """
-    Draws with transformers' `generate`: all requests of a temperature as one left-padded batch.
+    Draws with transformers' `generate`: all requests as one left-padded batch.
+
+    The batch is as wide as the longest row, prefix and budget together, and takes as many steps as the largest budget:
+    no more of either than if all were drawn from their prompts. All rows begin at one width, with what fits there of
+    their prefixes, and the rest of a longer prefix is forced token by token while the others sample.
 
     Args:
         generation_model (`GenerationModel`):
             Context manager that yields the model.
         generation_config (`~transformers.GenerationConfig`):
             Sampling settings; temperature and budget are taken from the requests. Its `eos_token_id` must be a list.
+            Its `min_new_tokens` counts from the prompt, like that of a completion drawn at once.
+        device (`torch.device`):
+            Where the model computes: not always where its weights are.
     """
 
-    def __init__(self, generation_model: GenerationModel, generation_config: GenerationConfig):
+    def __init__(self, generation_model: GenerationModel, generation_config: GenerationConfig, device: torch.device):
         self.generation_model = generation_model
         self.generation_config = generation_config
+        self.device = device
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
-        samples: list[list[Sample]] = [[] for _ in requests]
-        for temperature in dict.fromkeys(request.temperature for request in requests):
-            rows = [
-                i
-                for i, request in enumerate(requests)
-                for _ in range(request.num_samples)
-                if request.temperature == temperature
-            ]
-            for i, token_ids in zip(rows, self._generate([requests[i] for i in rows], temperature), strict=True):
-                samples[i].append(Sample(token_ids))
-        return samples
+        rows = [request for request in requests for _ in range(request.num_samples)]
+        drawn = iter(self._generate(rows) if rows else [])
+        return [[Sample(next(drawn)) for _ in range(request.num_samples)] for request in requests]
 
-    def _generate(self, rows: list[SamplingRequest], temperature: float) -> list[list[int]]:
+    def _generate(self, rows: list[SamplingRequest]) -> list[np.ndarray]:
         """One continuation for each row."""
         config = copy.deepcopy(self.generation_config)
-        config.temperature = temperature
-        budgets = torch.tensor([row.max_new_tokens for row in rows])
-        config.max_new_tokens = int(budgets.max())
-        width = max(len(row.prefix_ids) for row in rows)
+        width = _initial_width(rows, config.eos_token_id)
+        begins = [max(width, len(row.prefix_ids)) for row in rows]  # the columns at which sampling begins
+        ends = [begin + row.max_new_tokens for begin, row in zip(begins, rows, strict=True)]
+        known_ids = torch.full((len(rows), max(begins)), -1)
+        for of_row, begin, row in zip(known_ids, begins, rows, strict=True):
+            of_row[begin - len(row.prefix_ids) : begin] = torch.tensor(row.prefix_ids)
+        min_new_tokens = config.min_new_tokens or 0
+        min_lengths = [begin - row.num_sampled_before + min_new_tokens for begin, row in zip(begins, rows, strict=True)]
+        config.max_new_tokens = max(ends) - width
+        config.min_new_tokens, config.temperature = 0, 1.0  # each row has its own
+        processor = _RowSampling(
+            known_ids.to(self.device),
+            torch.tensor([row.temperature for row in rows], device=self.device),
+            torch.tensor(min_lengths, device=self.device),
+            torch.tensor(config.eos_token_id, device=self.device),
+        )
+        is_known = known_ids[:, :width] >= 0
         with self.generation_model() as model:
-            input_ids = torch.tensor(
-                [[config.pad_token_id] * (width - len(row.prefix_ids)) + row.prefix_ids.tolist() for row in rows],
-                device=model.device,
-            )
-            attention_mask = torch.tensor(
-                [[0] * (width - len(row.prefix_ids)) + [1] * len(row.prefix_ids) for row in rows], device=model.device
-            )
             output_ids = model.generate(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
+                input_ids=known_ids[:, :width].where(is_known, config.pad_token_id).to(self.device),
+                attention_mask=is_known.long().to(self.device),
                 generation_config=config,
-                stopping_criteria=StoppingCriteriaList([_RowBudgets(width + budgets.to(model.device))]),
+                logits_processor=LogitsProcessorList([processor]),
+                stopping_criteria=StoppingCriteriaList([_RowEnds(torch.tensor(ends, device=self.device))]),
             )
-        new_ids = output_ids[:, width:].cpu()
-        is_eos = torch.isin(new_ids, torch.tensor(config.eos_token_id))
-        # A row ends with its first EOS, or where its budget does; what follows is padding.
-        first_eos = torch.where(is_eos.any(1), is_eos.int().argmax(1), new_ids.shape[1])
-        lengths = torch.minimum(first_eos + 1, budgets).tolist()
-        return [ids[:length] for ids, length in zip(new_ids.tolist(), lengths, strict=True)]
+        return [
+            _until_eos(of_row[begin:end], config.eos_token_id)
+            for of_row, begin, end in zip(output_ids.cpu().numpy(), begins, ends, strict=True)
+        ]
 
 
-class _RowBudgets(StoppingCriteria):
-    """Stops each row of a batch at its own total length, `max_lengths` (B,)."""
+def _initial_width(rows: list[SamplingRequest], eos_token_ids: list[int]) -> int:
+    """
+    The width that a batch begins with: the smallest from which it takes no more steps than the largest budget.
 
-    def __init__(self, max_lengths: torch.Tensor):
-        self.max_lengths = max_lengths
+    It becomes as wide as its longest row then. But whatever has an EOS in it is there at the beginning, as `generate`
+    takes a row for finished where it is forced: a prompt may have one, of a chat's earlier turns.
+    """
+    width = max(len(row.prefix_ids) + row.max_new_tokens for row in rows) - max(row.max_new_tokens for row in rows)
+    eos_positions = [np.flatnonzero(np.isin(row.prefix_ids, eos_token_ids)) for row in rows]
+    return max([width, *(int(positions[-1]) + 1 for positions in eos_positions if positions.size)])
+
+
+def _until_eos(token_ids: np.ndarray, eos_token_ids: list[int]) -> np.ndarray:
+    """A copy that ends with the first EOS: what follows is padding."""
+    is_eos = np.isin(token_ids, eos_token_ids)
+    return token_ids[: is_eos.argmax() + 1 if is_eos.any() else None].astype(np.int32)
+
+
+class _RowSampling(LogitsProcessor):
+    """
+    Scores of rows that are sampled each in its own way, or not yet, as long as their next token is known.
+
+    `generate` calls it in the place where it would scale by the temperature: after penalties, before top-k and others.
+
+    Args:
+        known_ids (`torch.Tensor`):
+            Tokens of the first columns, of shape (B, L), -1 where a row has none or is sampled.
+        temperatures (`torch.Tensor`):
+            Of shape (B,).
+        min_lengths (`torch.Tensor`):
+            Columns that a row must have before an EOS, of shape (B,).
+        eos_token_ids (`torch.Tensor`):
+            Of shape (E,).
+    """
+
+    def __init__(
+        self,
+        known_ids: torch.Tensor,
+        temperatures: torch.Tensor,
+        min_lengths: torch.Tensor,
+        eos_token_ids: torch.Tensor,
+    ):
+        self.known_ids = known_ids
+        self.temperatures = temperatures
+        self.min_lengths = min_lengths
+        self.eos_token_ids = eos_token_ids
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        column = input_ids.shape[1]
+        scores = scores / self.temperatures[:, None]
+        too_short = (column < self.min_lengths)[:, None]
+        scores[:, self.eos_token_ids] = scores[:, self.eos_token_ids].masked_fill(too_short, -torch.inf)
+        if column >= self.known_ids.shape[1]:
+            return scores
+        token_ids = self.known_ids[:, column, None]
+        is_known = token_ids >= 0
+        index = token_ids.clamp(min=0)
+        score = scores.gather(1, index).masked_fill(is_known, 0.0)
+        return scores.masked_fill_(is_known, -torch.inf).scatter_(1, index, score)
+
+
+class _RowEnds(StoppingCriteria):
+    """Stops each row of a batch at its own number of columns, `ends` (B,)."""
+
+    def __init__(self, ends: torch.Tensor):
+        self.ends = ends
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return input_ids.shape[1] >= self.max_lengths
+        return input_ids.shape[1] >= self.ends
 
 
 class ContinuousBatchingSampler:

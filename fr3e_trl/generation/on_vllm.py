@@ -35,14 +35,23 @@ class VLLMSampler:
         self.profiler = profiler
 
     def sampling_params(self, request: SamplingRequest) -> dict[str, Any]:
-        """What a request asks of vLLM. `generation_kwargs` may override all but what is the request's own."""
+        """
+        What a request asks of vLLM.
+
+        `generation_kwargs` add `stop_token_ids` to EOS; their `min_tokens` counts from the prompt, like that of a
+        completion drawn at once. They override all else but what is the request's own, which is refused when the
+        trainer is made.
+        """
+        settings = self.generation.generation_kwargs
+        min_tokens = settings.get("min_tokens", 0) - request.num_sampled_before
         return {
             "top_p": self.generation.top_p,
             "top_k": self.generation.top_k,
             "min_p": self.generation.min_p or 0.0,
             "repetition_penalty": self.generation.repetition_penalty,
-            **self.generation.generation_kwargs,
-            "stop_token_ids": self.eos_token_ids,
+            **settings,
+            "stop_token_ids": [*self.eos_token_ids, *settings.get("stop_token_ids", [])],
+            "min_tokens": max(0, min(min_tokens, request.max_new_tokens)),  # vLLM refuses more than the budget
             "temperature": request.temperature,
             "n": request.num_samples,
             "max_tokens": request.max_new_tokens,

@@ -34,6 +34,11 @@ class SamplingRequest:
     temperature: float
     num_prompt_tokens: int | None = None
 
+    @property
+    def num_sampled_before(self) -> int:
+        """How many of `prefix_ids` are a completion's first tokens."""
+        return 0 if self.num_prompt_tokens is None else len(self.prefix_ids) - self.num_prompt_tokens
+
 
 @dataclass(frozen=True)
 class Sample:

@@ -25,15 +25,14 @@ REFUSED_KWARGS = (
     ),
     (("temperature",), "Set temperature, and explore_temperature_scale for anchors"),
     (("n", "num_return_sequences", "best_of"), "Set num_generations, which is shared out between states"),
-    (("stop_token_ids",), "Set eos_token_id in the model's generation_config"),
     (
         ("do_sample", "num_beams", "num_beam_groups", "use_beam_search", "penalty_alpha"),
         "Leave it out: rollouts must be independent samples",
     ),
     (
         (
-            *("min_new_tokens", "min_length", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
-            *("exponential_decay_length_penalty", "min_tokens", "presence_penalty", "frequency_penalty"),
+            *("min_length", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+            *("exponential_decay_length_penalty", "presence_penalty", "frequency_penalty"),
             *("structured_outputs", "thinking_token_budget", "repetition_detection"),
         ),
         "Leave it out: it counts from where generation begins, which at an anchor is amid the completion",
