@@ -31,6 +31,9 @@ BATCH_TOKENS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"
 # Losses that TRL averages over rows rather than over tokens
 ROW_MEAN_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")
 
+# Losses that TRL sums over the tokens of a micro-batch, and divides by those of all micro-batches
+TOKEN_SUM_LOSSES = ("dapo", "cispo", "vespo")
+
 
 @dataclass
 class Rows:
@@ -292,16 +295,24 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         num_rows = int(self.accelerator.gather(inputs["in_loss"].sum()).max().clamp(min=1))
         keep = inputs["in_loss"].int().argsort(descending=True, stable=True)[:num_rows]
         inputs = {key: value[keep] if value.dim() > 0 else value for key, value in inputs.items()}
-        if self.loss_type not in ROW_MEAN_LOSSES:
-            return super()._compute_loss(model, inputs)
-        # TRL averages these over the rows of a micro-batch, and micro-batches, of which each process has its own, now
-        # differ in how many they have: weigh each by its rows. The policy term is linear in the advantages, and the KL
-        # term in beta.
+        # Micro-batches, of which each process has its own, now differ in how many rows r they have. Each counts by
+        # them: the mean of their losses L that TRL takes becomes sum(r * L) / sum(r), where one without rows has no
+        # share, and which is TRL's mean where all have as many. This defines bnpo, whose L is a mean over tokens, and
+        # the entropy bonus, which is such a mean with any loss type.
+        own_rows = inputs["in_loss"].sum()
         num_micro_batches = self.args.steps_per_generation * self.accelerator.num_processes
-        weight = num_rows * num_micro_batches / inputs["num_rows_in_loss"].clamp(min=1)
-        inputs["advantages"] = inputs["advantages"] * weight
-        beta, self.beta = self.beta, self.beta * weight.item()
+        weight = own_rows * num_micro_batches / inputs["num_rows_in_loss"].clamp(min=1)
+        beta = self.beta
+        if self.loss_type in ROW_MEAN_LOSSES:
+            # TRL divides by `num_rows`, of which this process may have fewer. The policy term is linear in the
+            # advantages, and the KL term in beta; that may not become 0 in one process alone, for what TRL gathers.
+            share = own_rows.clamp(min=1) / num_rows
+            inputs["advantages"] = inputs["advantages"] / share
+            self.beta = beta / share.item()
+        elif self.loss_type in TOKEN_SUM_LOSSES:
+            # TRL divides by the tokens of all micro-batches: no weight is wanted
+            inputs["num_items_in_batch"] = inputs["num_items_in_batch"] * weight
         try:
-            return super()._compute_loss(model, inputs)
+            return super()._compute_loss(model, inputs) * weight
         finally:
             self.beta = beta
