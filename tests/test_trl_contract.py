@@ -25,7 +25,6 @@ from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import add_fused_lm_head, get_config_model_id, is_async_callable, pad
 
 from fr3e_trl import FR3ETrainer
-from fr3e_trl.training.trl_seams import BATCH_TOKENS
 
 
 def parameters(function) -> list[str]:
@@ -169,7 +168,8 @@ def test_what_a_batch_consists_of():
     assert len(seen["generated"]) == 8
     assert seen["rewards"].shape == (8, 1)
     batch = seen["batch"]
-    assert {*BATCH_TOKENS, "advantages", "num_items_in_batch", "old_per_token_logps"} == batch.keys()
+    tokens = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask"}
+    assert {*tokens, "advantages", "num_items_in_batch", "old_per_token_logps"} == batch.keys()
     assert batch["num_items_in_batch"].dim() == 0 and batch["advantages"].shape == (8,)
     assert batch["prompt_mask"][0, -1] == 1 and batch["completion_mask"][0, 0] == 1  # padded on the outside
     assert seen["logged advantages"][-8:] == batch["advantages"].tolist()

@@ -5,14 +5,14 @@ A row is weighed by the distribution that it was sampled from. That is the polic
 sampled at another temperature, by vLLM from a truncated distribution, or by the policy of an earlier step.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import gather_object
+from torch.nn.functional import linear
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-from trl.trainer.utils import add_fused_lm_head
 
 from ..method.batch import Row
 from .trl_seams import RowsGRPOTrainer
@@ -20,23 +20,23 @@ from .trl_seams import RowsGRPOTrainer
 # Divergence of vLLM's samples from the policy, in nats a token, that rounding and quantization may amount to
 MAX_DIVERGENCE = 1.0
 
+# How many logits of truncated distributions exist at a time: 64 MiB of them, and several times that to sort them
+MAX_LOGITS = 2**24
+
 
 class RatioGRPOTrainer(RowsGRPOTrainer):
     """[`RowsGRPOTrainer`] whose importance ratio is against what each row was sampled from."""
 
+    # How to score the old policy in TRL's place, set until TRL asks for it
+    _score_old: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+
     def assemble(self, batch_rows: list[Row]) -> dict[str, torch.Tensor]:
-        corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        off_temperatures = sorted({row.temperature for row in batch_rows} - {self.temperature})
-        own = self.own_rows(batch_rows)
-        if corrects and (self._truncates or off_temperatures):
-            self._as_if_scored(own)
+        off_temperature = any(row.temperature != self.temperature for row in batch_rows)
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            return self._assemble_corrected(batch_rows, off_temperature)
         batch = super().assemble(batch_rows)
-        if corrects:
-            self._check_same_policy(batch)
-        if off_temperatures:
-            self._set_behaviour_logprobs(batch, own, off_temperatures)
-        if any(row.is_left_over for row in batch_rows) and not corrects:
-            self._set_old_logprobs(batch, own)
+        if off_temperature or any(row.is_left_over for row in batch_rows):
+            self._set_old_logprobs(batch, self.own_rows(batch_rows))
         return batch
 
     def keep(self, leftovers: list[Row]) -> None:
@@ -53,87 +53,114 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
             for row, (logprobs, _) in zip(own, statistics, strict=True):
                 row.old_logprobs = logprobs.clone()
 
-    @torch.no_grad()
-    def _set_behaviour_logprobs(
-        self, batch: dict[str, torch.Tensor], rows: list[Row], off_temperatures: list[float]
-    ) -> None:
-        """Take the importance ratio of rows sampled at other temperatures against the policy at these."""
-        if "old_per_token_logps" not in batch:
-            batch["old_per_token_logps"] = self._logprobs(batch)
-        temperatures = torch.tensor([row.temperature for row in rows], device=self.accelerator.device).unsqueeze(1)
-        for temperature in off_temperatures:
-            with self.scoring_temperature(temperature):
-                # Of all rows: where the weights are sharded, every process has to make as many forward passes
-                behaviour = self._logprobs(batch)
-            batch["old_per_token_logps"] = torch.where(
-                temperatures == temperature, behaviour, batch["old_per_token_logps"]
-            )
-
-    @torch.no_grad()
     def _set_old_logprobs(self, batch: dict[str, torch.Tensor], rows: list[Row]) -> None:
-        """Take the importance ratio of rows sampled in an earlier step against the policy as it was then."""
-        if "old_per_token_logps" not in batch:
-            batch["old_per_token_logps"] = self._logprobs(batch)
-        for old, row in zip(batch["old_per_token_logps"], rows, strict=True):
+        """Take the importance ratio against the policy at each row's temperature, and as it was for a row left over."""
+        known = {self.temperature} if "old_per_token_logps" in batch else set()
+        old = batch.setdefault("old_per_token_logps", torch.zeros_like(batch["completion_ids"], dtype=torch.float32))
+        self._fill_in(
+            old,
+            *_tokens(batch),
+            [
+                row.temperature if row.in_loss and row.old_logprobs is None and row.temperature not in known else None
+                for row in rows
+            ],
+        )
+        for of_row, row in zip(old, rows, strict=True):
             if row.old_logprobs is not None:
-                old[: len(row.old_logprobs)] = row.old_logprobs.to(old)
+                of_row[: len(row.old_logprobs)] = row.old_logprobs.to(of_row)
 
-    def _logprobs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self._get_per_token_logps_and_entropies(
-            self.model,
-            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-            logits_to_keep=batch["completion_ids"].size(1),
-            batch_size=self.args.per_device_train_batch_size,
-        )[0]
+    @torch.no_grad()
+    def _fill_in(
+        self,
+        logprobs: torch.Tensor,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        temperatures: Sequence[float | None],
+        truncated: bool = False,
+    ) -> None:
+        """
+        Write the log-probs of rows under the policy as it is, each at its own temperature, into a tensor.
 
-    @contextmanager
-    def scoring_temperature(self, temperature: float) -> Iterator[None]:
-        """Score log-probs at another temperature: TRL's LM head has its own built in, so it gets another head."""
-        model = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        forward = model.forward
-        add_fused_lm_head(model, temperature, self.args.cast_lm_head_to_fp32, outputs=("log_probs", "entropy"))
-        try:
-            yield
-        finally:
-            model.forward = forward
+        Args:
+            logprobs (`torch.Tensor` of shape (R, C)):
+                Where to write those of the last C tokens of each row.
+            input_ids, attention_mask (`torch.Tensor` of shape (R, T)):
+                The rows.
+            temperatures (`Sequence[float | None]`):
+                R temperatures. Rows with `None` are left out of the forward pass, and keep what is in `logprobs`.
+            truncated (`bool`):
+                Whether of the distributions that top_k, top_p and min_p leave.
+        """
+        for temperature in sorted(set(gather_object([t for t in temperatures if t is not None]))):
+            at_it = [i for i, t in enumerate(temperatures) if t == temperature]
+            passed = at_it
+            if self.is_sharded:  # processes must make as many forward passes
+                passed = at_it + [0] * (max(gather_object([len(at_it)])) - len(at_it))
+            if not passed:
+                continue
+            kernel = partial(truncated_logprobs, self._warpers()) if truncated else None
+            with self.scoring_temperature(temperature, kernel):
+                scored, _, _ = self._get_per_token_logps_and_entropies(
+                    self.model,
+                    input_ids[passed],
+                    attention_mask[passed],
+                    logits_to_keep=logprobs.size(1),
+                    batch_size=self.args.per_device_train_batch_size,
+                )
+            logprobs[at_it] = scored[: len(at_it)]
 
     # vLLM's log-probs
 
-    @property
-    def _truncates(self) -> bool:
-        return self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
-
-    @torch.no_grad()
-    def _as_if_scored(self, rows: list[Row]) -> None:
+    def _assemble_corrected(self, batch_rows: list[Row], off_temperature: bool) -> dict[str, torch.Tensor]:
         """
-        vLLM's log-probs, brought from the distribution that it samples from to the one that the loss scores.
+        Have TRL correct for the difference between the two engines, and for that alone.
 
         vLLM samples at a row's own temperature, from the tokens that top_k, top_p and min_p leave, and its log-probs
-        are of that distribution; TRL compares them with the policy's over the whole vocabulary at the temperature of
-        the training, and takes the difference for one between the two engines. What it is by the policy's own weights
-        is added to them here, so that the ratio is 1 where the engines agree.
+        are of that distribution. TRL compares them with the old policy's over the whole vocabulary at the temperature
+        of the training, and takes all of the difference for one between the engines. So the old policy is scored as
+        vLLM samples: the ratio of the engines is then 1 where they agree.
         """
+        own = self.own_rows(batch_rows)
+        truncated = self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
+        if truncated or off_temperature:
+            temperatures = [row.temperature for row in own]
+            self._score_old = partial(self._fill_in, temperatures=temperatures, truncated=truncated)
+        batch = super().assemble(batch_rows)
+        self._check_same_policy(batch)
+        if truncated:
+            # What the loss scores is not truncated
+            as_sampled = batch["old_per_token_logps"]
+            batch["old_per_token_logps"] = as_sampled.clone()
+            self._fill_in(
+                batch["old_per_token_logps"],
+                *_tokens(batch),
+                [row.temperature if row.in_loss else None for row in own],
+            )
+            batch["sampling_per_token_logps"] += batch["old_per_token_logps"] - as_sampled
+        return batch
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        score_old, self._score_old = self._score_old, None  # with vLLM, the old policy is the first that TRL scores
+        if score_old is None:
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, **kwargs
+            )
+        logprobs = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
+        score_old(logprobs, input_ids, attention_mask)
+        return logprobs, None, None
+
+    def _warpers(self) -> LogitsProcessorList:
+        """What vLLM truncates by, in its order."""
         warpers = LogitsProcessorList()
-        # In vLLM's order
         if self.min_p:
             warpers.append(MinPLogitsWarper(self.min_p))
         if self.top_k > 0:
             warpers.append(TopKLogitsWarper(self.top_k))
         if self.top_p < 1:
             warpers.append(TopPLogitsWarper(self.top_p))
-        for row in rows:
-            ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.completion_ids])).long()
-            ids = ids.unsqueeze(0).to(self.accelerator.device)
-            tokens = ids[0, -row.rollout.length :, None]
-            with self.accelerator.autocast():
-                logits = self.model(input_ids=ids, logits_to_keep=len(tokens) + 1).logits[0, :-1].float()
-            scored = (logits / self.temperature).log_softmax(-1).gather(1, tokens)
-            logits /= row.temperature
-            # A token at the edge may be cut off by these weights, and not by vLLM's rounding of them
-            sampled_from = warpers(ids, logits).scatter(1, tokens, logits.gather(1, tokens)).log_softmax(-1)
-            shift = (scored - sampled_from.gather(1, tokens)).squeeze(1)
-            row.rollout.logprobs = row.rollout.logprobs + shift.cpu().numpy()
+        return warpers
 
     def _check_same_policy(self, batch: dict[str, torch.Tensor]) -> None:
         """Refuse samples of another model: of a server that was started with the wrong one, say."""
@@ -146,3 +173,57 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
                 f"{divergence:.2f} nats a token away from it ({MAX_DIVERGENCE} are allowed). Does it serve the same "
                 "model?"
             )
+
+
+def _tokens(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask of a batch, prompts and completions together."""
+    input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    return input_ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+
+
+def truncated_logprobs(
+    warpers: LogitsProcessorList,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tokens: torch.Tensor,
+    temperature: float,
+    chunk_size: int,
+    softcap: float | None,
+    scale: float,
+    outputs: tuple[str, ...],
+) -> tuple[torch.Tensor, None, None, None, None]:
+    """
+    Log-probabilities of N tokens under distributions that are truncated, in the place of the kernel of TRL's LM head.
+
+    Args:
+        warpers (`LogitsProcessorList`):
+            Truncate. A token that was sampled is never cut off: one at the edge may be by these weights, and not by
+            vLLM's rounding of them.
+        hidden (`torch.Tensor` of shape (N, H)):
+            What the LM head projects.
+        weight, bias (`torch.Tensor` of shape (V, H) and (V,)):
+            The LM head.
+        tokens (`torch.Tensor` of shape (N,)):
+            Ids.
+        temperature, softcap, scale (`float`):
+            The logits are multiplied by `scale`, capped softly at `softcap` if that is not `None`, and divided by
+            `temperature`.
+        chunk_size, outputs:
+            Not used: the kernel tiles the vocabulary, which cannot be truncated in parts, and has more outputs.
+
+    Returns:
+        `tuple`: The log-probabilities, of shape (N,) in float32, and `None` for the kernel's other outputs.
+    """
+    num_positions = max(MAX_LOGITS // len(weight), 1)
+    weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+    logprobs = []
+    for states, ids in zip(hidden.split(num_positions), tokens.unsqueeze(1).split(num_positions), strict=True):
+        logits = linear(states, weight, bias).float() * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits /= temperature
+        of_tokens = logits.gather(1, ids)
+        kept = warpers(ids, logits).scatter(1, ids, of_tokens)
+        logprobs.append((of_tokens - kept.logsumexp(1, keepdim=True)).squeeze(1))
+    return torch.cat(logprobs), None, None, None, None

@@ -7,21 +7,23 @@ that moves any of it fails there first.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, is_peft_model
 from torch import nn
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.trainer import grpo_trainer
+from trl.trainer import utils as trl_utils
 from trl.trainer.grpo_trainer import RolloutFunc
-from trl.trainer.utils import pad
+from trl.trainer.utils import add_fused_lm_head, pad
 
 from ..config import FR3EConfig
 from ..generation.vllm_sync import FR3EVLLMGeneration
@@ -30,22 +32,22 @@ from ..method.batch import Deal, Row
 from ..method.tree import Score, TokenIds
 from .resume import ResumableGRPOTrainer
 
-# Keys of TRL's batch that hold its tokens
-BATCH_TOKENS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-
 # Losses that TRL averages over rows rather than over tokens
 ROW_MEAN_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")
 
+# Losses that TRL sums over the tokens of a micro-batch, and divides by those of all micro-batches
+TOKEN_SUM_LOSSES = ("dapo", "cispo", "vespo")
+
 
 @contextmanager
-def _replaced(name: str, value: Any) -> Iterator[None]:
-    """Have another `value` in the place of what TRL's module knows by a name, where there is no other way in."""
-    original = getattr(grpo_trainer, name)
-    setattr(grpo_trainer, name, value)
+def _replaced(name: str, value: Any, module: Any = grpo_trainer) -> Iterator[None]:
+    """Have another `value` in the place of what a module of TRL's knows by a name, where there is no other way in."""
+    original = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        setattr(grpo_trainer, name, original)
+        setattr(module, name, original)
 
 
 class RowsGRPOTrainer(ResumableGRPOTrainer):
@@ -203,6 +205,28 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         mask = [pad([torch.ones(len(ids), dtype=torch.long) for ids in rows], 0, side) for rows, side in sides]
         return torch.cat(input_ids, 1).to(self.accelerator.device), torch.cat(mask, 1).to(self.accelerator.device)
 
+    @contextmanager
+    def scoring_temperature(self, temperature: float, kernel: Callable[..., Any] | None = None) -> Iterator[None]:
+        """
+        Score log-probs at another temperature: TRL's LM head has its own built in, so it gets another head.
+
+        Args:
+            temperature (`float`):
+                Which.
+            kernel (`Callable`, *optional*):
+                What computes them, in the place of the head's own kernel. The head finds the hidden states, the weights
+                however they are sharded, and the scale and the softcap of the logits.
+        """
+        model = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        forward = model.forward
+        function = trl_utils._ChunkedLogProbFunction if kernel is None else SimpleNamespace(apply=kernel)
+        add_fused_lm_head(model, temperature, self.args.cast_lm_head_to_fp32, outputs=("log_probs", "entropy"))
+        try:
+            with _replaced("_ChunkedLogProbFunction", function, trl_utils):
+                yield
+        finally:
+            model.forward = forward
+
     # The batch
 
     def assemble(self, batch_rows: list[Row]) -> dict[str, torch.Tensor]:
@@ -287,16 +311,24 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         num_rows = int(self.accelerator.gather(inputs["in_loss"].sum()).max().clamp(min=1))
         keep = inputs["in_loss"].int().argsort(descending=True, stable=True)[:num_rows]
         inputs = {key: value[keep] if value.dim() > 0 else value for key, value in inputs.items()}
-        if self.loss_type not in ROW_MEAN_LOSSES:
-            return super()._compute_loss(model, inputs)
-        # TRL averages these over the rows of a micro-batch, and micro-batches, of which each process has its own, now
-        # differ in how many they have: weigh each by its rows. The policy term is linear in the advantages, and the KL
-        # term in beta.
+        # Micro-batches, of which each process has its own, now differ in how many rows r they have. Each counts by
+        # them: the mean of their losses L that TRL takes becomes sum(r * L) / sum(r), where one without rows has no
+        # share, and which is TRL's mean where all have as many. This defines bnpo, whose L is a mean over tokens, and
+        # the entropy bonus, which is such a mean with any loss type.
+        own_rows = inputs["in_loss"].sum()
         num_micro_batches = self.args.steps_per_generation * self.accelerator.num_processes
-        weight = num_rows * num_micro_batches / inputs["num_rows_in_loss"].clamp(min=1)
-        inputs["advantages"] = inputs["advantages"] * weight
-        beta, self.beta = self.beta, self.beta * weight.item()
+        weight = own_rows * num_micro_batches / inputs["num_rows_in_loss"].clamp(min=1)
+        beta = self.beta
+        if self.loss_type in ROW_MEAN_LOSSES:
+            # TRL divides by `num_rows`, of which this process may have fewer. The policy term is linear in the
+            # advantages, and the KL term in beta; that may not become 0 in one process alone, for what TRL gathers.
+            share = own_rows.clamp(min=1) / num_rows
+            inputs["advantages"] = inputs["advantages"] / share
+            self.beta = beta / share.item()
+        elif self.loss_type in TOKEN_SUM_LOSSES:
+            # TRL divides by the tokens of all micro-batches: no weight is wanted
+            inputs["num_items_in_batch"] = inputs["num_items_in_batch"] * weight
         try:
-            return super()._compute_loss(model, inputs)
+            return super()._compute_loss(model, inputs) * weight
         finally:
             self.beta = beta

@@ -1,0 +1,273 @@
+"""The importance ratio, with an engine in vLLM's place that samples as it does, and is off by a known error."""
+
+from collections import defaultdict
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from models import CPU, make_dataset, make_model, make_tokenizer
+from peft import LoraConfig
+from recorder import Recorder
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    set_seed,
+)
+
+from fr3e_trl import FR3EConfig
+from fr3e_trl.training import ratio
+
+TRUNCATED = {"min_p": 0.05, "top_k": 12, "top_p": 0.9}
+ERROR = 0.02  # of the engine's log-probs, in nats a token
+
+
+class WithEngine(Recorder):
+    """Corrects as with vLLM, for an engine that needs no weights."""
+
+    def vllm_engine(self):
+        return nullcontext()
+
+
+class Engine:
+    """Samples with the trainer's model, and gives log-probs of what it samples from, written down anew."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.sampler = trainer.sampler
+        self.temperatures = {}
+
+    def sample(self, requests):
+        return [
+            [self.with_logprobs(request, sample) for sample in samples]
+            for request, samples in zip(requests, self.sampler.sample(requests), strict=True)
+        ]
+
+    def with_logprobs(self, request, sample):
+        prefix, tokens = list(map(int, request.prefix_ids)), list(map(int, sample.token_ids))
+        self.temperatures[tuple(prefix + tokens)] = request.temperature
+        of_tokens = logprobs(self.trainer, prefix, tokens, request.temperature, **truncation(self.trainer))
+        return replace(sample, logprobs=[x + ERROR for x in of_tokens])
+
+
+def truncation(trainer):
+    return {"min_p": trainer.min_p or 0.0, "top_k": trainer.top_k, "top_p": trainer.top_p}
+
+
+@torch.no_grad()
+def logprobs(trainer, prefix, tokens, temperature, min_p=0.0, top_k=0, top_p=1.0) -> list[float]:
+    """Of each token, with its own logits of the whole model: what a naive reading of the definition gives."""
+    logits = trainer.model(torch.tensor([prefix + tokens])).logits[0, len(prefix) - 1 : -1].double()
+    found = []
+    for of_position, token in zip((logits / temperature).softmax(-1), tokens, strict=True):
+        likely = of_position.argsort(descending=True).tolist()
+        kept = [i for i in likely if of_position[i] >= min_p * of_position.max()]
+        kept = kept[: top_k or None]
+        mass = of_position[kept].cumsum(0) / of_position[kept].sum()
+        kept = kept[: int((mass < top_p).sum()) + 1]
+        found.append((of_position[token] / of_position[[*{*kept, token}]].sum()).log().item())
+    return found
+
+
+def make_trainer(model=None, **settings):
+    defaults = {
+        "num_generations": 8,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "max_completion_length": 12,
+        "max_steps": 1,
+        "learning_rate": 0.0,  # the model stays the one that sampled
+        "vllm_importance_sampling_mode": "token_truncate",
+    }
+    peft_config = settings.pop("peft_config", None)
+    trainer = WithEngine(
+        model or make_model(),
+        lambda completions, **kwargs: [float(sum(map(ord, text)) % 5) for text in completions],
+        FR3EConfig("output", **CPU | defaults | settings),
+        train_dataset=make_dataset(),
+        processing_class=make_tokenizer(),
+        peft_config=peft_config,
+    )
+    trainer.use_vllm, trainer._last_loaded_step = True, 0
+    trainer.sampler = Engine(trainer)
+    return trainer
+
+
+def rows_in_loss(trainer):
+    """The batch's rows in the loss: their place, what they continue, their continuation and where it lies."""
+    batch, _ = trainer.batches[0]
+    mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    for i in batch["in_loss"].nonzero().flatten().tolist():
+        prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].tolist()
+        completion = batch["completion_ids"][i][batch["completion_mask"][i].bool()].tolist()
+        start = int(mask[i].int().argmax())
+        assert int(mask[i].sum()) == len(completion) - start
+        yield i, prompt + completion[:start], completion[start:], mask[i]
+
+
+def tiny(config_class, model_class, **settings):
+    set_seed(0)
+    sizes = {
+        "vocab_size": len(make_tokenizer()),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "attn_implementation": "eager",
+    }
+    model = model_class(config_class(**sizes | settings))
+    model.get_input_embeddings().weight.data.mul_(20)  # of the LM head too
+    return model
+
+
+MODELS = {
+    "gemma2": lambda: tiny(Gemma2Config, Gemma2ForCausalLM, final_logit_softcapping=3.0),
+    "granite": lambda: tiny(GraniteConfig, GraniteForCausalLM, logits_scaling=4.0, tie_word_embeddings=True),
+    "cohere": lambda: tiny(CohereConfig, CohereForCausalLM, logit_scale=0.25),
+}
+LORA = LoraConfig(r=4, target_modules="all-linear")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"explore_temperature_scale": 1.5, "temperature": 0.8},
+        {"min_p": 0.05},
+        {"top_k": 6},
+        {"top_p": 0.8},
+        TRUNCATED,
+        TRUNCATED | {"explore_temperature_scale": 1.5, "temperature": 0.8},
+        TRUNCATED | {"explore_temperature_scale": 1.5, "peft_config": LORA, "beta": 0.1},
+        *[TRUNCATED | {"explore_temperature_scale": 1.5, "model": name} for name in MODELS],
+    ],
+    ids=lambda settings: ", ".join(f"{key}={value}" for key, value in settings.items() if key != "peft_config"),
+)
+def test_only_the_engines_error_is_corrected(settings):
+    """The ratio of the engines, what the loss divides by, and the engine's log-probs, all as by the definition."""
+    settings = dict(settings)
+    name = settings.pop("model", None)
+    trainer = make_trainer(MODELS[name]() if name else None, **settings)
+    set_seed(1)
+    trainer.train()
+    batch, _ = trainer.batches[0]
+    num_rows = 0
+    for i, prefix, tokens, mask in rows_in_loss(trainer):
+        temperature = trainer.sampler.temperatures[tuple(prefix + tokens)]
+        old = torch.tensor(logprobs(trainer, prefix, tokens, temperature))
+        torch.testing.assert_close(batch["old_per_token_logps"][i][mask], old, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(batch["sampling_per_token_logps"][i][mask], old + ERROR, atol=1e-5, rtol=1e-5)
+        expected = torch.full((len(tokens),), -ERROR).exp()
+        torch.testing.assert_close(batch["importance_sampling_ratio"][i][mask], expected, atol=1e-5, rtol=1e-5)
+        num_rows += 1
+    assert num_rows > 0
+    (log, *_) = trainer.state.log_history
+    assert log["sampling/sampling_logp_difference/mean"] == pytest.approx(ERROR, abs=1e-5)
+    assert log["sampling/sampling_logp_difference/max"] == pytest.approx(ERROR, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_passes"),
+    [
+        ({}, 1),
+        ({"explore_temperature_scale": 1.5}, 1),
+        (TRUNCATED, 2),
+        (TRUNCATED | {"explore_temperature_scale": 1.5}, 2),
+    ],
+)
+def test_how_often_a_row_is_passed_forward(settings, num_passes):
+    """TRL's pass for the old policy is the only one, and a second if truncated, for no rejected row."""
+    trainer = make_trainer(**settings)
+    passed = defaultdict(int)
+    assemble = trainer.assemble
+
+    def count(module, args, kwargs):
+        for ids in kwargs["input_ids"]:
+            passed[tuple(ids.tolist())] += 1
+
+    def watched(*args):
+        handle = trainer.model.model.register_forward_pre_hook(count, with_kwargs=True)
+        batch = assemble(*args)
+        handle.remove()
+        return batch
+
+    trainer.assemble = watched
+    set_seed(1)
+    trainer.train()
+    batch, _ = trainer.batches[0]
+    rows = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    in_loss = {tuple(row.tolist()) for row in rows[batch["in_loss"]]}
+    assert all(passed[row] >= num_passes for row in in_loss)
+    assert sum(passed.values()) <= len(rows) * num_passes
+
+
+def test_rows_left_out_are_not_passed_forward():
+    """And keep their place, whatever is left out of which micro-batch."""
+    trainer = make_trainer(per_device_train_batch_size=2, gradient_accumulation_steps=8)
+    input_ids = torch.randint(2, 40, (6, 9))
+    temperatures = [None, 1.0, 0.5, None, 1.0, 1.0]
+    num_passed = []
+    trainer.model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: num_passed.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    found = torch.full((6, 5), 7.0)
+    trainer._fill_in(found, input_ids, torch.ones_like(input_ids), temperatures)
+    assert num_passed == [1, 2, 1]
+    for of_row, ids, temperature in zip(found, input_ids.tolist(), temperatures, strict=True):
+        expected = [7.0] * 5 if temperature is None else logprobs(trainer, ids[:4], ids[4:], temperature)
+        torch.testing.assert_close(of_row, torch.tensor(expected), atol=1e-5, rtol=1e-5)
+
+
+class Logits(TorchDispatchMode):
+    """Counts the floats of tensors with a dimension of the vocabulary's size that exist at a time."""
+
+    def __init__(self, vocab_size, weights):
+        super().__init__()
+        self.vocab_size, self.storages, self.most = vocab_size, {}, 0
+        self.weights = {weight.untyped_storage().data_ptr() for weight in weights}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **kwargs or {})
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and self.vocab_size in tensor.shape and tensor.is_floating_point():
+                storage = torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage())
+                if tensor.untyped_storage().data_ptr() not in self.weights:
+                    self.storages[storage.cdata] = (storage, tensor.untyped_storage().nbytes() // tensor.itemsize)
+        self.storages = {key: value for key, value in self.storages.items() if not value[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.storages.values()))
+        return output
+
+
+def test_logits_of_a_truncated_distribution_are_few_at_a_time(monkeypatch):
+    """A vocabulary of 5,000 and 4 rows of 100 tokens are 2 million logits; no more than 6 times 20,000 exist."""
+    monkeypatch.setattr(ratio, "MAX_LOGITS", 20_000)
+    trainer = make_trainer(make_model(vocab_size=5_000), **TRUNCATED)
+    input_ids = torch.randint(2, 5_000, (4, 104))
+    found = torch.zeros(4, 100)
+    with Logits(5_000, trainer.model.parameters()) as logits:
+        trainer._fill_in(found, input_ids, torch.ones_like(input_ids), [1.0] * 4, truncated=True)
+    assert 20_000 <= logits.most <= 6 * 20_000
+    for of_row, ids in zip(found, input_ids.tolist(), strict=True):
+        expected = torch.tensor(logprobs(trainer, ids[:4], ids[4:], 1.0, **TRUNCATED))
+        torch.testing.assert_close(of_row, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_another_model_is_refused():
+    trainer = make_trainer(**TRUNCATED)
+    engine = trainer.sampler
+    trainer.sampler.with_logprobs = lambda request, sample: replace(
+        sample, logprobs=[x + 1.5 for x in Engine.with_logprobs(engine, request, sample).logprobs]
+    )
+    with pytest.raises(RuntimeError, match=r"1\.52 nats a token away"):
+        trainer.train()
