@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -531,13 +532,21 @@ def test_installed_command():
     assert scripts == {"fr3e": "fr3e_trl.cli:main"}
 
 
-def test_help_is_quick():
+@pytest.mark.parametrize(
+    ("arguments", "commands"),
+    [
+        ([], ["compare", "cost", "gradient-check", "make-policy"]),
+        (["cost"], ["bookkeeping", "processes", "step", "vllm"]),
+    ],
+)
+def test_help_is_quick(arguments, commands):
     code = (
         "import atexit, sys; from fr3e_trl import cli; atexit.register(lambda: print('torch' in sys.modules)); "
-        "cli.main(['--help'])"
+        f"cli.main({[*arguments, '--help']})"
     )
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert all(command in output for command in ("compare", "gradient-check", "make-policy"))
+    assert f"usage: {' '.join(['fr3e', *arguments])} " in output
+    assert all(re.search(rf"^ +{command}\b", output, re.MULTILINE) for command in commands)
     assert output.splitlines()[-1] == "False"
 
 
@@ -552,6 +561,9 @@ def test_unknown_subcommand(capsys):
     with pytest.raises(SystemExit):
         cli.main(["comapre"])
     assert "compare" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["cost"])
+    assert "fr3e cost: error: the following arguments are required: COMMAND" in capsys.readouterr().err
 
 
 def test_missing_extra(monkeypatch):
