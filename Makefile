@@ -29,13 +29,17 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 
 bench: $(VENV)/installed
-	$(BIN)/python benchmarks/vs_grpo.py
+	$(BIN)/fr3e cost step
 
 bench-scaling: $(VENV)/installed
-	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/fr3e cost bookkeeping
+	$(BIN)/fr3e cost processes
 
+# With the server of `make serve`, whose log is in the virtual environment
 bench-vllm: $(VLLM_VENV)/installed
-	$(VLLM_BIN)/python benchmarks/vllm_server.py
+	$(VLLM_BIN)/python examples/serve_demo.py --port 8765 >$(VLLM_VENV)/serve.log 2>&1 & \
+	trap "kill $$!" EXIT; \
+	$(VLLM_BIN)/fr3e cost vllm --url http://127.0.0.1:8765 --policy examples/demo_policy
 
 # torch first: an install that has not got it yet would take the newest, which need not be the one pinned here.
 # DeepSpeed last, and built against that torch rather than one fetched for its build alone

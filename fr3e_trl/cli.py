@@ -4,39 +4,58 @@ import argparse
 import importlib
 import logging
 import sys
+from typing import Any
 
 # It warns while it is imported, of what does not matter here
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
-COMMANDS = {
-    "compare": ("fr3e_trl.bench.compare", "Train arms at equal generated tokens, and report which is best."),
-    "gradient-check": (
-        "fr3e_trl.bench.gradient_check",
-        "Compare arms in a minute, by how well their updates point along the true gradient.",
-    ),
-    "make-policy": ("fr3e_trl.bench.policies", "Make the starting policy of a task."),
+# What each command of a name does, and the module with its `main`, or the commands below it
+COSTS = {
+    "step": ("A step of FR3E beside one of GRPO: tokens, time, and where it goes.", "fr3e_trl.bench.cost.step"),
+    "bookkeeping": ("FR3E's own part of a large step.", "fr3e_trl.bench.cost.bookkeeping"),
+    "processes": ("Two processes beside one.", "fr3e_trl.bench.cost.processes"),
+    "vllm": ("A vLLM server: requests in flight, and the sync of the adapter.", "fr3e_trl.bench.cost.vllm"),
 }
+COMMANDS: dict[str, tuple[str, Any]] = {
+    "compare": ("Train arms at equal generated tokens, and report which is best.", "fr3e_trl.bench.compare"),
+    "gradient-check": (
+        "Compare arms in a minute, by how well their updates point along the true gradient.",
+        "fr3e_trl.bench.gradient_check",
+    ),
+    "cost": ("Measure what FR3E costs.", COSTS),
+    "make-policy": ("Make the starting policy of a task.", "fr3e_trl.bench.policies"),
+}
+
+# The extra that brings a package
+EXTRAS = {"matplotlib": "bench", "peft": "peft", "reasoning_gym": "bench", "rich": "bench"}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the subcommand that the arguments name, with those that follow."""
-    parser = argparse.ArgumentParser(prog="fr3e", description="The bench of fr3e_trl.")
+    """Run the command that the arguments name, with those that follow."""
+    run("fr3e", "The bench of fr3e_trl.", COMMANDS, sys.argv[1:] if argv is None else argv)
+
+
+def run(prog: str, description: str, commands: dict[str, tuple[str, Any]], arguments: list[str]) -> None:
+    """Run one of `commands`, which may have others below it."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (_, description) in COMMANDS.items():
+    for name, (what_it_does, _) in commands.items():
         # Its own parser has the help: importing it takes seconds
-        subparsers.add_parser(name, help=description, add_help=False)
-    arguments = sys.argv[1:] if argv is None else argv
+        subparsers.add_parser(name, help=what_it_does, add_help=False)
     command = parser.parse_args(arguments[:1]).command
-    module, _ = COMMANDS[command]
+    what_it_does, implementation = commands[command]
+    if isinstance(implementation, dict):
+        run(f"{prog} {command}", what_it_does, implementation, arguments[1:])
+        return
     try:
-        implementation = importlib.import_module(module)
+        module = importlib.import_module(implementation)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in ("matplotlib", "reasoning_gym", "rich"):
+        if package not in EXTRAS:
             raise
-        sys.exit(f"fr3e {command} needs {package}. Install it with: pip install 'fr3e-trl[bench]'")
-    sys.argv[0] = f"fr3e {command}"
-    implementation.main(arguments[1:])
+        sys.exit(f"{prog} {command} needs {package}. Install it with: pip install 'fr3e-trl[{EXTRAS[package]}]'")
+    sys.argv[0] = f"{prog} {command}"
+    module.main(arguments[1:])
 
 
 if __name__ == "__main__":

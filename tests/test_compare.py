@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -418,6 +419,26 @@ def test_other_arguments_for_the_same_directory():
     assert {result["arm"] for result in raw["runs"]} == {"grpo"} and len(raw["runs"]) == 2
 
 
+def test_directory_without_a_finished_run_takes_other_arguments(monkeypatch):
+    """Also sizes that were measured for what never ran."""
+
+    def out_of_memory(*args):
+        raise RuntimeError("out of memory")
+
+    settings = {
+        "base": {name: value for name, value in BASE.items() if name != "num_prompts"},
+        "arms": {"grpo": GRPO},
+        "generated_tokens": 100,
+    }
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+        patch.setattr("fr3e_trl.bench.runs.evaluate", out_of_memory)
+        run(**settings, tokens_per_batch=600, eval_batch_size=512)
+    raw = run(**settings, tokens_per_batch=300, eval_batch_size=8)
+    assert raw["arguments"]["eval_batch_size"] == 8
+    sized_anew = run(**settings, tokens_per_batch=300, eval_batch_size=8, output_dir="another")
+    assert without_times(raw) == without_times(sized_anew)
+
+
 # Arguments
 
 
@@ -442,11 +463,39 @@ def test_other_arguments_for_the_same_directory():
         ({"learning_rates": [1e-3]}, "Set either its learning_rate"),
         ({"learning_rates": [1e-3], "tuning_seeds": [0]}, "must have none in common"),
         ({"base": "nothing"}, "'nothing' must be a mapping"),
+        ({"arms": {}}, "arms is empty"),
+        ({"arms": {"grpo": None}}, "None must be a mapping"),
+        ({"policy": "no/such"}, "policy='no/such' must be the directory of a model"),
+        ({"seeds": [0, 0]}, r"seeds=\[0, 0\] has a value twice"),
+        ({"seeds": []}, r"seeds=\[\] must be a list of at least one value"),
+        ({"seeds": [-1]}, "seeds=-1 must be a whole number of at least 0"),
+        ({"learning_rates": [1e-3, 1e-3]}, r"learning_rates=\[0.001, 0.001\] has a value twice"),
+        ({"learning_rates": [-1e-3]}, "learning_rates=-0.001 must be a number of at least 0"),
+        ({"learning_rates": []}, r"learning_rates=\[\] must be a list of at least one value"),
+        ({"learning_rates": [1e-3], "tuning_seeds": [7, 7]}, r"tuning_seeds=\[7, 7\] has a value twice"),
+        ({"pass_at": []}, r"pass_at=\[\] must be a list of at least one value"),
+        ({"pass_at": [0]}, "pass_at=0 must be a whole number of at least 1"),
+        ({"threshold": 0.0}, "threshold=0.0 must be a number above 0 and at most 1"),
+        ({"arms": {"grpo": GRPO | {"num_prompts": 0}}}, "Arm 'grpo': num_prompts=0 must be a whole number of at least"),
+        ({"arms": {"grpo": GRPO | {"num_generations": -4}}}, "num_generations=-4 must be a whole number of at least 1"),
+        ({"arms": {"grpo": GRPO | {"per_device_train_batch_size": -4}}}, "per_device_train_batch_size=-4 must be"),
+        ({"arms": {"grpo": GRPO | {"learning_rate": -1e-3}}}, "learning_rate=-0.001 must be a number of at least 0"),
     ],
 )
 def test_arguments_that_cannot_be(overrides, message):
     with pytest.raises(ValueError, match=message):
         arguments(**overrides)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+@pytest.mark.parametrize(
+    "name",
+    """generated_tokens tokens_per_batch tuning_tokens num_evals num_heldout num_samples eval_batch_size num_workers
+    """.split(),
+)
+def test_counts_that_cannot_be(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value} must be a whole number of at least 1"):
+        arguments(**{name: value})
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "bench").glob("*.yaml")), ids=lambda path: path.stem)
@@ -483,13 +532,21 @@ def test_installed_command():
     assert scripts == {"fr3e": "fr3e_trl.cli:main"}
 
 
-def test_help_is_quick():
+@pytest.mark.parametrize(
+    ("arguments", "commands"),
+    [
+        ([], ["compare", "cost", "gradient-check", "make-policy"]),
+        (["cost"], ["bookkeeping", "processes", "step", "vllm"]),
+    ],
+)
+def test_help_is_quick(arguments, commands):
     code = (
         "import atexit, sys; from fr3e_trl import cli; atexit.register(lambda: print('torch' in sys.modules)); "
-        "cli.main(['--help'])"
+        f"cli.main({[*arguments, '--help']})"
     )
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert all(command in output for command in ("compare", "gradient-check", "make-policy"))
+    assert f"usage: {' '.join(['fr3e', *arguments])} " in output
+    assert all(re.search(rf"^ +{command}\b", output, re.MULTILINE) for command in commands)
     assert output.splitlines()[-1] == "False"
 
 
@@ -504,6 +561,9 @@ def test_unknown_subcommand(capsys):
     with pytest.raises(SystemExit):
         cli.main(["comapre"])
     assert "compare" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["cost"])
+    assert "fr3e cost: error: the following arguments are required: COMMAND" in capsys.readouterr().err
 
 
 def test_missing_extra(monkeypatch):

@@ -234,6 +234,14 @@ def test_wrong_settings_are_refused(tmp_path):
         ({"num_batches": 1}, "at least 2"),
         ({"versus": "b"}, "versus='b' must be one of the arms: a"),
         ({"arms": {"a": {"num_anchors": 1}}}, "use trainer='fr3e'"),
+        ({"arms": {}}, "arms is empty"),
+        ({"arms": {"a/b": {}}}, "name is a file's too"),
+        ({"arms": {"a": {"trainer": "fr3e", "num_anchors": 9}}}, "Arm 'a': num_anchors=9 does not fit"),
+        ({"tokens_per_batch": 0}, "tokens_per_batch=0 must be a whole number of at least 1"),
+        ({"max_reference_tokens": -1}, "max_reference_tokens=-1 must be"),
+        ({"agreement": 1.1}, "agreement=1.1 must be a number above 0 and at most 1"),
+        ({"seed": -1}, "seed=-1 must be a whole number of at least 0"),
+        ({"policy": "no/such"}, "policy='no/such' must be the directory of a model"),
     ):
         with pytest.raises(ValueError, match=message):
             gradient_check.GradientCheckArguments(**good | wrong)

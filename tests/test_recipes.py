@@ -185,14 +185,65 @@ def test_bare_answers_are_read_as_latex(train, answer, wrong):
     assert accuracy_reward(completions, [mapped["solution"]] * 2) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("suffix", ["json", "jsonl", "parquet"])
-def test_local_datasets(train, suffix, tmp_path):
-    examples = [{"prompt": f"{i}+{i}=", "solution": str(2 * i)} for i in range(3)]
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("suffix", ["csv", "json", "jsonl", "parquet"])
+def test_local_datasets(train, suffix, is_streamed, tmp_path):
+    """Answers stay text, in a format without types too."""
+    examples = [{"prompt": f"{i}+{i}=", "solution": f"0{2 * i}"} for i in range(3)]
     path = tmp_path / f"data.{suffix}"
     dataset = Dataset.from_list(examples)
-    dataset.to_parquet(path) if suffix == "parquet" else dataset.to_json(path, lines=suffix == "jsonl")
-    args = train.FR3EScriptArguments(dataset_name=str(path))
-    assert train.load_examples(args, "train", make_tokenizer()).to_list() == examples
+    write = {"csv": dataset.to_csv, "json": dataset.to_json, "jsonl": dataset.to_json, "parquet": dataset.to_parquet}
+    write[suffix](path, **({"lines": False} if suffix == "json" else {}))
+    args = train.FR3EScriptArguments(dataset_name=str(path), dataset_streaming=is_streamed)
+    assert list(train.load_examples(args, "train", make_tokenizer())) == examples
+
+
+def test_columns_of_a_csv(train, tmp_path):
+    (tmp_path / "data.csv").write_text("problem,answer,level\nHalf of 8?,4,1\nHalf of none?,NA,2\n")
+    args = train.FR3EScriptArguments(
+        dataset_name=str(tmp_path / "data.csv"), prompt_column="problem", answer_column="answer"
+    )
+    loaded = train.load_examples(args, "train", make_tokenizer())
+    assert list(loaded["solution"]) == [r"\boxed{4}", r"\boxed{NA}"]
+    assert list(loaded["level"]) == [1, 2]
+
+
+# What each file holds, and what is said of it
+BAD_DATASETS = {
+    "empty.jsonl": ("", "it is empty"),
+    "blank.jsonl": ("\n\n", "corresponds to no data"),
+    "broken.jsonl": ('{"prompt": "1+1="', "JSON parse error"),
+    "header.csv": ("prompt,solution\n", "corresponds to no data"),
+    "data.xml": ("<prompt/>", r"must end with one of \.csv, \.json, \.jsonl, \.parquet"),
+    "missing.jsonl": (None, "Unable to find .*Use a local file"),
+    "missing_directory": (None, "Couldn't reach .*or the id of a dataset on the hub"),
+    "other_split.jsonl": ('{"prompt": "1+1="}', 'Unknown split "train"'),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DATASETS)
+def test_dataset_that_cannot_be_loaded(train, name, tmp_path, monkeypatch):
+    content, message = BAD_DATASETS[name]
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path(name).write_text(content)
+    if name == "other_split.jsonl":
+        name = "other"
+        Path(name).mkdir()
+        Path(name, "test.jsonl").write_text(content)
+    with pytest.raises(train.UsageError, match=f"dataset_name='{name}'.*{message}") as error:
+        train.load_examples(train.FR3EScriptArguments(dataset_name=name), "train", make_tokenizer())
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_dataset_of_which_nothing_is_left(train, is_streamed, tmp_path):
+    Dataset.from_dict({"prompt": ["12", "1234"]}).to_json(tmp_path / "data.jsonl")
+    args = train.FR3EScriptArguments(
+        dataset_name=str(tmp_path / "data.jsonl"), max_prompt_length=1, dataset_streaming=is_streamed
+    )
+    with pytest.raises(train.UsageError, match="max_prompt_length=1: no example is left"):
+        train.load_examples(args, "train", make_tokenizer())
 
 
 def test_evaluates_on_the_test_split_of_a_directory(train, trainers, tmp_path):
@@ -229,10 +280,20 @@ def test_one_reward_may_stand_without_brackets(train, tmp_path):
     assert args.reward_funcs == ["math_reward"]
 
 
-def test_unknown_reward_is_told_those_that_work(train):
-    with pytest.raises(ValueError, match="'accuracy'") as error:
-        train.get_reward("accuracy")
-    assert all(name in str(error.value) for name in train.REWARDS)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("accuracy", "There is no reward function 'accuracy'"),
+        ("recipes.smoke_reward.answer", "module 'recipes.smoke_reward' has no function 'answer'"),
+        ("recipes.smoke_reward.re", "has no function 're'"),  # a module
+        ("recipes.smoke_rewards.answer_reward", "No module named 'recipes.smoke_rewards'"),
+        ("recipes/smoke_reward.py", "No module named 'recipes/smoke_reward'"),
+    ],
+)
+def test_unknown_reward_is_told_those_that_work(train, name, message):
+    with pytest.raises(train.UsageError, match=message) as error:
+        train.get_reward(name)
+    assert all(reward in str(error.value) for reward in [*train.REWARDS, "my_lib.rewards.my_reward"])
 
 
 def test_missing_column_is_told_those_there_are(train):
@@ -256,3 +317,49 @@ def test_missing_argument(train, missing, tmp_path):
     given = {"model_name_or_path": "x", "dataset_name": "x", "bf16": False, "output_dir": tmp_path}
     with pytest.raises(ValueError, match=f"{missing} is not set"):
         run(train, [f"--{key}={value}" for key, value in given.items() if key != missing])
+
+
+# As a script
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dataset_name=empty.jsonl"], "dataset_name='empty.jsonl', split 'train': it is empty"),
+        (["--num_anchors=9"], "num_anchors=9 does not fit num_generations=8"),
+    ],
+)
+def test_errors_of_usage_take_one_line(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.jsonl").touch()
+    script = [sys.executable, ROOT / "examples" / "train.py", "--model_name_or_path", model_on_disk()]
+    settings = ["--output_dir=out", "--bf16=false", "--use_cpu=true", "--num_generations=8", *arguments]
+    result = subprocess.run([*script, *settings], capture_output=True, text=True, timeout=280)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert message in result.stderr.splitlines()[-1]
+
+
+# Resuming
+
+
+@pytest.mark.parametrize(
+    ("value", "is_resumed"), [("true", True), ("CHECKPOINT", True), ("false", False), ("None", False)]
+)
+def test_resumes_where_it_is_told_to(train, trainers, value, is_resumed, tmp_path):
+    checkpoint = tmp_path / "output" / "checkpoint-1"
+    arguments = [*command_line("smoke", tmp_path), "--save_strategy=steps", "--save_steps=1"]
+    run(train, [*arguments, "--max_steps=1"])
+    written = (checkpoint / "trainer_state.json").stat().st_mtime_ns
+    run(train, [*arguments, f"--resume_from_checkpoint={checkpoint if value == 'CHECKPOINT' else value}"])
+    assert trainers[1].state.global_step == 2
+    # A run from the start writes it again
+    assert ((checkpoint / "trainer_state.json").stat().st_mtime_ns == written) == is_resumed
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [("true", "there is no checkpoint in output_dir"), ("nowhere", "'nowhere' must be the dir")]
+)
+def test_nothing_to_resume_from(train, value, message, tmp_path):
+    with pytest.raises(train.UsageError, match=message):
+        run(train, [*command_line("smoke", tmp_path), f"--resume_from_checkpoint={value}"])

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from ..config import FR3EConfig
+from .checks import check_count, check_rate
 from .measures import MeasuredFR3ETrainer, MeasuredGRPOTrainer
 from .tasks import TASKS, Task
 
@@ -21,6 +22,9 @@ TRAINERS: dict[str, tuple[type[GRPOTrainer], type[GRPOConfig]]] = {
 
 # An arm's settings that are not of the trainer's configuration
 OWN_SETTINGS = ("trainer", "num_prompts", "num_train_examples")
+
+# Prompts of the batch by which an arm's tokens per prompt are measured
+PROBE_PROMPTS = 32
 
 # What every arm has unless it says otherwise: nothing that belongs to a method
 DEFAULTS: dict[str, Any] = {
@@ -34,6 +38,15 @@ DEFAULTS: dict[str, Any] = {
     "disable_tqdm": True,
     "logging_steps": 100,
 }
+
+# Settings of an arm that are whole numbers of at least 1
+COUNTS = (
+    "num_prompts",
+    "num_generations",
+    "num_train_examples",
+    "per_device_train_batch_size",
+    "max_completion_length",
+)
 
 # Settings whose default is not the same for both trainers: a comparison must say what it wants
 DISPUTED = ("epsilon_high", "scale_rewards")
@@ -75,14 +88,38 @@ class ArmsArguments:
     )
 
     def __post_init__(self) -> None:
-        self.base, self.arms = read_settings(self.base), read_settings(self.arms)
+        self.base = read_settings(self.base)
+        self.arms = {name: read_settings(settings) for name, settings in read_settings(self.arms).items()}
         if self.task not in TASKS:
             raise ValueError(f"task={self.task!r} must be one of {', '.join(TASKS)}.")
+        if self.policy is not None and not (Path(self.policy) / "config.json").is_file():
+            raise ValueError(
+                f"policy={self.policy!r} must be the directory of a model, with its config.json. Leave it out for the "
+                "task's own policy."
+            )
+        if not self.arms:
+            raise ValueError(
+                "arms is empty. Name at least one, for example {'grpo': {'trainer': 'grpo', 'num_generations': 8}}."
+            )
 
     def settings_of(self, arm: str) -> dict[str, Any]:
         """The base's settings with the arm's over them."""
         assert isinstance(self.base, dict) and isinstance(self.arms, dict)
         return self.base | self.arms[arm]
+
+    def check_arms(self) -> None:
+        """Raise a `ValueError` that names the arm and says what to do, if the settings of one cannot be."""
+        for name in self.arms or {}:
+            try:
+                self.check_arm(name, self.settings_of(name))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"Arm {name!r}: {error}") from error
+
+    def check_arm(self, name: str, settings: dict[str, Any]) -> None:
+        """What [`check_arms`] checks of an arm. Its prompts per batch may still have to be found."""
+        if not name.replace("-", "").replace("_", "").isalnum():
+            raise ValueError("An arm's name is a file's too: use letters, digits, '-' and '_'.")
+        make_config({"num_prompts": PROBE_PROMPTS} | settings, Path(self.output_dir), seed=0)
 
 
 def make_trainer(
@@ -175,6 +212,10 @@ def check_settings(settings: dict[str, Any]) -> None:
         if name not in settings:
             reason = ", since the trainers' defaults differ" if name in DISPUTED else ""
             raise ValueError(f"{name} is not set. Set it in every arm, or in the base{reason}.")
+    for name in COUNTS:
+        if name in settings:
+            check_count(name, settings[name])
+    check_rate("learning_rate", settings.get("learning_rate", 0.0))
 
 
 def _unknown(name: str, trainer: str, known: list[str]) -> str:

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from trl import TrlParser
 
-from .arms import ArmsArguments, check_settings, make_config
+from .arms import ArmsArguments
+from .checks import check_counts, check_distinct, check_lists, check_rate, check_share
 from .policies import starting_policy
 from .progress import CONSOLE, RunProgress
 from .report import write_report
@@ -32,6 +33,7 @@ from .tasks import TASKS
 # Settings that may change between one call and the next: no finished run depends on them
 FREE = ("output_dir", "only", "reference", "seeds", "threshold", "pass_at", "num_workers")
 
+NUM_PROMPTS_FILE = "num_prompts.json"
 POLL_SECONDS = 0.5
 
 
@@ -128,44 +130,46 @@ class CompareArguments(ArmsArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         assert isinstance(self.arms, dict)
-        if self.learning_rates is not None:
-            self.learning_rates = [float(rate) for rate in self.learning_rates]
+        check_counts(self, generated_tokens=1, tokens_per_batch=1, tuning_tokens=1, num_evals=1, num_heldout=1)
+        check_counts(self, num_samples=1, eval_batch_size=1, num_workers=1)
+        check_lists(self, seeds=0, tuning_seeds=0, pass_at=1)
+        if max(self.pass_at) > self.num_samples:
+            raise ValueError(
+                f"pass_at={self.pass_at} must be from 1 to num_samples={self.num_samples}: pass@k takes k samples."
+            )
+        check_share("threshold", self.threshold)
         for name in self.only or []:
             if name not in self.arms:
                 raise ValueError(f"only={self.only!r} names {name!r}. The arms are {', '.join(self.arms)}.")
         self.arms = {name: self.arms[name] for name in self.only or self.arms}
         if self.reference not in self.arms:
             raise ValueError(f"reference={self.reference!r} must be one of the arms: {', '.join(self.arms)}.")
-        if max(self.pass_at) > self.num_samples or min(self.pass_at) < 1:
-            raise ValueError(
-                f"pass_at={self.pass_at} must be from 1 to num_samples={self.num_samples}: pass@k takes k samples."
-            )
-        if self.learning_rates is not None and set(self.seeds) & set(self.tuning_seeds):
+        if self.learning_rates is not None:
+            self._check_tuning(self.learning_rates)
+        self.check_arms()
+
+    def _check_tuning(self, learning_rates: list[float]) -> None:
+        self.learning_rates = [float(rate) for rate in learning_rates]
+        for rate in self.learning_rates:
+            check_rate("learning_rates", rate)
+        check_distinct("learning_rates", self.learning_rates)
+        if set(self.seeds) & set(self.tuning_seeds):
             raise ValueError(
                 f"tuning_seeds={self.tuning_seeds} and seeds={self.seeds} must have none in common: what is chosen by "
                 "a seed looks better on it than it is."
             )
-        for name in self.arms:
-            self._check_arm(name)
 
-    def _check_arm(self, name: str) -> None:
-        settings = self.settings_of(name)
-        if self.tokens_per_batch is not None:
-            settings.setdefault("num_prompts", 1)
-        try:
-            if not name.replace("-", "").replace("_", "").isalnum():
-                raise ValueError("An arm's name is a file's too: use letters, digits, '-' and '_'.")
-            if ("learning_rate" in settings) == (self.learning_rates is not None):
-                raise ValueError("Set either its learning_rate (there or in the base), or learning_rates to try.")
-            if settings.get("lr_scheduler_type", "constant") not in ("constant", "constant_with_warmup"):
-                raise ValueError(
-                    f"lr_scheduler_type={settings['lr_scheduler_type']!r} needs to know the number of steps, and a "
-                    "run ends by its tokens. Use 'constant' or 'constant_with_warmup'."
-                )
-            check_settings(settings)
-            make_config(settings, Path(self.output_dir), seed=0)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"Arm {name!r}: {error}") from error
+    def check_arm(self, name: str, settings: dict[str, Any]) -> None:
+        super().check_arm(name, settings)
+        if "num_prompts" not in settings and self.tokens_per_batch is None:
+            raise ValueError("num_prompts is not set. Set it in every arm or in the base, or set tokens_per_batch.")
+        if ("learning_rate" in settings) == (self.learning_rates is not None):
+            raise ValueError("Set either its learning_rate (there or in the base), or learning_rates to try.")
+        if settings.get("lr_scheduler_type", "constant") not in ("constant", "constant_with_warmup"):
+            raise ValueError(
+                f"lr_scheduler_type={settings['lr_scheduler_type']!r} needs to know the number of steps, and a "
+                "run ends by its tokens. Use 'constant' or 'constant_with_warmup'."
+            )
 
 
 def main(argv: list[str]) -> None:
@@ -187,8 +191,8 @@ def compare(args: CompareArguments, command: str) -> None:
     """
     output_dir = Path(args.output_dir)
     policy = Path(args.policy) if args.policy is not None else starting_policy(TASKS[args.task])
-    check_same(args, policy, output_dir / "arguments.json")
-    arms = sized_arms(args, policy, output_dir / "num_prompts.json")
+    check_same(args, policy, output_dir)
+    arms = sized_arms(args, policy, output_dir / NUM_PROMPTS_FILE)
     tuning = list(tuning_runs(args, arms, policy))
     execute_all(tuning, args.num_workers)
     if args.learning_rates is not None:
@@ -206,8 +210,9 @@ def compare(args: CompareArguments, command: str) -> None:
     CONSOLE.print(f"Report: {output_dir / 'report.md'}", highlight=False, soft_wrap=True)
 
 
-def check_same(args: CompareArguments, policy: Path, path: Path) -> None:
+def check_same(args: CompareArguments, policy: Path, output_dir: Path) -> None:
     """Raise a `ValueError` if the directory has runs of other arguments. Arms may be added or left out."""
+    path = output_dir / "arguments.json"
     fixed = {name: value for name, value in asdict(args).items() if name not in FREE} | {"policy": policy.name}
     earlier = read_json(path) if path.exists() else fixed
     arms = fixed["arms"]
@@ -217,11 +222,14 @@ def check_same(args: CompareArguments, policy: Path, path: Path) -> None:
         for name, settings in earlier["arms"].items()
         if name in arms and arms[name] != settings
     ]
-    if differing:
+    if differing and any(output_dir.glob("*/*.json")):
         raise ValueError(
-            f"{path.parent} has runs of another comparison. It differs in {', '.join(differing)}. Use another "
+            f"{output_dir} has runs of another comparison. It differs in {', '.join(differing)}. Use another "
             "output_dir, or remove that one."
         )
+    if differing:  # what was measured for a comparison of which no run was finished
+        (output_dir / NUM_PROMPTS_FILE).unlink(missing_ok=True)
+        earlier = fixed
     write_json(path, fixed | {"arms": earlier["arms"] | arms})
 
 

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from trl import TrlParser
 
-from .arms import ArmsArguments, check_settings
+from .arms import ArmsArguments
+from .checks import check_counts, check_share
 from .gradients import batch_gradients, cosine, progress, progress_error, reference_quality
 from .policies import cache_dir, starting_policy
 from .progress import CONSOLE, minutes
@@ -93,17 +94,13 @@ class GradientCheckArguments(ArmsArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         assert isinstance(self.arms, dict)
+        check_counts(self, tokens_per_batch=1, num_batches=2, max_reference_tokens=1, seed=0)
+        check_share("agreement", self.agreement)
         if self.versus is None:
-            self.versus = next(iter(self.arms), None)
-        elif self.versus not in self.arms:
+            self.versus = next(iter(self.arms))
+        if self.versus not in self.arms:
             raise ValueError(f"versus={self.versus!r} must be one of the arms: {', '.join(self.arms)}.")
-        if self.num_batches < 2:
-            raise ValueError(f"num_batches={self.num_batches} must be at least 2, for a standard error.")
-        for name in self.arms:
-            try:
-                check_settings({"num_prompts": 1} | self.settings_of(name))
-            except ValueError as error:
-                raise ValueError(f"Arm {name!r}: {error}") from error
+        self.check_arms()
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import transformers
 
-from .arms import make_trainer
+from .arms import PROBE_PROMPTS, make_trainer
 from .evaluation import HELDOUT_SEED, evaluate
 from .measures import now
 from .tasks import TASKS, Task
@@ -20,7 +20,12 @@ from .tasks import TASKS, Task
 UNBOUNDED = 10**9  # steps: the tokens end a run
 
 # The batch by which an arm's tokens per prompt are measured, whatever its own batches are
-PROBE = {"num_prompts": 32, "num_iterations": 1, "steps_per_generation": 1, "gradient_accumulation_steps": 1}
+PROBE = {
+    "num_prompts": PROBE_PROMPTS,
+    "num_iterations": 1,
+    "steps_per_generation": 1,
+    "gradient_accumulation_steps": 1,
+}
 
 
 @dataclass(frozen=True)

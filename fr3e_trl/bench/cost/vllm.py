@@ -1,5 +1,10 @@
 """
-What a vLLM server costs and saves, on this machine's CPU with the demo's policy (`make bench-vllm`).
+What a vLLM server costs and saves.
+
+    fr3e cost vllm --url http://127.0.0.1:8000 --policy PATH_OR_ID
+
+The server serves that policy and takes adapters: `examples/serve_demo.py` starts one on a CPU, and
+`recipes/gsm8k_lora_vllm.yaml` says how on a GPU.
 
 - Generated tokens a second with all requests in flight together, as a ratio to one after another, in turns.
 - The share of a training step that the sync of the adapter takes.
@@ -7,26 +12,21 @@ What a vLLM server costs and saves, on this machine's CPU with the demo's policy
   of Qwen2.5-7B with LoRA of rank 16 on all linear layers.
 """
 
-import argparse
-import os
-import socket
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
-from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.generation.sampler import SamplingRequest
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from serve_demo import ENVIRONMENT, POLICY, server_command
+from ...generation.sampler import SamplingRequest
+from ...trainer import FR3ETrainer
+from ..arms import make_config
+from ..runs import be_quiet
+from .common import SETTINGS, make_parser, over_turns
 
 # https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json
 QWEN_7B = Qwen2Config(
@@ -50,52 +50,44 @@ def bytes_moved() -> tuple[int, int]:
     return 2 * num_weights, 4 * num_adapter
 
 
-def make_trainer(url: str, output_dir: str) -> FR3ETrainer:
+def make_trainer(url: str, policy: str, output_dir: str) -> Any:
+    """A trainer of an adapter, with long prompts of a kind that any policy can read."""
     sums = [" + ".join(str((7 * i + 13 * j) % 90 + 10) for j in range(20)) for i in range(8)]
-    config = FR3EConfig(
-        output_dir,
-        use_vllm=True,
-        vllm_mode="server",
-        vllm_server_base_url=url,
-        num_generations=16,
-        per_device_train_batch_size=64,
-        max_completion_length=64,
-        max_steps=8,
-        learning_rate=1e-3,
-        bf16=False,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-    )
+    settings = SETTINGS | {
+        "trainer": "fr3e",
+        "num_prompts": 4,
+        "num_generations": 16,
+        "max_completion_length": 64,
+        "max_steps": 8,
+        "learning_rate": 1e-3,
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_server_base_url": url,
+    }
     return FR3ETrainer(
-        str(POLICY),
+        policy,
         lambda completions, **kwargs: [float(len(text) % 7) for text in completions],
-        config,
+        make_config(settings, Path(output_dir), seed=0),
         train_dataset=Dataset.from_dict({"prompt": [f"{terms} =" for terms in sums]}),
-        processing_class=AutoTokenizer.from_pretrained(POLICY),
+        processing_class=AutoTokenizer.from_pretrained(policy),
         peft_config=LoraConfig(r=8, target_modules="all-linear"),
     )
 
 
-def tokens_a_second(trainer: FR3ETrainer, batches: list[list[SamplingRequest]]) -> float:
+def tokens_a_second(trainer: Any, batches: list[list[SamplingRequest]]) -> float:
     start = time.perf_counter()
     samples = [sample for batch in batches for of_request in trainer.sampler.sample(batch) for sample in of_request]
     return sum(len(sample.token_ids) for sample in samples) / (time.perf_counter() - start)
 
 
-def run(trainer: FR3ETrainer, turns: int) -> None:
+def run(trainer: Any, num_turns: int) -> None:
     prompts = trainer.tokenize_prompts(list(trainer.train_dataset["prompt"]))
     requests = [SamplingRequest(ids[: 20 + 5 * j], 4, 64, 1.0) for ids in prompts for j in range(4)]
     one_by_one = [[request] for request in requests]
     tokens_a_second(trainer, [requests])  # to warm up
-    ratios = [tokens_a_second(trainer, [requests]) / tokens_a_second(trainer, one_by_one) for _ in range(turns)]
+    ratios = [tokens_a_second(trainer, [requests]) / tokens_a_second(trainer, one_by_one) for _ in range(num_turns)]
     print(f"\n{len(requests)} requests, 4 samples of up to 64 tokens each. Tokens a second, all in flight / one after")
-    print(
-        f"another: {statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f} in {turns} turns)",
-        flush=True,
-    )
+    print(f"another: {over_turns(ratios)}", flush=True)
 
     syncs: list[float] = []
     sync = trainer.vllm_generation.sync_weights
@@ -116,23 +108,12 @@ def run(trainer: FR3ETrainer, turns: int) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=5)
-    args = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    print("Starting a vLLM server", flush=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        with open(f"{scratch}/log", "w") as log:
-            server = subprocess.Popen(server_command(port), stdout=log, stderr=log, env=os.environ | ENVIRONMENT)
-        try:
-            run(make_trainer(f"http://127.0.0.1:{port}", scratch), args.turns)
-        finally:
-            server.terminate()
-            server.wait()
-
-
-if __name__ == "__main__":
-    main()
+def main(argv: list[str]) -> None:
+    """Measure, and print the ratios."""
+    parser = make_parser(__doc__, num_turns=(5, "turns"))
+    parser.add_argument("--url", required=True, help="address of the server")
+    parser.add_argument("--policy", required=True, help="directory or hub id of the policy that it serves")
+    options = parser.parse_args(argv)
+    be_quiet()
+    with tempfile.TemporaryDirectory() as output_dir:
+        run(make_trainer(options.url, options.policy, output_dir), options.num_turns)

@@ -1,0 +1,67 @@
+"""What the measurements of cost have in common."""
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ..arms import make_trainer
+from ..policies import starting_policy
+from ..tasks import TASKS
+
+# Of both trainers, where their defaults differ and it is not FR3E itself; and what the bench's arms have otherwise
+SETTINGS: dict[str, Any] = {
+    "epsilon_high": 0.28,
+    "scale_rewards": "none",
+    "learning_rate": 1e-5,
+    "gradient_checkpointing": True,
+    "num_train_examples": 2000,
+    "logging_steps": 1,
+}
+
+
+def make_parser(description: str | None, **counts: tuple[int, str]) -> argparse.ArgumentParser:
+    """Parser of options that are whole numbers of at least 1: their names, each with its default and help."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, (default, meaning) in counts.items():
+        parser.add_argument(f"--{name}", type=count, default=default, help=f"{meaning} (default: {default})")
+    return parser
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1, of the command line."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return int(text)
+
+
+def add_task_options(parser: argparse.ArgumentParser) -> None:
+    """`--task` and `--policy`, see [`make_task_trainer`]."""
+    parser.add_argument("--task", choices=TASKS, default="chain", help="task with the prompts (default: chain)")
+    parser.add_argument("--policy", help="directory or hub id; by default the task's own, made on first use")
+
+
+def policy_of(options: argparse.Namespace) -> str:
+    """Directory or hub id of the policy that `--task` and `--policy` name."""
+    return options.policy or str(starting_policy(TASKS[options.task]))
+
+
+def make_task_trainer(options: argparse.Namespace, output_dir: str, **settings: Any) -> Any:
+    """The trainer of these settings, for the task and the policy of the options, see [`make_trainer`]."""
+    return make_trainer(SETTINGS | settings, Path(policy_of(options)), TASKS[options.task], Path(output_dir), seed=0)
+
+
+def over_turns(ratios: list[float]) -> str:
+    """The median of what each turn gave, and its range: `0.62 (0.60 to 0.64 in 3 turns)`."""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} turns)"
+
+
+def make_table(title: str, *columns: str) -> Table:
+    """A table of numbers, with a first column of what they are."""
+    table = Table(title=title)
+    table.add_column()
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table

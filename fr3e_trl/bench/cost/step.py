@@ -1,0 +1,167 @@
+"""
+FR3E beside GRPO: what a row costs.
+
+    fr3e cost step --policy PATH_OR_ID --num_generations 8 --max_completion_length 512
+
+`FR3ETrainer` and `GRPOTrainer` train the same policy on the same prompts, rows and seed, in turns of a few steps, in
+one process, so that what else the machine does meanwhile meets both. Printed are ratios, FR3E / GRPO, and where a
+step's time goes. Each moment counts once, for the innermost of the parts below that is running:
+
+- generation: transformers' `generate`;
+- log-probs: forward passes outside of the loss, for FR3E those that give the entropies;
+- rewards: TRL's reward computation, with the reward functions;
+- loss: TRL's loss, its forward pass included;
+- FR3E: this package. Requests and padding, anchors, values, advantages, rejection, metrics;
+- TRL: the rest of the step: assembling the batch, backward pass, optimizer.
+"""
+
+import contextlib
+import functools
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from transformers import GenerationMixin
+from trl import GRPOTrainer
+
+from ...generation.on_transformers import GenerateSampler
+from ...trainer import FR3ETrainer
+from ...training.trl_seams import RowsGRPOTrainer
+from ..runs import be_quiet
+from .common import add_task_options, count, make_parser, make_table, make_task_trainer
+
+PARTS = ["generation", "log-probs", "rewards", "loss", "FR3E", "TRL"]
+
+TIMED: list[tuple[type, str, str]] = [
+    (GenerationMixin, "generate", "generation"),
+    (GRPOTrainer, "_get_per_token_logps_and_entropies", "log-probs"),
+    (GRPOTrainer, "_calculate_rewards", "rewards"),
+    (GRPOTrainer, "_compute_loss", "loss"),
+    (GRPOTrainer, "_generate_and_score_completions", "TRL"),
+    (GRPOTrainer, "training_step", "TRL"),
+    (GenerateSampler, "sample", "FR3E"),
+    (RowsGRPOTrainer, "_compute_loss", "FR3E"),
+    (RowsGRPOTrainer, "token_statistics", "FR3E"),
+    (FR3ETrainer, "_generate_and_score_completions", "FR3E"),
+]
+
+
+class Stopwatch:
+    """Time by part, each moment counted for the innermost part that is running."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self._running: list[str] = []
+        self._since = 0.0
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        self._turn()
+        # Inside the loss, the forward pass is the loss's
+        self._running.append("loss" if name == "log-probs" and "loss" in self._running else name)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._running.pop()
+
+    def _turn(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # what a part has asked for is its own
+        now = time.perf_counter()
+        if self._running:
+            self.seconds[self._running[-1]] += now - self._since
+        self._since = now
+
+    @contextlib.contextmanager
+    def times(self, methods: list[tuple[type, str, str]]) -> Iterator[None]:
+        """Have every call of these methods, each with its class, counted for their parts."""
+        originals = [(owner, name, vars(owner)[name]) for owner, name, _ in methods]
+        for owner, name, part in methods:
+            setattr(owner, name, self._timed(vars(owner)[name], part))
+        try:
+            yield
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+
+    def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.part(part):
+                return function(*args, **kwargs)
+
+        return timed
+
+
+def main(argv: list[str]) -> None:
+    """Measure, and print the ratios."""
+    parser = make_parser(
+        __doc__,
+        num_generations=(8, "rows of a prompt"),
+        num_prompts=(8, "prompts of a step"),
+        num_steps=(5, "steps of each trainer in a turn"),
+        num_turns=(5, "turns of each trainer, beside a first one that is not counted"),
+    )
+    parser.add_argument("--max_completion_length", type=count, help="in tokens; by default the task's")
+    add_task_options(parser)
+    options = parser.parse_args(argv)
+    be_quiet()
+    settings = {name: getattr(options, name) for name in ("num_generations", "num_prompts")}
+    if options.max_completion_length is not None:
+        settings["max_completion_length"] = options.max_completion_length
+    with tempfile.TemporaryDirectory() as output_dir:
+        trainers = {
+            name: make_task_trainer(options, output_dir, trainer=name, max_steps=options.num_steps, **settings)
+            for name in ("fr3e", "grpo")
+        }
+        seconds, tokens = measure(trainers, options.num_turns)
+    num_steps = options.num_steps * options.num_turns
+    num_rows = num_steps * options.num_prompts * options.num_generations
+    config = trainers["fr3e"].args
+    print(f"{num_steps} steps each of {options.num_prompts} prompts x {options.num_generations} rows")
+    print(f"FR3E: {config.num_bases} base trajectories and {config.num_anchors} anchors a prompt")
+    print_ratios(seconds, {name: number / num_rows for name, number in tokens.items()})
+    print_shares(seconds)
+
+
+def measure(trainers: dict[str, Any], num_turns: int) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
+    """Seconds of each trainer by part, and tokens that it generated, over all turns but a first one."""
+    stopwatch = Stopwatch()
+    seconds = {name: dict.fromkeys(PARTS, 0.0) for name in trainers}
+    tokens = dict.fromkeys(trainers, 0)
+    with stopwatch.times(TIMED):
+        for turn in track(range(num_turns + 1), description="Turns", console=Console(stderr=True)):
+            for name, trainer in trainers.items():
+                stopwatch.seconds = dict.fromkeys(PARTS, 0.0)
+                generated_before = trainer.costs.generated_tokens
+                trainer.train()
+                if turn > 0:
+                    tokens[name] += trainer.costs.generated_tokens - generated_before
+                    for part in PARTS:
+                        seconds[name][part] += stopwatch.seconds[part]
+    return seconds, tokens
+
+
+def print_ratios(seconds: dict[str, dict[str, float]], tokens_per_row: dict[str, float]) -> None:
+    table = make_table("FR3E / GRPO", "ratio", "FR3E", "GRPO")
+    entries = [
+        ("generated tokens per row", tokens_per_row),
+        ("generation time, s", {name: parts["generation"] for name, parts in seconds.items()}),
+        ("whole step's time, s", {name: sum(parts.values()) for name, parts in seconds.items()}),
+    ]
+    for what, amounts in entries:
+        fr3e, grpo = amounts["fr3e"], amounts["grpo"]
+        table.add_row(what, f"{fr3e / grpo:.2f}", f"{fr3e:.2f}", f"{grpo:.2f}")
+    Console().print(table)
+
+
+def print_shares(seconds: dict[str, dict[str, float]]) -> None:
+    table = make_table("Share of the step's time", *PARTS)
+    for name, parts in seconds.items():
+        table.add_row(name.upper(), *(f"{parts[part] / sum(parts.values()):.1%}" for part in PARTS))
+    Console().print(table)

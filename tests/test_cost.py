@@ -1,0 +1,98 @@
+"""`fr3e cost`: its commands, with sizes that take seconds."""
+
+import re
+import time
+
+import pytest
+from models import model_on_disk
+from transformers import GenerationMixin
+
+from fr3e_trl import cli
+from fr3e_trl.bench.cost.step import Stopwatch
+
+
+def cells(output, name):
+    """Of the row of that name in a table."""
+    (row,) = [line for line in output.splitlines() if re.match(rf"│ +{name} +│", line)]
+    return [cell.strip() for cell in row.strip("│").split("│")][1:]
+
+
+class Work:
+    """Takes a second in each method, by a clock of its own."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def step(self):
+        self.now += 1
+        self.loss()
+        self.log_probs()
+        self.now += 1
+
+    def loss(self):
+        self.now += 1
+        self.log_probs()
+
+    def log_probs(self):
+        self.now += 1
+
+
+def test_each_moment_counts_once(monkeypatch):
+    work, stopwatch = Work(monkeypatch), Stopwatch()
+    original = Work.step
+    with stopwatch.times([(Work, "step", "TRL"), (Work, "loss", "loss"), (Work, "log_probs", "log-probs")]):
+        work.step()
+        work.now += 10  # between steps
+        work.step()
+    # A step takes 5 s: 2 of its own, 2 in the loss with its forward pass, 1 in a forward pass beside it
+    expected = {"TRL": 4.0, "loss": 4.0, "log-probs": 2.0, "generation": 0.0, "rewards": 0.0, "FR3E": 0.0}
+    assert stopwatch.seconds == expected
+    assert Work.step is original
+
+
+def test_step(capsys):
+    generate = GenerationMixin.generate
+    sizes = ["--num_turns=1", "--num_steps=2", "--num_prompts=4", "--num_generations=4", "--max_completion_length=8"]
+    cli.main(["cost", "step", f"--policy={model_on_disk()}", *sizes])
+    output = capsys.readouterr().out
+    assert "2 steps each of 4 prompts x 4 rows" in output
+    assert "FR3E: 1 base trajectories and 3 anchors a prompt" in output
+    ratio, fr3e, grpo = map(float, cells(output, "generated tokens per row"))
+    assert 0 < fr3e < grpo <= 8  # a prefix is not generated again
+    assert ratio == pytest.approx(fr3e / grpo, abs=0.01)
+    for trainer, of_method in (("FR3E", True), ("GRPO", False)):
+        shares = [float(cell.rstrip("%")) for cell in cells(output, trainer)]
+        assert sum(shares) == pytest.approx(100, abs=0.4)
+        generation, log_probs, _, loss, method, rest = shares
+        assert min(generation, loss, rest) > 0
+        assert (log_probs > 0) == (method > 0) == of_method
+    assert GenerationMixin.generate is generate
+
+
+def test_bookkeeping(capsys):
+    cli.main(["cost", "bookkeeping", "--num_prompts=3", "--num_rows=8", "--num_tokens=50"])
+    output = capsys.readouterr().out
+    assert "3 prompts x 8 rows x 50 tokens" in output
+    assert len(cells(output, "all of it")) == 2
+
+
+def test_processes(capfd):
+    cli.main(["cost", "processes", f"--policy={model_on_disk()}", "--num_turns=1", "--num_steps=1"])
+    assert re.search(
+        r"two processes / one, 8 prompts x 16 rows in all: [\d.]+ \(.* in 1 turns\)", capfd.readouterr().out
+    )
+
+
+def test_processes_that_fail(tmp_path):
+    with pytest.raises(SystemExit, match=r"nowhere(.|\n)*Training in 1 processes failed"):
+        cli.main(["cost", "processes", f"--policy={tmp_path / 'nowhere'}", "--num_turns=1", "--num_steps=1"])
+
+
+@pytest.mark.parametrize(
+    "argument", ["--num_turns=0", "--num_steps=-1", "--num_prompts=x", "--max_completion_length=0"]
+)
+def test_sizes_that_cannot_be(argument, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["cost", "step", argument])
+    assert f"fr3e cost step: error: argument {argument.partition('=')[0]}: " in capsys.readouterr().err

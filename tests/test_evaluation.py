@@ -1,0 +1,73 @@
+"""What `fr3e compare` measures a policy by."""
+
+import gc
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from bench_task import Ones
+from models import make_model, make_tokenizer
+
+from fr3e_trl.bench.evaluation import evaluate
+
+VOCAB_SIZE = 1009  # of no other tensor
+
+
+def heldout(size=6):
+    return Ones().examples("heldout", 0, size)
+
+
+def test_entropy_of_a_policy_that_knows_nothing():
+    """Every token is as likely as any other: log V nats."""
+    model = make_model()
+    model.lm_head.weight.data.zero_()
+    evaluation = evaluate(model, make_tokenizer(), Ones(), heldout(), num_samples=4, batch_size=8)
+    assert evaluation.entropy == pytest.approx(math.log(len(make_tokenizer())), rel=1e-6)
+
+
+def test_entropy_is_that_of_a_forward_pass(monkeypatch):
+    """Up to the end of each completion, and not of what pads the others."""
+    model, tokenizer = make_model(), make_tokenizer()
+    generated, generate = [], model.generate
+
+    def keep(*args, **kwargs):
+        generated.append((kwargs, generate(*args, **kwargs)))
+        return generated[-1][1]
+
+    monkeypatch.setattr(model, "generate", keep)
+    evaluation = evaluate(model, tokenizer, Ones(), heldout(), num_samples=40, batch_size=80)
+    entropies = []
+    for kwargs, sequences in generated[1:]:  # the first is greedy
+        prompt_length = kwargs["input_ids"].shape[1]
+        mask = torch.ones_like(sequences)
+        mask[:, :prompt_length] = kwargs["attention_mask"].repeat_interleave(40, 0)
+        with torch.no_grad():
+            log_probs = (
+                model(input_ids=sequences, attention_mask=mask).logits[:, prompt_length - 1 : -1].log_softmax(-1)
+            )
+        for of_tokens, ids in zip(-(log_probs.exp() * log_probs).sum(-1), sequences[:, prompt_length:], strict=True):
+            ends = (ids == tokenizer.eos_token_id).nonzero().flatten().tolist()
+            entropies += of_tokens[: ends[0] + 1 if ends else None].tolist()
+    assert evaluation.completion_length == len(entropies) / 240
+    assert evaluation.completion_length < 8  # some ended early
+    assert evaluation.entropy == pytest.approx(sum(entropies) / len(entropies), rel=1e-4)
+
+
+def most_logits_held(num_tokens):
+    """The most logits that are in memory while a policy of `VOCAB_SIZE` decodes its next token, in numbers."""
+    model, held = make_model(vocab_size=VOCAB_SIZE, eos_token_id=VOCAB_SIZE - 1), []
+
+    def count(*args):
+        tensors = [value for value in gc.get_objects() if type(value) is torch.Tensor]
+        held.append(sum(tensor.numel() for tensor in tensors if tensor.shape[-1:] == (VOCAB_SIZE,)))
+
+    model.register_forward_pre_hook(count)
+    task = replace(Ones(), max_completion_length=num_tokens)
+    evaluate(model, make_tokenizer(), task, heldout(), num_samples=2, batch_size=12)
+    return max(held)
+
+
+def test_logits_are_not_kept():
+    """Those of a step take as much memory after many steps as after few."""
+    assert 0 < most_logits_held(num_tokens=4) == most_logits_held(num_tokens=16)
