@@ -71,10 +71,14 @@ def test_step(capsys):
 
 
 def test_bookkeeping(capsys):
-    cli.main(["cost", "bookkeeping", "--num_prompts=3", "--num_rows=8", "--num_tokens=50"])
-    output = capsys.readouterr().out
-    assert "3 prompts x 8 rows x 50 tokens" in output
-    assert len(cells(output, "all of it")) == 2
+    told = []
+    for num_tokens in (50, 500):
+        sizes = ["--num_prompts=4", "--num_rows=8", f"--num_tokens={num_tokens}", "--num_processes=2"]
+        cli.main(["cost", "bookkeeping", *sizes])
+        output = capsys.readouterr().out
+        assert f"4 prompts x 8 rows x {num_tokens} tokens" in output and "2 processes" in output
+        told.append(float(cells(output, "gathered from all, MiB")[0]))
+    assert told[0] == told[1]  # lengths, positions and rewards: nothing that grows with the tokens
 
 
 def test_processes(capfd):
