@@ -170,6 +170,7 @@ def test_resuming_is_exact_in_several_processes(recipe, tmp_path):
         "max_refills": 4,
         "value_prior_strength": 0,
         "num_rewards": 2,  # that many, and no prior, for states to be rejected
+        "seed": 2,  # with which rows are left over, and used
     }
     whole = launch(tmp_path / "whole", 2, settings, *options, recipe=recipe)
     assert sum(entry.get("fr3e/refill/reused", 0) for entry in whole[0]["logs"]) > 0
@@ -184,7 +185,7 @@ def test_resuming_is_exact_in_several_processes(recipe, tmp_path):
 
 def test_refill_is_the_same_in_several_processes(tmp_path):
     settings = {
-        "num_generations": 8,
+        "num_generations": 8,  # in states of 4 rows, which no process boundary cuts: the sampler numbers what it draws
         "per_device_train_batch_size": 24,
         "max_refills": 3,
         "value_prior_strength": 0,
@@ -192,7 +193,7 @@ def test_refill_is_the_same_in_several_processes(tmp_path):
         "optim": "sgd",
     }
     alone = launch(tmp_path / "alone", 1, settings, "fake")
-    shared = launch(tmp_path / "shared", 3, settings | {"per_device_train_batch_size": 8}, "fake")
+    shared = launch(tmp_path / "shared", 2, settings | {"per_device_train_batch_size": 12}, "fake")
     assert sum(entry.get("fr3e/refill/prompts", 0) for entry in alone[0]["logs"]) > 0
     assert same(trees_of(shared), trees_of(alone))
     torch.testing.assert_close(weights_of(tmp_path / "shared"), weights_of(tmp_path / "alone"), atol=1e-6, rtol=1e-6)
