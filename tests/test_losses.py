@@ -48,6 +48,7 @@ def make_trainer(model=None, num_micro_batches=1, prompts=("1", "2"), num_genera
     fr3e = {
         "num_anchors": 0,
         "reject_degenerate_states": True,
+        "scale_rewards": "none",
         "value_prior_strength": 0.0,
         "negative_advantage_scale": 0.5,
     }
