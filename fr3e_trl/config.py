@@ -182,7 +182,7 @@ class FR3EConfig(GRPOConfig):
         default="all",
         metadata={
             "help": "Which base trajectories are explored: 'all', with the anchors shared out evenly, the odd ones to "
-            "the better-scored; 'mixed', one of the best-scored and one of the worst-scored when the scores differ and "
+            "the first; 'mixed', one of the best-scored and one of the worst-scored when the scores differ and "
             "one at random when they do not; 'best'; 'worst'; 'random'.",
             "choices": ["all", "mixed", "best", "worst", "random"],
         },
