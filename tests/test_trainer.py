@@ -441,12 +441,16 @@ def test_a_batch_that_teaches_nothing(loss_type):
 
 def test_the_ratio_of_explored_rows_is_taken_against_what_they_were_sampled_from():
     scale, temperature = 1.5, 0.8
-    trainer = make_trainer(explore_temperature_scale=scale, temperature=temperature, max_steps=1, learning_rate=0.0)
+    settings = {"reward_funcs": letters, "max_steps": 1, "learning_rate": 0.0}
+    trainer = make_trainer(explore_temperature_scale=scale, temperature=temperature, **settings)
     set_seed(1)
     trainer.train()
     batch, trees = trainer.batches[0]
     model = trainer.model.eval()
+    assert batch["in_loss"].sum() > 8
     for i, (tree, state, rollout) in enumerate(rollouts_of(trees)):
+        if not batch["in_loss"][i]:
+            continue
         ids, first = tree.prompt_ids + state.prefix_ids + rollout.token_ids, len(state.prefix_ids)
         # The learning rate is 0: the model is still the one that sampled
         logits = model(torch.tensor([ids])).logits[0, -len(rollout.token_ids) - 1 : -1].detach()

@@ -20,7 +20,7 @@ from trl.data_utils import is_conversational
 from trl.extras.profiling import profiling_context
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.models import unwrap_model_for_generation
-from trl.trainer import grpo_trainer
+from trl.trainer import grpo_trainer, utils
 from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import add_fused_lm_head, get_config_model_id, is_async_callable, pad
 
@@ -218,6 +218,13 @@ def test_the_fused_head_scores_at_its_temperature():
     assert model.forward != forward
     model.forward = forward
     torch.testing.assert_close(model(input_ids).logits, logits)
+
+
+def test_the_fused_head_finds_its_kernel_by_a_name():
+    """Another is put in its place, which takes the same arguments by position."""
+    expected = ["hidden", "weight", "bias", "targets", "temperature", "chunk_size"]
+    expected += ["final_logit_softcapping", "logit_scale", "outputs"]
+    assert parameters(utils._ChunkedLogProbFunction.forward) == ["ctx", *expected]
 
 
 def reward(completions, **kwargs):
