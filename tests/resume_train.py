@@ -25,10 +25,11 @@ def main() -> None:
     """More than an epoch, each generated batch used in several steps, checkpoints within a batch, dropout, refill."""
     sizes = {"num_generations": 8, "per_device_train_batch_size": 8, "steps_per_generation": 2, "num_iterations": 2}
     saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 20}
+    refill = {"max_refills": 2, "value_prior_strength": 0.0}
     trainer = FR3ETrainer(
         make_model(),
         parity,
-        FR3EConfig("output", max_completion_length=12, learning_rate=1e-2, max_refills=2, **CPU | sizes | saving),
+        FR3EConfig("output", max_completion_length=12, learning_rate=1e-2, **CPU | sizes | saving | refill),
         train_dataset=make_dataset(6),
         processing_class=make_tokenizer(),
         peft_config=LoraConfig(lora_dropout=0.1, target_modules="all-linear"),

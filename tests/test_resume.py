@@ -12,6 +12,7 @@ import pytest
 from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
 from peft import LoraConfig
 from resume_train import letters, parity
+from test_processes import launch
 from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 
@@ -20,6 +21,7 @@ from fr3e_trl.training.resume import last_complete_checkpoint
 
 SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12}
 SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 8}
+REJECTING = {"num_anchors": 3, "value_prior_strength": 0.0}  # of two rollouts, where their rewards are equal
 
 
 def make_trainer(cls=FR3ETrainer, config=FR3EConfig, peft_config=None, **settings):
@@ -51,7 +53,7 @@ def check_same(resumed, whole):
         {"steps_per_generation": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 3},
         {"num_iterations": 3, "peft_config": LoraConfig(lora_dropout=0.2, target_modules="all-linear")},
         {"logging_steps": 3, "num_anchors": 0, "num_iterations": 2},
-        {"max_refills": 3, "explore_temperature_scale": 1.5},
+        {"max_refills": 3, "explore_temperature_scale": 1.5} | REJECTING,
     ],
     ids=["aligned", "iterations", "buffer", "misaligned", "dropout", "grpo", "refill"],
 )
@@ -60,11 +62,87 @@ def test_resuming_from_any_checkpoint_is_exact(settings):
     whole = make_trainer(**settings)
     set_seed(1)
     whole.train()
-    for step in (2, 3, 5, 7):
+    if settings.get("max_refills"):
+        assert sum(entry.get("fr3e/refill/reused", 0) for entry in whole.state.log_history) > 0
+    for step in (1, 3, 4, 5, 7):
         resumed = make_trainer(**settings, output_dir="resumed")
         set_seed(100 + step)
         resumed.train(resume_from_checkpoint=f"output/checkpoint-{step}")
         check_same(resumed, whole)
+
+
+@pytest.mark.parametrize(
+    "setting, saved, present, rows",
+    [
+        ("steps_per_generation", 4, 2, [8] * 2),
+        ("steps_per_generation", 4, 5, [8] * 5),
+        ("num_generations", 8, 16, [8] * 4),
+        ("per_device_train_batch_size", 8, 4, [4] * 4),
+        ("per_device_train_batch_size", 8, 12, [12] * 4),
+        ("num_iterations", 1, 2, [8] * 8),
+        ("gradient_accumulation_steps", 1, 3, [8] * 4),
+    ],
+)
+def test_resuming_with_other_sizes_generates_anew(setting, saved, present, rows, caplog):
+    """In the middle of a batch. Each batch from then on has `rows` in its micro-batches, and all of them are used."""
+    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 4}
+    make_trainer(**sizes, save_steps=6, max_steps=6).train()
+    resumed = make_trainer(**sizes | {setting: present}, max_steps=16, output_dir="resumed")
+    generate, compute_loss, rows_of_batches = resumed._generate_and_score_completions, resumed._compute_loss, []
+
+    def record_batch(inputs):
+        rows_of_batches.append([])
+        return generate(inputs)
+
+    def record_rows(model, inputs):
+        rows_of_batches[-1].append(len(inputs["advantages"]))
+        return compute_loss(model, inputs)
+
+    resumed._generate_and_score_completions, resumed._compute_loss = record_batch, record_rows
+    resumed.train(resume_from_checkpoint="output/checkpoint-6")
+    assert resumed.state.global_step == 16
+    assert all(of_batch == rows for of_batch in rows_of_batches[:-1])
+    assert rows_of_batches[-1] == rows[: len(rows_of_batches[-1])]
+    (warning,) = [message for message in caplog.messages if "other sizes" in message]
+    assert f"other sizes: {setting}={saved} (now {present}). " in warning
+
+
+def test_resuming_with_other_processes(tmp_path):
+    """More of them than left a state, then fewer; the same prompts are drawn in all."""
+    settings = {
+        "num_generations": 6,
+        "per_device_train_batch_size": 6,
+        "steps_per_generation": 2,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "max_refills": 1,
+    }
+    launch(tmp_path / "one", 1, settings | {"max_steps": 1})
+    checkpoint = str(tmp_path / "one" / "output" / "checkpoint-1")
+    first, second = launch(tmp_path / "two", 2, settings | {"max_steps": 4, "resume": checkpoint})
+    assert first["trees"] == second["trees"]
+    assert len(first["trees"]) == 2  # the batch of steps 2 and 3, and that of step 4
+    checkpoint = str(tmp_path / "two" / "output" / "checkpoint-4")
+    (resumed,) = launch(tmp_path / "again", 1, settings | {"max_steps": 6, "resume": checkpoint})
+    assert len(resumed["trees"]) == 1
+    assert resumed["logs"][-2]["step"] == 6
+
+
+def test_rows_left_over_are_kept_with_other_sizes():
+    """They are whole, whatever the size of the batch that they come into."""
+    settings = {"max_refills": 3} | REJECTING
+    whole = make_trainer(**settings)
+    whole.train()
+    step = next(entry["step"] for entry in whole.state.log_history if num_left_over_before(entry) > 0)
+    resumed = make_trainer(**settings, per_device_train_batch_size=32, max_steps=step, output_dir="resumed")
+    resumed.train(resume_from_checkpoint=f"output/checkpoint-{step - 1}")
+    mine, theirs = (num_left_over_before(run.state.log_history[step - 1]) for run in (resumed, whole))
+    assert mine == theirs
+
+
+def num_left_over_before(entry):
+    """Rows that a step found, by what it logged."""
+    return entry["fr3e/refill/reused"] + entry["fr3e/refill/dropped"]
 
 
 def test_a_checkpoint_of_grpo_trainers_is_gone_on_from():

@@ -1,6 +1,7 @@
 """Exact resume: a run that was cut, at any moment, goes on as the run that was not."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,22 @@ from accelerate.utils import send_to_device
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
+logger = logging.getLogger(__name__)
+
 TRAINER_STATE_FILE = "trainer_state.json"
 
 # What a step continues from, beside what transformers saves and what the weights of a batch decide
 STATE = ("_step", "_tr_loss", "_globalstep_last_logged")
+
+# Settings that decide which rows a step trains on, and from which of the data: what is left of a batch fits these alone
+SIZES = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "num_iterations",
+    "num_generations",
+    "world_size",
+)
 
 
 class ResumableGRPOTrainer(GRPOTrainer):
@@ -21,6 +34,8 @@ class ResumableGRPOTrainer(GRPOTrainer):
 
     The difference from TRL's: the batch that is still being trained on (`num_iterations`, `steps_per_generation`), the
     place within it, metrics that were not yet logged, and the order of the data in later epochs.
+
+    Training goes on with other batch sizes too, but not exactly: what was left of the batch is dropped, with a warning.
     """
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -41,21 +56,47 @@ class ResumableGRPOTrainer(GRPOTrainer):
         super()._save_rng_state(output_dir)
         is_batch_used_up = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
         state = {name: getattr(self, name) for name in STATE}
+        state["sizes"] = self._sizes()
         state["buffered_inputs"] = None if is_batch_used_up else self._buffered_inputs
         state["metrics"] = dict(self._metrics["train"])
         state["of_method"] = self.state_to_resume()
-        torch.save(state, self._state_file(output_dir))
+        torch.save(state, self._state_file(output_dir, self.args.process_index))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
-        if checkpoint is None or not self._state_file(checkpoint).exists():
+        if checkpoint is None or not self._state_file(checkpoint, 0).exists():
             return  # a checkpoint of GRPOTrainer's
-        state = torch.load(self._state_file(checkpoint), map_location="cpu", weights_only=True)
+        file = self._state_file(checkpoint, self.args.process_index)
+        if not file.exists():
+            file = self._state_file(checkpoint, 0)  # there were fewer processes
+        state = torch.load(file, map_location="cpu", weights_only=True)
         for name in STATE:
-            setattr(self, name, state[name])
+            setattr(self, name, send_to_device(state[name], self.args.device))
         self._buffered_inputs = send_to_device(state["buffered_inputs"], self.args.device)
         self._metrics["train"].update(state["metrics"])
         self.resume_from_state(state["of_method"])
+        if state["sizes"] != self._sizes():
+            self._begin_new_batch(state["sizes"])
+
+    def _sizes(self) -> dict[str, int]:
+        return {name: getattr(self.args, name) for name in SIZES}
+
+    def _begin_new_batch(self, saved_sizes: dict[str, int]) -> None:
+        """Have the next step generate, from where transformers begins in the data, and say why."""
+        self._step = 0  # counts within a batch: the new one has another length, or begins elsewhere in the data
+        self._buffered_inputs = None
+        if self.accelerator.is_main_process:
+            changes = ", ".join(
+                f"{name}={saved_sizes[name]} (now {size})"
+                for name, size in self._sizes().items()
+                if size != saved_sizes[name]
+            )
+            logger.warning(
+                "The checkpoint was saved with other sizes: %s. What was left of its generation batch is dropped, and "
+                "the next step generates a new one, at the place in the data where as many steps of the present sizes "
+                "end.",
+                changes,
+            )
 
     def state_to_resume(self) -> dict[str, Any]:
         """What else a subclass's next step depends on, in plain values and tensors."""
@@ -64,8 +105,8 @@ class ResumableGRPOTrainer(GRPOTrainer):
     def resume_from_state(self, state: dict[str, Any]) -> None:
         """Take up what [`state_to_resume`] returned."""
 
-    def _state_file(self, checkpoint: str) -> Path:
-        return Path(checkpoint) / f"grpo_state_{self.args.process_index}.pt"
+    def _state_file(self, checkpoint: str, process_index: int) -> Path:
+        return Path(checkpoint) / f"grpo_state_{process_index}.pt"
 
     # The order of the data. TRL's sampler shuffles by one random generator, which each epoch moves on.
 

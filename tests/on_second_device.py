@@ -1,0 +1,100 @@
+"""
+Training on a device that is not the CPU. `test_device.py` runs it, in a process of its own.
+
+Whatever is on the wrong device fails here as it does on a GPU.
+"""
+
+import math
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import second_device
+import torch
+from peft import LoraConfig
+from test_resume import REJECTING, check_same, make_trainer
+from transformers import set_seed
+
+second_device.register()
+
+
+@contextmanager
+def trainer_on(device, **settings):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_TORCH_DEVICE", device)  # accelerate's own way to be told, which transformers heeds too
+        trainer = make_trainer(**{"output_dir": device, "max_steps": 3, "use_cpu": False} | settings)
+        assert {param.device.type for param in trainer.model.parameters()} == {device}
+        set_seed(1)
+        yield trainer
+
+
+def train(device, resume=None, **settings):
+    with trainer_on(device, **settings) as trainer:
+        trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_anchors": 0, "num_iterations": 2},
+        {"num_iterations": 2, "beta": 0.1, "explore_temperature_scale": 1.5},
+        {"max_refills": 3, "max_steps": 5} | REJECTING,
+        {"steps_per_generation": 2, "loss_type": "grpo", "peft_config": LoraConfig(target_modules="all-linear")},
+    ],
+    ids=["grpo", "ratio", "refill", "lora"],
+)
+def test_a_second_device_trains_and_resumes_as_the_cpu_does(settings):
+    """In the middle of a batch, and between two. The devices may round differently, a run and its rest may not."""
+    whole = train("second", **settings)
+    assert "max_refills" not in settings or sum(log.get("fr3e/refill/reused", 0) for log in whole.state.log_history) > 0
+    for mine, theirs in zip(whole.state.log_history, train("cpu", **settings).state.log_history, strict=True):
+        for name in ("loss", "grad_norm", "entropy", "reward", "num_tokens"):
+            assert name not in theirs or math.isclose(mine[name], theirs[name], rel_tol=1e-3, abs_tol=1e-5), name
+    for step in (1, 2):
+        resumed = train("second", resume=f"second/checkpoint-{step}", **settings | {"output_dir": "resumed"})
+        check_same(resumed, whole)
+
+
+class Engine:
+    """In vLLM's place, with its log-probs: of the `top_k` likeliest tokens, at the temperature of each request."""
+
+    def __init__(self, trainer):
+        self.model, self.top_k, self.sampler = trainer.model, trainer.top_k, trainer.sampler
+
+    def sync_weights(self):
+        pass
+
+    def sample(self, requests):
+        return [
+            [replace(sample, logprobs=self.logprobs(request, sample.token_ids)) for sample in samples]
+            for request, samples in zip(requests, self.sampler.sample(requests), strict=True)
+        ]
+
+    @torch.no_grad()
+    def logprobs(self, request, token_ids):
+        ids = torch.tensor([request.prefix_ids + token_ids], device=self.model.device)
+        logits = self.model(input_ids=ids).logits[0, len(request.prefix_ids) - 1 : -1].cpu() / request.temperature
+        likeliest = logits.topk(self.top_k).values
+        logprobs = logits.gather(1, torch.tensor(token_ids)[:, None]).squeeze(1) - likeliest.logsumexp(1)
+        return logprobs.tolist()
+
+
+def test_vllms_log_probs_are_corrected():
+    """Samples of the policy itself have the ratio 1, whatever they were cut off at and heated to."""
+    settings = {"top_k": 10, "explore_temperature_scale": 1.5, "vllm_importance_sampling_correction": True}
+    with trainer_on("second", **settings) as trainer:
+        engine = Engine(trainer)
+        trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "server", -1
+        trainer.vllm_generation = trainer.sampler = engine
+        trainer.train()
+    for entry in trainer.state.log_history[:-1]:
+        for bound in ("min", "max"):
+            assert math.isclose(entry[f"sampling/importance_sampling_ratio/{bound}"], 1, rel_tol=1e-3)
+
+
+def test_weights_that_are_elsewhere(monkeypatch):
+    """`model.device` is of the first weight, and this one may be offloaded: generation is where accelerate says."""
+    with trainer_on("second") as trainer:
+        monkeypatch.setattr(type(trainer.model), "device", torch.device("meta"))
+        trainer.train()
