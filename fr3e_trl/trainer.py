@@ -198,11 +198,13 @@ class FR3ETrainer(RatioGRPOTrainer):
         return super()._get_train_sampler(*args, **kwargs)
 
     def state_to_resume(self) -> dict[str, Any]:
-        return {} if self._refill is None else self._refill.state(self.accelerator.process_index)
+        if self._refill is None:
+            return {}
+        return self._refill.state(self.accelerator.num_processes, self.accelerator.process_index)
 
     def resume_from_state(self, state: dict[str, Any]) -> None:
         if self._refill is not None and state:
-            self._refill.resume(state)
+            self._refill.resume(state, self.accelerator.num_processes)
 
     # A step
 

@@ -15,9 +15,9 @@ from transformers import (
     Qwen3Config,
     set_seed,
 )
+from trees import rollouts_of
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.method.tree import rollouts_of
 from fr3e_trl.training.context import context_length
 
 

@@ -120,7 +120,7 @@ def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from():
         keep(rows)
         kept.append(
             {
-                (*row.prompt_ids.tolist(), *row.completion_ids.tolist()): (row, theirs)
+                (len(row.prefix_ids), *row.prompt_ids.tolist(), *row.completion_ids.tolist()): (row, theirs)
                 for row, theirs in zip(rows, statistics, strict=True)
             }
         )
@@ -131,13 +131,17 @@ def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from():
     num_seen = 0
     for before, (batch, trees) in zip(kept, trainer.batches[1:], strict=False):
         own = {
-            tuple(tree.prompt_ids + state.prefix_ids + rollout.token_ids) for tree, state, rollout in rollouts_of(trees)
+            (state.position, *tree.prompt_ids, *state.prefix_ids, *rollout.token_ids)
+            for tree, state, rollout in rollouts_of(trees)
         }
         for i in range(32):
             prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].tolist()
             completion = batch["completion_ids"][i][batch["completion_mask"][i].bool()].tolist()
-            row, at_temperature_1 = before.get(tuple(prompt + completion), (None, None))
-            if row is None or tuple(prompt + completion) in own:
+            if not batch["in_loss"][i]:
+                continue
+            key = (batch["tool_mask"][i].tolist().index(1), *prompt, *completion)  # the prefix is not in the loss
+            row, at_temperature_1 = before.get(key, (None, None))
+            if row is None or key in own:
                 continue
             num_seen += 1
             old = batch["old_per_token_logps"][i][: len(completion)]

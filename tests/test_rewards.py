@@ -184,6 +184,5 @@ def test_it_trains():
     )
     trainer.train()
     for entry in trainer.state.log_history[:2]:
-        # The one base trajectory, and one of three branches
-        assert entry["math_reward/timeouts"] == pytest.approx((1 + 1 / 3) / 2)
+        assert entry["math_reward/timeouts"] == pytest.approx(1 / 4)
         assert entry["rewards/hostile_math_reward/mean"] == 0

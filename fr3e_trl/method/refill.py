@@ -152,17 +152,19 @@ class Refill:
         self.leftovers = left_over
         return batch, metrics
 
-    def state(self, process: int) -> dict[str, Any]:
-        """For a checkpoint of one process, in plain values and tensors."""
+    def state(self, num_processes: int, process: int) -> dict[str, Any]:
+        """For the checkpoint of a process, in plain values and tensors."""
         return {
             "num_drawn": self.prompts.num_drawn,
+            "num_processes": num_processes,
             "leftovers": [state_of(row, with_tokens=row.holder == process) for row in self.leftovers],
         }
 
-    def resume(self, state: dict[str, Any]) -> None:
-        """Go on from what [`state`] returned."""
+    def resume(self, state: dict[str, Any], num_processes: int) -> None:
+        """Go on from what [`state`] returned: with the rows left over if as many processes are there to hold them."""
         self.prompts.go_to(state["num_drawn"])
-        self.leftovers = [row_from(row, self.train_dataset) for row in state["leftovers"]]
+        if state["num_processes"] == num_processes:
+            self.leftovers = [row_from(row, self.train_dataset) for row in state["leftovers"]]
 
 
 def state_of(row: Row, with_tokens: bool = True) -> dict[str, Any]:
