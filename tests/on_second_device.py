@@ -76,7 +76,7 @@ class Engine:
         ids = torch.tensor([[*request.prefix_ids, *token_ids]], device=self.model.device)
         logits = self.model(input_ids=ids).logits[0, len(request.prefix_ids) - 1 : -1].cpu() / request.temperature
         likeliest = logits.topk(self.top_k).values
-        logprobs = logits.gather(1, torch.tensor(token_ids)[:, None]).squeeze(1) - likeliest.logsumexp(1)
+        logprobs = logits.gather(1, ids[0, len(request.prefix_ids) :, None].cpu()).squeeze(1) - likeliest.logsumexp(1)
         return logprobs.tolist()
 
 

@@ -2,13 +2,13 @@
 A second device without its hardware: `torch.device("second")`, on which a wrong device fails as it does on a GPU.
 
 Its tensors hold a tensor on the CPU, which every operation runs on, and refuse operations together with tensors of the
-CPU where CUDA's do. Random numbers are the CPU's, so that training gives what it gives on the CPU, bit for bit.
+CPU where CUDA's do. Random numbers are the CPU's: training gives what it gives on the CPU, up to rounding.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 NAME = "second"
@@ -53,47 +53,63 @@ class SecondTensor(torch.Tensor):
 
 
 def run(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operation on the CPU for tensors of the second device, or to make one."""
+    """Run an operation on the CPU, for tensors of the second device or to make one."""
     if torch.Tag.inplace_view in func.tags:
-        raise NotImplementedError(f"{func} on the second device: it would change sizes that it has a copy of")
+        raise NotImplementedError(
+            f"{func} on the second device: it changes sizes, and its tensors have copies of these"
+        )
     check_devices(func, args, kwargs)
     given: dict[int, torch.Tensor] = {}
 
     def to_cpu(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            on_cpu = x.on_cpu if isinstance(x, SecondTensor) else x
-            given[id(on_cpu)] = x
-            return on_cpu
-        return torch.device("cpu") if isinstance(x, torch.device) else x
+        if isinstance(x, torch.device):
+            return torch.device("cpu")
+        if not isinstance(x, torch.Tensor):
+            return x
+        on_cpu = x.on_cpu if isinstance(x, SecondTensor) else x
+        given[id(on_cpu)] = x
+        return on_cpu
 
-    result = func(*tree_map(to_cpu, args), **tree_map(to_cpu, kwargs))
-    if func is aten._to_copy.default and torch.device(kwargs.get("device") or NAME).type == "cpu":
-        return result
-    return tree_map(
-        lambda x: (given.get(id(x)) if id(x) in given else SecondTensor(x)) if isinstance(x, torch.Tensor) else x,
-        result,
-    )
+    def from_cpu(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return given[id(x)] if id(x) in given else SecondTensor(x)  # what an operation in place returns was given
+
+    result = func(*in_each(to_cpu, args), **in_each(to_cpu, kwargs))
+    is_for_cpu = func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
+    return result if is_for_cpu else in_each(from_cpu, result)
 
 
 def check_devices(func: Any, args: Any, kwargs: Any) -> None:
-    """Raise where CUDA would: only pointwise operations take a tensor of the CPU, and only a number that they read."""
+    """Raise where CUDA would: a tensor of the CPU is taken as a number that is read pointwise, or as indices."""
     operation = func.overloadpacket
     if operation in (aten.copy_, aten._to_copy):
         return
+    takes_numbers = torch.Tag.pointwise in func.tags or operation in INDEXING
+    written = args[0] if func._schema.is_mutable else None
     if operation in INDEXING:
-        args = (args[0], *args[2:])  # indices may be on the CPU, for tensors on the device
-    written = [args[0]] if func._schema.is_mutable else []
-    for x in torch.utils._pytree.tree_leaves((args, kwargs)):
+        args = (args[0], *args[2:])
+
+    def check(x: Any) -> None:
         if isinstance(x, torch.Generator) and x.device.type != NAME:
             raise RuntimeError(f"Expected a {NAME!r} device type for generator but found {x.device.type!r} ({func})")
-        if not isinstance(x, torch.Tensor) or isinstance(x, SecondTensor):
-            continue
-        may_read = x.dim() == 0 and (torch.Tag.pointwise in func.tags or operation in INDEXING)
-        if not may_read or any(x is y for y in written):
+        is_on_cpu = isinstance(x, torch.Tensor) and not isinstance(x, SecondTensor)
+        if is_on_cpu and (x is written or x.dim() > 0 or not takes_numbers):
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, {NAME}:0 and "
                 f"{x.device}! ({func}, a tensor of shape {tuple(x.shape)})"
             )
+
+    in_each(check, (args, kwargs))
+
+
+def in_each(function: Callable[[Any], Any], x: Any) -> Any:
+    """Apply a function to all that lists, tuples and dictionaries hold. torch's own way takes most of a run's time."""
+    if isinstance(x, list | tuple):
+        return type(x)([in_each(function, y) for y in x])
+    if isinstance(x, dict):
+        return {key: in_each(function, y) for key, y in x.items()}
+    return function(x)
 
 
 def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

@@ -9,10 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
 from peft import LoraConfig
 from resume_train import letters, parity
+<<<<<<< HEAD
 from test_processes import launch, trees_of
+=======
+from test_processes import launch, weights_of
+>>>>>>> device
 from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 
@@ -108,23 +113,36 @@ def test_resuming_with_other_sizes_generates_anew(setting, saved, present, rows,
 
 
 def test_resuming_with_other_processes(tmp_path):
-    """More of them than left a state, then fewer; the same prompts are drawn in all."""
+    """More of them than left a state, then fewer, with rows left over from a refill."""
     settings = {
         "num_generations": 6,
+        "num_anchors": 2,
         "per_device_train_batch_size": 6,
         "steps_per_generation": 2,
         "save_strategy": "steps",
         "save_steps": 1,
-        "max_refills": 1,
+        "max_refills": 3,
+        "value_prior_strength": 0,
+        "num_rewards": 2,  # that many, and no prior, for states to be rejected
     }
     launch(tmp_path / "one", 1, settings | {"max_steps": 1})
     checkpoint = str(tmp_path / "one" / "output" / "checkpoint-1")
+<<<<<<< HEAD
     first, second = launch(tmp_path / "two", 2, settings | {"max_steps": 4, "resume": checkpoint})
     assert len(trees_of([first, second])) == 2  # the batch of steps 2 and 3, and that of step 4
     checkpoint = str(tmp_path / "two" / "output" / "checkpoint-4")
     (resumed,) = launch(tmp_path / "again", 1, settings | {"max_steps": 6, "resume": checkpoint})
+=======
+    of_both = launch(tmp_path / "two", 2, settings | {"max_steps": 6, "resume": checkpoint})
+    assert [len(of_one["trees"]) for of_one in of_both] == [3, 3]  # steps 2 and 3, 4 and 5, and 6
+    assert all(map(torch.equal, *(weights_of(tmp_path / "two", process) for process in range(2))))
+    states = {step: tmp_path / "two" / "output" / f"checkpoint-{step}" / "grpo_state_0.pt" for step in (2, 4, 6)}
+    step = next(step for step, state in states.items() if torch.load(state)["of_method"]["leftovers"])
+    settings |= {"max_steps": step + 2, "resume": str(states[step].parent)}
+    (resumed,) = launch(tmp_path / "again", 1, settings)
+>>>>>>> device
     assert len(resumed["trees"]) == 1
-    assert resumed["logs"][-2]["step"] == 6
+    assert resumed["logs"][-2]["step"] == step + 2
 
 
 def test_rows_left_over_are_kept_with_other_sizes():

@@ -156,7 +156,7 @@ def now(device: torch.device) -> float:
     """A clock: CPU seconds of this process, or wall-clock seconds with all of a GPU's work done."""
     if device.type == "cpu":
         return time.process_time()
-    torch.cuda.synchronize(device)
+    torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 

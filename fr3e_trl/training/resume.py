@@ -35,7 +35,7 @@ class ResumableGRPOTrainer(GRPOTrainer):
     The difference from TRL's: the batch that is still being trained on (`num_iterations`, `steps_per_generation`), the
     place within it, metrics that were not yet logged, and the order of the data in later epochs.
 
-    Training goes on with other batch sizes too, but not exactly: what was left of the batch is dropped, with a warning.
+    With other batch sizes, or another number of processes, what was left of the batch is dropped, with a warning.
     """
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
