@@ -13,11 +13,7 @@ import torch
 from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
 from peft import LoraConfig
 from resume_train import letters, parity
-<<<<<<< HEAD
-from test_processes import launch, trees_of
-=======
 from test_processes import launch, weights_of
->>>>>>> device
 from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 
@@ -127,12 +123,6 @@ def test_resuming_with_other_processes(tmp_path):
     }
     launch(tmp_path / "one", 1, settings | {"max_steps": 1})
     checkpoint = str(tmp_path / "one" / "output" / "checkpoint-1")
-<<<<<<< HEAD
-    first, second = launch(tmp_path / "two", 2, settings | {"max_steps": 4, "resume": checkpoint})
-    assert len(trees_of([first, second])) == 2  # the batch of steps 2 and 3, and that of step 4
-    checkpoint = str(tmp_path / "two" / "output" / "checkpoint-4")
-    (resumed,) = launch(tmp_path / "again", 1, settings | {"max_steps": 6, "resume": checkpoint})
-=======
     of_both = launch(tmp_path / "two", 2, settings | {"max_steps": 6, "resume": checkpoint})
     assert [len(of_one["trees"]) for of_one in of_both] == [3, 3]  # steps 2 and 3, 4 and 5, and 6
     assert all(map(torch.equal, *(weights_of(tmp_path / "two", process) for process in range(2))))
@@ -140,7 +130,6 @@ def test_resuming_with_other_processes(tmp_path):
     step = next(step for step, state in states.items() if torch.load(state)["of_method"]["leftovers"])
     settings |= {"max_steps": step + 2, "resume": str(states[step].parent)}
     (resumed,) = launch(tmp_path / "again", 1, settings)
->>>>>>> device
     assert len(resumed["trees"]) == 1
     assert resumed["logs"][-2]["step"] == step + 2
 
