@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,8 +32,7 @@ class Policy:
         seed (`int`):
             Decides logits and rewards.
         rewards (`str`):
-            `"some"`: each completion is right (1) with probability .3, else wrong (0); `"one"`: only one is right;
-            `"graded"`: uniform in [0, 1].
+            `"some"`: each completion is right (1) with probability .3, else wrong (0); `"graded"`: uniform in [0, 1].
         eos (`bool`):
             Whether a token 0 ends a completion.
 
@@ -59,7 +58,6 @@ class Policy:
         size = len(self.completions)
         drawn = {
             "some": [float(rng.random() < 0.3) for _ in range(size)],
-            "one": [float(i == seed % size) for i in range(size)],
             "graded": [rng.random() for _ in range(size)],
         }
         self.rewards = torch.tensor(drawn[rewards], dtype=torch.float64)
@@ -154,17 +152,15 @@ class Outcome:
             Of these rows.
         completions (`list[int]`):
             Completion of each row, as an index.
-        parents (`list[int | None]`), positions (`list[int]`):
+        parents (`list[int | None]`), positions, copies (`list[int]`):
             As in [`tree_credit`].
-        planned (`int`):
-            Rows that each base trajectory was to have in its tree, itself included, if it did not end too early.
     """
 
     probability: float
     completions: list[int]
     parents: list[int | None]
     positions: list[int]
-    planned: int
+    copies: list[int]
 
     def __add__(self, other: "Outcome") -> "Outcome":
         """Both, independently."""
@@ -174,60 +170,50 @@ class Outcome:
             self.completions + other.completions,
             self.parents + [None if parent is None else parent + shift for parent in other.parents],
             self.positions + other.positions,
-            self.planned,
+            self.copies + other.copies,
         )
 
-    def copies(self) -> list[int]:
-        """Rows that each stands for: the base trajectory for itself and for the branches that it has not."""
-        return [
-            1 if parent is not None else self.planned - self._size(row) + 1 for row, parent in enumerate(self.parents)
-        ]
 
-    def _size(self, base: int) -> int:
-        """Rows of a tree."""
-        above = list(range(len(self.parents)))
-        for row, parent in enumerate(self.parents):
-            above[row] = row if parent is None else above[parent]
-        return above.count(base)
-
-
-def grow(policy: Policy, rule: Rule, planned: int) -> list[Outcome]:
-    """Every tree of one base trajectory, and a branch from each position that the rule names."""
+def grow(policy: Policy, rule: Rule, num_branches: int) -> list[Outcome]:
+    """Every tree of a base trajectory and a branch from each position that the rule names: `num_branches`, or fewer."""
     outcomes = []
     for i, completion in enumerate(policy.completions):
         for chance, positions in rule(policy, completion):
             choices = [policy.continuations(completion[:position]) for position in positions]
+            copies = [1 + num_branches - len(positions)] + [1] * len(positions)
             for branches in itertools.product(*choices):
                 probability = float(policy.probabilities[i]) * chance * math.prod(p for p, _ in branches)
                 rows = [i, *(branch for _, branch in branches)]
-                outcomes.append(Outcome(probability, rows, [None] + [0] * len(branches), [0, *positions], planned))
+                outcomes.append(Outcome(probability, rows, [None] + [0] * len(branches), [0, *positions], copies))
     return outcomes
 
 
-def grow_further(policy: Policy, rule: Rule, outcomes: list[Outcome], planned: int) -> list[Outcome]:
-    """The same, with a branch of each branch from the first position after its own beginning that the rule names."""
-    grown = []
-    for outcome in outcomes:
-        choices = []
-        for row in [row for row, parent in enumerate(outcome.parents) if parent is not None]:
-            completion = policy.completions[outcome.completions[row]]
-            ((_, positions),) = rule(policy, completion)
-            later = [position for position in positions if position > outcome.positions[row]][:1]
-            further = [(p, i, row, t) for t in later for p, i in policy.continuations(completion[:t])]
-            choices.append(further or [(1.0, None, None, None)])
-        for branches in itertools.product(*choices):
-            probability = outcome.probability * math.prod(branch[0] for branch in branches)
-            taken = [branch for branch in branches if branch[1] is not None]
-            grown.append(
-                Outcome(
-                    probability,
-                    outcome.completions + [branch[1] for branch in taken],
-                    outcome.parents + [branch[2] for branch in taken],
-                    outcome.positions + [branch[3] for branch in taken],
-                    planned,
-                )
-            )
-    return grown
+def grow_further(policy: Policy, rule: Rule, outcomes: list[Outcome]) -> list[Outcome]:
+    """From each branch another one, at the first position after its own beginning that the rule names."""
+    for row in range(1, max(len(outcome.parents) for outcome in outcomes)):
+        outcomes = [further for outcome in outcomes for further in _grow_from(policy, rule, outcome, row)]
+    # The branches that a base trajectory has not would have had one each
+    return [replace(outcome, copies=[2 * outcome.copies[0] - 1, *outcome.copies[1:]]) for outcome in outcomes]
+
+
+def _grow_from(policy: Policy, rule: Rule, outcome: Outcome, row: int) -> list[Outcome]:
+    if row >= len(outcome.parents) or outcome.parents[row] != 0:
+        return [outcome]
+    completion = policy.completions[outcome.completions[row]]
+    ((_, positions),) = rule(policy, completion)
+    later = [position for position in positions if position > outcome.positions[row]]
+    if not later:
+        return [replace(outcome, copies=[count + (i == row) for i, count in enumerate(outcome.copies)])]
+    return [
+        Outcome(
+            outcome.probability * p,
+            [*outcome.completions, i],
+            [*outcome.parents, row],
+            [*outcome.positions, later[0]],
+            [*outcome.copies, 1],
+        )
+        for p, i in policy.continuations(completion[: later[0]])
+    ]
 
 
 def several(outcomes: list[Outcome], count: int) -> list[Outcome]:
@@ -267,28 +253,25 @@ class Estimate:
         """Trace of the covariance."""
         return float(self.probabilities @ self.gradients.square().sum(dim=1) - self.mean.square().sum())
 
-    def bias(self, gradient: torch.Tensor) -> tuple[float, float]:
-        """Angle in degrees between mean and gradient; length of what is left of the mean, scaled to fit, beside it."""
+    def angle(self, gradient: torch.Tensor) -> float:
+        """Between mean and gradient, in degrees."""
         cosine = float(self.mean @ gradient / (self.mean.norm() * gradient.norm()))
-        scale = self.mean @ gradient / (gradient @ gradient)
-        return math.degrees(math.acos(min(1.0, cosine))), float((self.mean / scale - gradient).norm() / gradient.norm())
+        return math.degrees(math.acos(min(1.0, cosine)))
 
     def noise(self, gradient: torch.Tensor) -> float:
-        """Generated tokens at which the variance, of the estimate scaled to fit, is that of the squared gradient."""
+        """Tokens to generate until the variance of their estimates' mean, scaled to fit, is the gradient's square."""
         scale = self.mean @ gradient / (gradient @ gradient)
         return float(self.variance / scale**2 * self.tokens_generated / (gradient @ gradient))
 
 
-def estimate(policy: Policy, outcomes: list[Outcome], credit: Credit, divisors: list[float] | None = None) -> Estimate:
-    """Gradients of the outcomes by the credit of their rows, all outcomes' one after the other."""
+def estimate(policy: Policy, outcomes: list[Outcome], credit: Credit) -> Estimate:
+    """Gradients of the outcomes, by the credit of all their rows one after the other."""
     owners = torch.tensor([i for i, outcome in enumerate(outcomes) for _ in outcome.completions])
     completions = torch.tensor([i for outcome in outcomes for i in outcome.completions])
     of_stretches = completions[credit.rows]
     scores = policy.scores[of_stretches, credit.ends] - policy.scores[of_stretches, credit.starts]
     gradients = torch.zeros(len(outcomes), scores.shape[1], dtype=torch.float64)
     gradients.index_add_(0, owners[credit.rows], credit.advantages[:, None] * scores)
-    if divisors is not None:
-        gradients /= torch.tensor(divisors, dtype=torch.float64)[:, None]
     own_tokens = torch.zeros(len(completions)).index_add(0, credit.rows, (credit.ends - credit.starts).float())
     tokens = torch.zeros(len(outcomes)).index_add(0, owners, own_tokens).double()
     return Estimate(torch.tensor([outcome.probability for outcome in outcomes], dtype=torch.float64), gradients, tokens)
@@ -301,16 +284,15 @@ def of_trees(
     prior_strength: float = 4.0,
     weight: str = "paths",
     copies: bool = True,
-    divisors: list[float] | None = None,
 ) -> Estimate:
     """Tree credit. The prior of the prompt is a number that the outcome has no part in."""
     rewards, parents, positions, lengths, prompts = rows_of(policy, outcomes)
-    numbers = [count for outcome in outcomes for count in outcome.copies()] if copies else None
+    numbers = [count for outcome in outcomes for count in outcome.copies] if copies else None
     values = tree_values(rewards, parents, numbers)
     priors = torch.full((len(outcomes),), prior, dtype=torch.float64)
     baselines = root_baselines(values, prompts, priors, prior_strength)
     credit = tree_credit(rewards, parents, positions, lengths, baselines, prior_strength, weight, numbers)
-    return estimate(policy, outcomes, credit, divisors)
+    return estimate(policy, outcomes, credit)
 
 
 def of_branches(policy: Policy, outcomes: list[Outcome], prior: float, prior_strength: float = 4.0) -> Estimate:

@@ -1,10 +1,12 @@
 """Tree credit: worked out by hand, against its definition token by token, and against the exact gradient."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from enumeration import (
+    Estimate,
     Policy,
     at_random,
     first_uncertain,
@@ -368,8 +370,100 @@ def test_weighted_tokens_are_those_of_the_paths(drawn):
 
 # By enumeration
 
-SMALL = [
+POLICIES = [
     Policy(vocabulary=2, length=4, seed=1, rewards="graded"),
     Policy(vocabulary=3, length=3, seed=2),
-    Policy(vocabulary=3, length=3, seed=3, eos=True),
+    Policy(vocabulary=3, length=3, seed=6, eos=True),
 ]
+# What does not look at what comes after a token, and how many branches that is
+STOPPING_RULES = [(first_uncertain(0.6), 1), (first_uncertain(0.5, 2), 2), (fixed(1, 2), 2), (at_random, 1)]
+
+
+def relative_error(estimate: Estimate, policy: Policy, num_rows: int) -> float:
+    return float((estimate.mean / num_rows - policy.gradient).norm() / policy.gradient.norm())
+
+
+@pytest.mark.parametrize("strength", [0.0, 1.0, 4.0])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("rule", "num_branches"), STOPPING_RULES)
+def test_unbiased_if_where_to_branch_does_not_look_ahead(policy, rule, num_branches, strength):
+    outcomes = grow(policy, rule, num_branches)
+    assert sum(outcome.probability for outcome in outcomes) == pytest.approx(1, abs=1e-12)
+    assert relative_error(of_trees(policy, outcomes, 0.3, strength), policy, 1 + num_branches) < 1e-10
+
+
+def test_unbiased_with_two_trees_and_no_prior():
+    policy = Policy(vocabulary=2, length=3, seed=4, eos=True)
+    outcomes = several(grow(policy, first_uncertain(0.6), 1), 2)
+    assert relative_error(of_trees(policy, outcomes, NAN, 0.0), policy, 4) < 1e-10
+    assert relative_error(of_trees(policy, outcomes, 0.3), policy, 4) < 1e-10
+
+
+@pytest.mark.parametrize("policy", [Policy(vocabulary=2, length=4, seed=6, eos=eos) for eos in (False, True)])
+def test_unbiased_with_branches_of_branches(policy):
+    outcomes = grow_further(policy, first_uncertain(0.5, num_anchors=3), grow(policy, first_uncertain(0.5), 1))
+    assert {len(outcome.parents) for outcome in outcomes} == {1, 2, 3}
+    assert sum(outcome.probability for outcome in outcomes) == pytest.approx(1, abs=1e-12)
+    assert relative_error(of_trees(policy, outcomes, 0.3), policy, 3) < 1e-10
+
+
+def test_unbiased_with_the_other_prompts_as_prior():
+    policies = [Policy(vocabulary=2, length=3, seed=1), Policy(vocabulary=2, length=3, seed=2, rewards="graded")]
+    gradients = [torch.zeros_like(policy.gradient) for policy in policies]
+    for outcomes in itertools.product(*(grow(policy, first_uncertain(0.6), 1) for policy in policies)):
+        both = outcomes[0] + outcomes[1]
+        prompts = torch.tensor([0] * len(outcomes[0].parents) + [1] * len(outcomes[1].parents))
+        rewards = torch.cat([policy.rewards[o.completions] for policy, o in zip(policies, outcomes, strict=True)])
+        lengths = [3] * len(prompts)
+        credit = compute_credit(rewards, both.parents, both.positions, lengths, prompts, 4.0, copies=both.copies)
+        stretches = zip(credit.rows, credit.starts, credit.ends, credit.advantages, strict=True)
+        for row, start, end, advantage in stretches:
+            scores = policies[prompts[row]].scores[both.completions[row]]
+            gradients[prompts[row]] += both.probability * advantage * (scores[end] - scores[start])
+    for gradient, policy in zip(gradients, policies, strict=True):
+        assert float((gradient / 2 - policy.gradient).norm() / policy.gradient.norm()) < 1e-10
+
+
+def test_biased_where_missing_branches_are_not_made_up_for():
+    # To end at once leaves one row and to go on two, so that the baseline weighs more after going on
+    policy = POLICIES[2]
+    estimate = of_trees(policy, grow(policy, fixed(1), 1), 0.3, copies=False)
+    assert estimate.angle(policy.gradient) > 1
+
+
+@pytest.mark.parametrize("policy", POLICIES[:2])
+def test_biased_if_where_to_branch_looks_ahead(policy):
+    """How many rows pass through a token depends on it then, so that a prior that is far off is a bias."""
+    outcomes, value = grow(policy, most_uncertain(), 1), float(policy.expected_reward)
+    angles = [of_trees(policy, outcomes, prior).angle(policy.gradient) for prior in (value, value + 1)]
+    assert 0.5 < angles[0] < angles[1]
+    # What the release's credit of branches expects does not depend on the prior
+    means = [of_branches(policy, outcomes, prior).mean for prior in (0.0, 1.0)]
+    torch.testing.assert_close(*means, atol=1e-12, rtol=0)
+
+
+def test_biased_if_only_right_trajectories_are_branched_off():
+    policy = POLICIES[1]
+    estimate = of_trees(policy, grow(policy, if_right(fixed(1)), 1), float(policy.expected_reward))
+    assert relative_error(estimate, policy, 2) > 0.05
+
+
+@pytest.mark.parametrize("position", [1, 2])
+def test_without_the_weight_it_is_another_objective(position):
+    """A token counts as often as it is sampled: before the branch once, from there on twice. So do the release's."""
+    policy = Policy(vocabulary=3, length=3, seed=2)
+    counts = torch.tensor([1.0 if len(prefix) < position else 2.0 for prefix in policy.places], dtype=torch.float64)
+    expected = policy.gradient * counts.repeat_interleave(3)
+    outcomes = grow(policy, fixed(position), 1)
+    for estimate in (of_trees(policy, outcomes, 0.3, weight="none"), of_branches(policy, outcomes, 0.3)):
+        torch.testing.assert_close(estimate.mean, expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_less_variance_than_grpo_or_the_prior_alone_for_as_many_tokens(policy):
+    """On these policies, with an exact prior: no law."""
+    single, value = grow(policy, fixed(), 0), float(policy.expected_reward)
+    pairs = of_trees(policy, several(single, 2), NAN).noise(policy.gradient)
+    alone = of_trees(policy, single, value).noise(policy.gradient)
+    branched = of_trees(policy, grow(policy, fixed(2), 1), value).noise(policy.gradient)
+    assert branched < alone < pairs

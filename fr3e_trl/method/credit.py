@@ -11,25 +11,29 @@ but this tree:
 A changes only where a branch leaves, so that it is given for stretches of tokens. A row has stretches over its own
 tokens alone, those that it sampled itself: the tokens before are the row's that they were sampled in.
 
-With w = |T| the sum over the tokens is the sum over rows of (r - baseline) ∇ log π(row), each row with its whole path:
-what GRPO computes for as many rows. Its mean is the number of rows of a tree, times the gradient of the expected
-reward, under three conditions.
-    - Where to branch is decided without looking at what comes after: whether a row leaves before a token may depend on
-      the tokens before it, but not on it. The first positions whose entropy is over a threshold are so, and random
-      ones; the most uncertain of a whole trajectory, or of the trajectories with the best rewards, are not.
-    - The number of rows is fixed. Where a trajectory ends before all of its branches have left, it stands for those
+With w = |T| the sum of A ∇ log π over the tokens is, up to the baseline, the sum of r ∇ log π over the rows, each with
+its whole path: what GRPO has for as many rows. Its mean is the number of rows of a tree, times the gradient of the
+expected reward, under three conditions.
+    - Where to branch is decided without looking ahead: whether a row leaves before a token may depend on the tokens
+      before it, but not on it or what comes after. So are the first positions whose entropy is over a threshold, and
+      random ones; the most uncertain ones of a whole trajectory are not, nor are branches of trajectories that were
+      chosen by their reward. Then neither |T|, nor |U|, nor the rewards of U depend on the token, and any baseline of
+      them is legitimate. When anchors look ahead, |T| depends on the token, and so even the error of β, which
+      otherwise is no more than noise, becomes a bias.
+    - Every tree has as many rows. Where a trajectory ends before all of its branches have left, it stands for those
       too: they would have left at its end, and be its copies. See `copies`.
     - What the loss is divided by does not depend on the rows.
-Then U is a legitimate baseline: neither |T|, nor |U|, nor the rewards of U depend on the token. With w = 1 early tokens
-weigh less than the expected reward gives them: it is another objective.
+With w = 1 the tokens before a branch weigh less than the expected reward gives them, and the objective is another one:
+each token counts as often as it is sampled.
 
-Where the loss is divided by its number of tokens, a token with w = |T| counts |T| times, see [`count_tokens`]: it is then
-GRPO's loss over rows with their whole paths, and has its scale.
+Where a loss is divided by its number of tokens, one with w = |T| counts |T| times, see [`count_tokens`]: it is then the
+mean over the tokens of all rows' whole paths, as GRPO's, and has the same scale.
 
 Notation used for tensor shapes:
     - R: rows of the batch, each a completion
+    - P: prompts
     - N: stretches of the batch
-    - T: tokens of a row of the batch
+    - C: tokens of a completion of the batch, padded
 """
 
 from collections.abc import Iterator
@@ -51,7 +55,7 @@ class Credit:
         starts, ends (`torch.Tensor` of shape (N,)):
             First position of each stretch in its row's completion, and the position after its last.
         weights (`torch.Tensor` of shape (N,)):
-            w: how many tokens each token of the stretch stands for.
+            w: how many tokens each token of the stretch counts for.
         advantages (`torch.Tensor` of shape (N,)):
             A, of exactly 0 where a stretch teaches nothing: no scorable row passes through it, there is nothing to
             compare with, or no difference beyond rounding.
@@ -249,12 +253,12 @@ def token_advantages(credit: Credit, num_rows: int, num_tokens: int, dtype: torc
         credit (`Credit`):
             Credit of R rows.
         num_rows, num_tokens (`int`):
-            R and T.
+            R and C.
         dtype (`torch.dtype`):
             Of the result.
 
     Returns:
-        `torch.Tensor` of shape (R, T): Advantage of each token of each row's completion, 0 for those that are another
+        `torch.Tensor` of shape (R, C): Advantage of each token of each row's completion, 0 for those that are another
         row's, and past its end.
     """
     lengths = credit.ends - credit.starts
