@@ -34,6 +34,15 @@ def letters(completions, **kwargs):
     return [None if total % 7 == 0 else float(total % 5) for total in sums]
 
 
+def parity(prompts, completions, **kwargs):
+    """Half of the prompts teach nothing."""
+    hopeful = [sum(map(ord, prompt)) % 2 == 0 for prompt in prompts]
+    return [
+        float(sum(map(ord, text)) % 5) if is_hopeful else 0.0
+        for is_hopeful, text in zip(hopeful, completions, strict=True)
+    ]
+
+
 def train(cls=Recorder, sampler=None, reward_func=letters, num_prompts=16, resume=None, model=None, **settings):
     trainer = cls(
         model or make_model(),
@@ -52,7 +61,11 @@ def train(cls=Recorder, sampler=None, reward_func=letters, num_prompts=16, resum
 # The definition, token by token
 
 
-def naive_credit(trees, num_anchors, strength):
+def shrunk(prior, values, strength):
+    return (strength * prior + sum(values)) / (strength + len(values)) if values else prior
+
+
+def naive_credit(trees, num_anchors, strength, num_rollouts=1):
     """For each row, (number of T, advantage) of each of its own tokens. Rows are lists of the tokens they pass."""
     of_prompts = []
     for tree in trees:
@@ -63,18 +76,18 @@ def naive_credit(trees, num_anchors, strength):
                 path = [("base", base, t) for t in range(state.position)]
                 own = ("base", base) if state.base is None else ("branch", id(rollout))
                 path += [(*own, t) for t in range(state.position, state.position + rollout.length)]
-                groups.setdefault(base, []).append((path, rollout.score.reward, rollout.length))
+                groups.setdefault(base, []).append((path, rollout.score.reward))
         # Rollouts of the prompt come first in their groups, and stand for what could not branch
         for base, group in groups.items():
-            planned = even_shares(num_anchors, len(tree.bases))[base] if base < len(tree.bases) else 0
-            groups[base] = [group[0]] * (planned + 1 - len(group)) + group
+            planned = num_anchors // 2 + (base == 0) * (num_anchors % 2) if base < 2 else 0
+            groups[base] = [group[0]] * (planned * num_rollouts + 1 - len(group)) + group
         of_prompts.append(list(groups.values()))
 
     def mean(values):
         values = [value for value in values if not math.isnan(value)]
         return sum(values) / len(values) if values else NAN
 
-    values = [[mean(reward for _, reward, _ in group) for group in groups] for groups in of_prompts]
+    values = [[mean(reward for _, reward in group) for group in groups] for groups in of_prompts]
     credit = []
     for i, (tree, groups) in enumerate(zip(trees, of_prompts, strict=True)):
         prior = mean(mean(of_groups) for k, of_groups in enumerate(values) if k != i)
@@ -82,47 +95,54 @@ def naive_credit(trees, num_anchors, strength):
             for k, rollout in enumerate(state.rollouts):
                 g = k if state.base is None else state.base
                 others = [value for h, value in enumerate(values[i]) if h != g and not math.isnan(value)]
-                beta = (strength * prior + sum(others)) / (strength + len(others))
+                beta = shrunk(prior, others, strength)
                 own = ("base", g) if state.base is None else ("branch", id(rollout))
                 tokens = []
                 for t in range(state.position, state.position + rollout.length):
-                    scorable = [(path, reward) for path, reward, _ in groups[g] if not math.isnan(reward)]
+                    scorable = [(path, reward) for path, reward in groups[g] if not math.isnan(reward)]
                     through = [reward for path, reward in scorable if (*own, t) in path]
                     left = [reward for path, reward in scorable if (*own, t) not in path]
-                    baseline = (strength * beta + sum(left)) / (strength + len(left))
-                    advantage = sum(reward - baseline for reward in through)
+                    advantage = sum(reward - shrunk(beta, left, strength) for reward in through)
                     tokens.append((len(through), advantage))
                 credit.append((state.position, tokens))
     return credit
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_the_batch_has_the_advantages_of_the_definition(scale):
+@pytest.mark.parametrize(
+    ("reward_func", "num_anchors", "strength", "scale"),
+    [(letters, 6, 4.0, 1.0), (letters, 6, 1.0, 0.5), (parity, 3, 0.0, 1.0)],
+    ids=["graded", "scaled", "rejected"],
+)
+def test_the_batch_has_the_advantages_of_the_definition(reward_func, num_anchors, strength, scale):
     """Two base trajectories a prompt, short completions, unscorable rows."""
-    trainer = train(sampler=FakeSampler(), negative_advantage_scale=scale)
-    short = unscorable = graded = 0
+    trainer = train(
+        sampler=FakeSampler(),
+        reward_func=reward_func,
+        num_base_trajectories=2,
+        num_anchors=num_anchors,
+        value_prior_strength=strength,
+        negative_advantage_scale=scale,
+    )
+    num_short = num_unscorable = num_rejected = 0
     assert len(trainer.batches) == 2
     for batch, trees in trainer.batches:
+        naive = naive_credit(trees, num_anchors, strength, num_rollouts=6 // num_anchors)
         expected = torch.zeros_like(batch["advantages"])
-        naive = naive_credit(trees, num_anchors=6, strength=4)
         assert batch["advantages"].shape == batch["completion_ids"].shape and len(naive) == 32
         for i, (position, tokens) in enumerate(naive):
             values = [advantage * (scale if advantage < 0 else 1) for _, advantage in tokens]
             expected[i, position : position + len(values)] = torch.tensor(values)
         torch.testing.assert_close(batch["advantages"], expected, atol=1e-5, rtol=1e-5)
-        assert batch["in_loss"].tolist() == [bool(row.abs().max() > 1e-6) for row in expected]
-        counted = sum(
-            n
-            for (_, tokens), in_loss in zip(naive, batch["in_loss"].tolist(), strict=True)
-            for n, _ in tokens * in_loss
-        )
-        assert counted / batch["tokens_per_counted"].reciprocal() == pytest.approx(
-            int(batch["num_items_in_batch"]), rel=1e-5
-        )
-        short += sum(len(tree.states[0].rollouts) > 2 for tree in trees)
-        unscorable += sum(math.isnan(r.score.reward) for tree in trees for s in tree.states for r in s.rollouts)
-        graded += sum(len({advantage for _, advantage in tokens}) > 1 for _, tokens in naive)
-    assert short and unscorable and graded
+        in_loss = [row.abs().max().item() > 1e-6 for row in expected]
+        assert batch["in_loss"].tolist() == in_loss
+        in_loss = [tokens for (_, tokens), inside in zip(naive, in_loss, strict=True) if inside]
+        counted = sum(n for tokens in in_loss for n, _ in tokens)
+        assert batch["num_items_in_batch"] == sum(map(len, in_loss)) < counted
+        assert batch["tokens_per_counted"].item() == pytest.approx(sum(map(len, in_loss)) / counted)
+        num_short += sum(len(tree.states[0].rollouts) > 2 for tree in trees)
+        num_unscorable += sum(math.isnan(r.score.reward) for tree in trees for s in tree.states for r in s.rollouts)
+        num_rejected += 32 - len(in_loss)
+    assert num_short and (num_unscorable if reward_func is letters else num_rejected > 8)
 
 
 def test_tables_and_metrics_have_the_means_of_rows():
@@ -316,15 +336,6 @@ def test_several_updates_and_a_reference_model_and_a_bonus():
 
 
 # Refill, resuming, processes
-
-
-def parity(prompts, completions, **kwargs):
-    """Half of the prompts teach nothing."""
-    hopeful = [sum(map(ord, prompt)) % 2 == 0 for prompt in prompts]
-    return [
-        float(sum(map(ord, text)) % 5) if is_hopeful else 0.0
-        for is_hopeful, text in zip(hopeful, completions, strict=True)
-    ]
 
 
 REFILL = {"max_refills": 3, "max_steps": 4, "num_prompts": 64, "reward_func": parity}
