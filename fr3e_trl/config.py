@@ -18,12 +18,14 @@ PAPER: dict[str, Any] = {
     "num_generations": 16,
     "anchor_score": "entropy",
     "anchor_quantile": None,
+    "anchor_threshold": None,
     "anchor_min_gap": 1,
     "anchor_min_budget": 1,
     "base_selection": "mixed",
     "reuse_base": True,
     "explore_temperature_scale": 1.0,
     "modulation": "exp",
+    "credit": "rollout",
     "reject_degenerate_states": True,
     "value_prior_strength": 0.0,
     "negative_advantage_scale": 1.0,
@@ -64,6 +66,10 @@ GRPO_CHOICES = {
     "scale_rewards": ("none", "group", "batch"),
 }
 
+# Losses for advantages of tokens. "grpo" and "sapo" take the mean over a row's own tokens, in which those of a short
+# branch weigh more than those of the prefix that it left
+TREE_LOSSES = ("dapo", "bnpo", "dr_grpo", "cispo", "luspo", "vespo")
+
 # What errors call the types of settings
 TYPE_NAMES = {int: "an integer", float: "a finite number", str: "a text", bool: "True or False", type(None): "None"}
 
@@ -90,6 +96,8 @@ class FR3EConfig(GRPOConfig):
             What makes an anchor: `"entropy"`, `"surprisal"` or `"random"`.
         anchor_quantile (`float`, *optional*):
             Quantile of a trajectory's entropies that anchors are above.
+        anchor_threshold (`float`, *optional*):
+            Entropy, in nats, that makes the first positions above it anchors.
         anchor_min_gap (`int`, *optional*, defaults to `1`):
             Least distance of two anchors of a trajectory, in tokens.
         anchor_min_budget (`int`, *optional*, defaults to `1`):
@@ -108,6 +116,8 @@ class FR3EConfig(GRPOConfig):
 
         > Parameters that control the advantages
 
+        credit (`str`, *optional*, defaults to `"rollout"`):
+            What a token learns from: `"rollout"` or `"tree"`.
         modulation (`str`, *optional*, defaults to `"none"`):
             Factor on the advantages of a state: `"none"`, `"exp"` or `"sharpened"`.
         modulation_clip (`float`, *optional*, defaults to `5.0`):
@@ -165,6 +175,14 @@ class FR3EConfig(GRPOConfig):
             "anchors, for example 0.75. If `None`, all may."
         },
     )
+    anchor_threshold: float | None = field(
+        default=None,
+        metadata={
+            "help": "The first positions of a trajectory whose entropy is above this many nats become anchors, as many "
+            "as it gets, for example 0.3. If `None`, those with the highest scores. A stopping rule, which does not "
+            "look at what follows: with it `credit='tree'` is unbiased."
+        },
+    )
     anchor_min_gap: int = field(
         default=1,
         metadata={
@@ -215,6 +233,17 @@ class FR3EConfig(GRPOConfig):
 
     # The advantages
 
+    credit: str = field(
+        default="rollout",
+        metadata={
+            "help": "What a token learns from: 'rollout', the outcome of the rollout that sampled it, as in the paper; "
+            "'tree', the outcomes of all rollouts that pass through it. 'tree' takes the losses 'dapo', 'bnpo', "
+            "'dr_grpo', 'cispo', 'luspo' and 'vespo', `importance_sampling_level='token'`, `reuse_base=True`, "
+            "`base_selection='all'`, `modulation='none'`, `explore_temperature_scale=1` and `scale_rewards='none'`; a "
+            "base trajectory too short for its anchors then leaves their rollouts to S_0.",
+            "choices": ["rollout", "tree"],
+        },
+    )
     modulation: str = field(
         default="none",
         metadata={
@@ -403,7 +432,7 @@ class FR3EConfig(GRPOConfig):
 
     def _resolve(self) -> None:
         """Check each of FR3E's fields, and fill in those that were left to be chosen."""
-        for name in ("anchor_score", "base_selection", "modulation"):
+        for name in ("anchor_score", "base_selection", "credit", "modulation"):
             _require_choice(self, name, self.__dataclass_fields__[name].metadata["choices"])
         _require_type(self, "num_generations", int, "for example 8")
         for name in _own_fields():
@@ -417,6 +446,14 @@ class FR3EConfig(GRPOConfig):
             "anchor_quantile",
             self.anchor_quantile is None or 0 <= self.anchor_quantile < 1,
             "None or at least 0 and below 1, for example 0.75",
+        )
+        _require(
+            self,
+            "anchor_threshold",
+            self.anchor_threshold is None
+            or (self.anchor_threshold >= 0 and self.anchor_score == "entropy" and self.anchor_quantile is None),
+            f"None, or 0 or more with anchor_score='entropy' and anchor_quantile=None (they are {self.anchor_score!r} "
+            f"and {self.anchor_quantile}), for example 0.3",
         )
         _require(self, "explore_temperature_scale", self.explore_temperature_scale > 0, "above 0, for example 1.0")
         _require(self, "modulation_clip", self.modulation_clip > 0, "above 0, for example 5.0")
@@ -439,6 +476,8 @@ class FR3EConfig(GRPOConfig):
 
     def _check_combinations(self) -> None:
         """Check what FR3E takes of GRPO's fields, once these have their final values."""
+        if self.credit == "tree":
+            self._check_tree_credit()
         if self.is_plain_grpo:
             return
         _require_type(self, "max_completion_length", int, "for example 512")
@@ -468,6 +507,22 @@ class FR3EConfig(GRPOConfig):
                 f"value_prior_strength={self.value_prior_strength} keeps. Use scale_rewards='none' or 'batch', or "
                 "value_prior_strength=0."
             )
+
+    def _check_tree_credit(self) -> None:
+        """Refuse what does not go with advantages of tokens, taken over trees of completions of one policy."""
+        remedy = ", or set credit='rollout'"
+        _require(self, "num_anchors", self.num_anchors != 0, "above 0 with credit='tree', for example None" + remedy)
+        for name, choices in {
+            "loss_type": TREE_LOSSES,
+            "importance_sampling_level": ("token",),
+            "scale_rewards": ("none",),
+            "reuse_base": (True,),
+            "base_selection": ("all",),
+            "modulation": ("none",),
+            "explore_temperature_scale": (1,),
+        }.items():
+            allowed = f"{' or '.join(map(repr, choices))} with credit='tree'"
+            _require(self, name, getattr(self, name) in choices, allowed + remedy)
 
 
 def _own_fields() -> list[str]:

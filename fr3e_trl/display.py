@@ -30,8 +30,9 @@ def render_tree(tree: Tree, tokenizer: PreTrainedTokenizerBase) -> str:
 
     Returns:
         `str`: The prompt and its rollouts. Then, for each base trajectory explored, its text with the anchors marked,
-        and for each of them in order its entropy, V, α, whether it was rejected, and what its rollouts wrote and
-        scored: ✓ or ✗ where every reward of the tree is 1 or 0, otherwise the reward.
+        under tree credit the advantages of its tokens from one to the next, and for each of them in order its entropy,
+        V, α, whether it was rejected, and what its rollouts wrote and scored: ✓ or ✗ where every reward of the tree is
+        1 or 0, otherwise the reward.
     """
     lines = ["PROMPT", *_wrap(_shorten(tokenizer.decode(tree.prompt_ids), 4 * SEGMENT)), ""]
     lines += _state_lines(tree, 0, tokenizer)
@@ -58,7 +59,17 @@ def _base_lines(tree: Tree, base: int, tokenizer: PreTrainedTokenizerBase) -> li
     return [
         f"TRAJECTORY {base + 1} {outcome}  explored: rollouts branch before the tokens in ⟦ ⟧",
         *_wrap(text),
+        *_wrap(_credit(tree, base)),
     ]
+
+
+def _credit(tree: Tree, base: int) -> str:
+    """Advantages of a base trajectory's stretches under tree credit; nothing without it."""
+    if not tree.bases[base].credit:
+        return ""
+    ends = [f"before S{i}" for i, state in enumerate(tree.states) if state.base == base] + ["to the end"]
+    advantages = [advantage for _, _, advantage in tree.bases[base].credit]
+    return "advantages: " + ", ".join(f"{a:+.2f} {end}" for a, end in zip(advantages, ends, strict=True))
 
 
 def _state_lines(tree: Tree, i: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:

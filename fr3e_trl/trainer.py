@@ -235,6 +235,8 @@ class FR3ETrainer(RatioGRPOTrainer):
         advantages = torch.tensor([row.advantage for row in rows], dtype=torch.float64)
         in_loss = torch.tensor([row.in_loss for row in rows])
         self.set_advantages(batch, advantages, in_loss)
+        if self.args.credit == "tree":
+            self.set_token_advantages(batch, rows)
         metrics = tree_metrics(self.trees, advantages[in_loss], num_rows)
         if self._refill is not None:
             metrics |= refill_metrics

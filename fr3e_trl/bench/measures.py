@@ -72,12 +72,12 @@ class MeasuredMixin:
             self.costs.generated_tokens += sampled
             self.costs.forward_tokens += read + sampled
             self.costs.training_rows += len(batch["advantages"])
-            in_loss = batch.get("in_loss", torch.ones_like(batch["advantages"])).bool()
+            in_loss = batch.get("in_loss", torch.ones(len(batch["advantages"]))).bool()
             self.batches.append(
                 {
                     "generated_tokens": self.costs.generated_tokens,
                     **sampled_states(*(_tree_rewards(trees) if trees else _group_rewards(self))),
-                    **batch_signal(batch["advantages"], in_loss),
+                    **batch_signal(row_means(batch), in_loss),
                 }
             )
         return batch
@@ -126,6 +126,15 @@ def sampled_states(rewards: torch.Tensor, states: torch.Tensor) -> dict[str, flo
         "all_wrong": (num_right == 0).float().mean().item(),
         "reward": rewards.mean().item(),
     }
+
+
+def row_means(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Advantage of each row of a batch, (R,): its mean over the row's own tokens where these have advantages each."""
+    advantages = batch["advantages"]
+    if advantages.dim() == 1:
+        return advantages
+    mask = batch["completion_mask"] * batch["tool_mask"]
+    return (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def batch_signal(advantages: torch.Tensor, in_loss: torch.Tensor) -> dict[str, float]:

@@ -122,6 +122,33 @@ def rank_anchors(scores: torch.Tensor, eligible: torch.Tensor, num_anchors: int,
     return anchors
 
 
+def first_anchors(
+    entropies: torch.Tensor, eligible: torch.Tensor, threshold: float, num_anchors: int, min_gap: int = 1
+) -> list[int]:
+    """
+    The first positions with an entropy above a threshold: whether one is an anchor depends on nothing that follows.
+
+    Args:
+        entropies (`torch.Tensor` of shape (L,)):
+            Entropy of the next-token distribution at each position, in nats.
+        eligible, num_anchors, min_gap:
+            See [`rank_anchors`].
+        threshold (`float`):
+            In nats.
+
+    Returns:
+        `list[int]`: At most `num_anchors` positions, in order.
+    """
+    earliness = -torch.arange(len(entropies))
+    return rank_anchors(earliness, eligible & (entropies > threshold), num_anchors, min_gap)
+
+
+def even_shares(num_anchors: int, num_bases: int) -> list[int]:
+    """Anchors of each base trajectory of a prompt where all are explored, the odd ones to the first."""
+    share, odd = divmod(num_anchors, num_bases)
+    return [share + (b < odd) for b in range(num_bases)]
+
+
 def share_anchors(ranked: list[list[int]], num_anchors: int) -> list[list[int]]:
     """
     Divide a prompt's anchors among the chosen trajectories as evenly as they allow, the odd ones to the better.

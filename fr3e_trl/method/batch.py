@@ -1,5 +1,6 @@
 """A rollout as a row of the batch, from the tree to the loss, and how the rows are dealt out to the processes."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 
 from ..config import FR3EConfig
 from .advantages import compute_advantages
+from .anchors import even_shares
+from .credit import Credit, compute_credit, informative_rows
 from .tree import Rollout, TokenIds, Tree, as_ids, chains_of
 
 
@@ -58,7 +61,7 @@ class Row:
         index (`int`, *optional*):
             The example's place in the dataset, where the prompts come from a [`PromptStream`].
         advantage (`float`):
-            Its modulated advantage.
+            Its modulated advantage; under tree credit, the mean over its own tokens.
         in_loss (`bool`):
             Whether it is learned from, or rejected.
         old_logprobs (`torch.Tensor` of shape (L,), *optional*):
@@ -90,6 +93,13 @@ class Row:
     def loss_mask(self) -> list[int]:
         """Of length L: 1 for each token of the continuation, 0 for those of the prefix, which are only context."""
         return [0] * len(self.prefix_ids) + [1] * self.rollout.length
+
+    @property
+    def token_credit(self) -> torch.Tensor:
+        """Of shape (L, 2): how many tokens each counts for, and its advantage; 0 for those of the prefix."""
+        lengths, *weights_and_advantages = zip(*self.rollout.credit, strict=True)
+        own = torch.tensor(weights_and_advantages, dtype=torch.float64).T.repeat_interleave(torch.tensor(lengths), 0)
+        return torch.cat([own.new_zeros(len(self.prefix_ids), 2), own])
 
 
 def rows_of(
@@ -161,3 +171,54 @@ def set_advantages(rows: list[Row], trees: list[Tree], args: FR3EConfig) -> None
     in_loss = ~result.rejected[row_states]
     for row, advantage, is_in_loss in zip(rows, result.advantages.tolist(), in_loss.tolist(), strict=True):
         row.advantage, row.in_loss = advantage, is_in_loss
+    if args.credit == "tree":
+        _set_tree_credit(rows, trees, args)
+
+
+def _set_tree_credit(rows: list[Row], trees: list[Tree], args: FR3EConfig) -> None:
+    """Credit the tokens of every row with all rows that pass through them, in the place of the row's own outcome."""
+    credit = _credit_of(trees, args)
+    informative = informative_rows(credit, len(rows)).tolist()
+    scaled = torch.where(credit.advantages < 0, args.negative_advantage_scale * credit.advantages, credit.advantages)
+    for row, is_informative in zip(rows, informative, strict=True):
+        row.rollout.credit = []
+        row.in_loss = is_informative or not args.reject_degenerate_states
+    lengths = credit.ends - credit.starts
+    of_stretches = (x.tolist() for x in (credit.rows, lengths, credit.weights, scaled))
+    for i, length, weight, advantage in zip(*of_stretches, strict=True):
+        rows[i].rollout.credit.append((length, weight, advantage))
+    for row in rows:
+        row.advantage = sum(n * advantage for n, _, advantage in row.rollout.credit) / row.rollout.length
+    in_loss = {id(row.rollout) for row in rows if row.in_loss}
+    for tree in trees:
+        for state in tree.states:
+            state.rejected = not any(id(rollout) in in_loss for rollout in state.rollouts)
+
+
+def _credit_of(trees: list[Tree], args: FR3EConfig) -> Credit:
+    """Credit of the rows of `trees`. Rollouts of S_0 that are no base trajectories are trees of their own."""
+    shares, num_rollouts = even_shares(args.num_anchors or 0, args.num_bases), args.num_rollouts
+    rewards: list[float] = []
+    parents: list[int | None] = []
+    positions, lengths, prompts, copies = [], [], [], []
+    for i, tree in enumerate(trees):
+        root, num_anchors = len(rewards), Counter(state.base for state in tree.states)
+        # A base trajectory too short for its anchors stands for the rollouts that would have left at its end
+        copies += [1 + (share - num_anchors[b]) * num_rollouts for b, share in enumerate(shares)]
+        for state in tree.states:
+            for rollout in state.rollouts:
+                rewards.append(rollout.score.reward)
+                parents.append(None if state.base is None else root + state.base)
+                positions.append(state.position)
+                lengths.append(state.position + rollout.length)
+                prompts.append(i)
+        copies += [1] * (len(rewards) - len(copies))
+    return compute_credit(
+        torch.tensor(rewards, dtype=torch.float64),
+        parents,
+        positions,
+        lengths,
+        torch.tensor(prompts),
+        prior_strength=args.value_prior_strength or 0.0,
+        copies=copies,
+    )

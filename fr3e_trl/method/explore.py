@@ -20,7 +20,15 @@ import torch
 
 from ..config import FR3EConfig
 from ..generation.sampler import Sampler, SamplingRequest
-from .anchors import anchor_scores, eligible_positions, rank_anchors, select_bases, share_anchors
+from .anchors import (
+    anchor_scores,
+    eligible_positions,
+    even_shares,
+    first_anchors,
+    rank_anchors,
+    select_bases,
+    share_anchors,
+)
 from .batch import Deal
 from .tree import Rollout, Score, State, TokenIds, Tree, as_ids
 
@@ -155,9 +163,13 @@ def _survey(
     for (i, b), rollout, (logprobs, entropies) in zip(bases, rollouts, statistics, strict=True):
         tree, group = trees[i], i * args.num_generations
         digest = hashlib.blake2b(tree.prompt_ids.tobytes() + b"|" + rollout.token_ids.tobytes(), digest_size=8)
-        scores = anchor_scores(args.anchor_score, entropies, logprobs, random.Random(repr((seed, b, digest.digest()))))
         eligible = eligible_positions(entropies, tree.budget, args.anchor_min_budget, args.anchor_quantile)
-        positions = rank_anchors(scores, eligible, args.num_anchors or 0, args.anchor_min_gap)
+        most = (args.num_anchors or 0, args.anchor_min_gap)
+        if args.anchor_threshold is None:
+            rng = random.Random(repr((seed, b, digest.digest())))
+            positions = rank_anchors(anchor_scores(args.anchor_score, entropies, logprobs, rng), eligible, *most)
+        else:
+            positions = first_anchors(entropies, eligible, args.anchor_threshold, *most)
         tree.entropies[b] = entropies.clone()  # a view would keep what it was taken from
         straddles = deal.owner(group) != deal.owner(group + args.num_generations - 1)
         surveys.append(
@@ -193,6 +205,10 @@ def _branch(trees: list[Tree], args: FR3EConfig, surveys: list[Survey], seed: tu
             rng = random.Random(repr((seed, [survey.digest for survey in of_tree])))
             chosen = select_bases([survey.score.reward for survey in of_tree], args.base_selection, rng)
             ranked = [list(of_tree[b].anchors) for b in chosen]
+            if args.credit == "tree":
+                # How many rows a tree has must not depend on its tokens: what one cannot use goes to none
+                shares = even_shares(args.num_anchors, len(ranked))
+                ranked = [positions[:share] for positions, share in zip(ranked, shares, strict=True)]
             for b, positions in zip(chosen, share_anchors(ranked, args.num_anchors), strict=True):
                 tree.branch(b, {position: of_tree[b].anchors[position] for position in positions})
         # Every row has its place. Those of anchors without a position are S_0's

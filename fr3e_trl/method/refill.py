@@ -175,6 +175,7 @@ def state_of(row: Row, with_tokens: bool = True) -> dict[str, Any]:
         "length": row.rollout.length,
         "rewards": row.rollout.score.rewards,
         "reward": row.rollout.score.reward,
+        "credit": row.rollout.credit,
         "temperature": row.temperature,
         "advantage": row.advantage,
         "in_loss": row.in_loss,
@@ -194,12 +195,13 @@ def row_from(state: dict[str, Any], train_dataset: Dataset) -> Row:
     """The row that [`state_of`] was told of."""
     score = Score(state["rewards"], state["reward"])
     row = Row(
-        Rollout(score=score, length=state["length"]),
+        Rollout(score=score, length=state["length"], credit=state["credit"]),
         **{name: state[name] for name in ("holder", "temperature", "index", "advantage", "in_loss", "is_left_over")},
     )
     if "token_ids" in state:
         logprobs = state["logprobs"]
-        row.rollout = Rollout(state["token_ids"].numpy(), None if logprobs is None else logprobs.numpy(), score)
+        row.rollout.token_ids = state["token_ids"].numpy()
+        row.rollout.logprobs = None if logprobs is None else logprobs.numpy()
         row.prompt_ids, row.prefix_ids = state["prompt_ids"].numpy(), state["prefix_ids"].numpy()
         row.old_logprobs = state["old_logprobs"]
         row.example = train_dataset[state["index"]]

@@ -53,12 +53,16 @@ class Rollout:
             What its whole completion scored, prefix included.
         length (`int`):
             How many tokens were sampled. Taken from `token_ids` where these are held.
+        credit (`list[tuple[int, float, float]]`):
+            Under tree credit, its tokens by stretches of equal credit, in order: how many there are, how many each
+            counts for, and the advantage of each.
     """
 
     token_ids: TokenIds = field(default_factory=as_ids)
     logprobs: NDArray[np.float32] | None = None
     score: Score = Score([], float("nan"))
     length: int = 0
+    credit: list[tuple[int, float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = as_ids(self.token_ids)

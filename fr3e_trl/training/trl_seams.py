@@ -38,6 +38,9 @@ ROW_MEAN_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")
 # Losses that TRL sums over the tokens of a micro-batch, and divides by those of all micro-batches
 TOKEN_SUM_LOSSES = ("dapo", "cispo", "vespo")
 
+# Losses that TRL divides by tokens
+TOKEN_MEAN_LOSSES = ("bnpo", *TOKEN_SUM_LOSSES)
+
 
 @contextmanager
 def _replaced(name: str, value: Any, module: Any = grpo_trainer) -> Iterator[None]:
@@ -296,6 +299,26 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         num_tokens = (batch["completion_mask"] * batch["tool_mask"]).sum()
         batch["num_items_in_batch"] = self.accelerator.gather(num_tokens).sum()
 
+    def set_token_advantages(self, batch: dict[str, torch.Tensor], batch_rows: list[Row]) -> None:
+        """
+        Give an assembled batch, whose rows in the loss are set, advantages of shape (B, C), a token's own each.
+
+        Args:
+            batch (`dict[str, torch.Tensor]`):
+                What [`assemble`] returned, changed in place.
+            batch_rows (`list[Row]`):
+                The rows of all processes, with the credit of their tokens.
+        """
+        mask = batch["completion_mask"] * batch["tool_mask"]
+        weights, advantages = torch.zeros(2, *mask.shape).to(batch["advantages"])
+        for i, row in enumerate(self.own_rows(batch_rows)):
+            credit = row.token_credit.to(advantages)
+            weights[i, : len(credit)], advantages[i, : len(credit)] = credit.T
+        batch["advantages"] = advantages
+        # A token counts for all rows that pass through it
+        num_counted = self.accelerator.gather((weights * mask).sum()).sum()
+        batch["tokens_per_counted"] = batch["num_items_in_batch"] / num_counted.clamp(min=1)
+
     def own_rows(self, rows: Any) -> Any:
         """This process's part of the rows of all."""
         own = self.deal(len(rows)).own
@@ -319,6 +342,9 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         num_micro_batches = self.args.steps_per_generation * self.accelerator.num_processes
         weight = own_rows * num_micro_batches / inputs["num_rows_in_loss"].clamp(min=1)
         beta = self.beta
+        if self.loss_type in TOKEN_MEAN_LOSSES and "tokens_per_counted" in inputs:
+            # The policy term is divided by the tokens that were counted for it, other terms by the tokens in the loss
+            inputs["advantages"] = inputs["advantages"] * inputs["tokens_per_counted"]
         if self.loss_type in ROW_MEAN_LOSSES:
             # TRL divides by `num_rows`, of which this process may have fewer. The policy term is linear in the
             # advantages, and the KL term in beta; that may not become 0 in one process alone, for what TRL gathers.

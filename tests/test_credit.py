@@ -1,0 +1,469 @@
+"""Tree credit: worked out by hand, against its definition token by token, and against the exact gradient."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from enumeration import (
+    Estimate,
+    Policy,
+    at_random,
+    first_uncertain,
+    fixed,
+    grow,
+    grow_further,
+    if_right,
+    most_uncertain,
+    of_branches,
+    of_trees,
+    several,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fr3e_trl.method.advantages import row_baselines
+from fr3e_trl.method.credit import (
+    Credit,
+    compute_credit,
+    count_tokens,
+    informative_rows,
+    token_advantages,
+    tree_credit,
+    tree_values,
+)
+
+NAN = math.nan
+# A row: its reward, the row that it branched off, the position there, its length
+Row = tuple[float, int | None, int, int]
+
+
+def one_tree(rows: list[Row], baseline: float, prior_strength: float, **settings) -> Credit:
+    """Credit of rows of one prompt, whose trees all have the same β."""
+    rewards, parents, positions, lengths = zip(*rows, strict=True)
+    baselines = torch.full((len(rows),), baseline, dtype=torch.float64)
+    return tree_credit(
+        torch.tensor(rewards, dtype=torch.float64),
+        list(parents),
+        list(positions),
+        list(lengths),
+        baselines,
+        prior_strength,
+        **settings,
+    )
+
+
+def batch(rows: list[Row], prompts: list[int], prior_strength: float, **settings) -> Credit:
+    """Credit of rows of several prompts."""
+    rewards, parents, positions, lengths = zip(*rows, strict=True)
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    prompts = torch.tensor(prompts)
+    return compute_credit(rewards, list(parents), list(positions), list(lengths), prompts, prior_strength, **settings)
+
+
+def assert_credit(credit: Credit, expected: list[tuple[int, int, int, float]]) -> None:
+    """Expected: row, start, end, advantage."""
+    actual = zip(credit.rows.tolist(), credit.starts.tolist(), credit.ends.tolist(), strict=True)
+    assert list(actual) == [stretch[:3] for stretch in expected]
+    advantages = torch.tensor([stretch[3] for stretch in expected], dtype=torch.float64)
+    torch.testing.assert_close(credit.advantages, advantages, atol=1e-12, rtol=0)
+
+
+# By hand
+
+
+def test_a_failed_trajectory_with_a_branch_that_succeeded():
+    # kappa = 4, beta = .2, so kappa beta = .8
+    # 0-2: T = {0, 1, 0}, U = {}: 1/3 - .8/4.  3-6: T = {0, 0}, U = {1}: 0 - 1.8/5.  7-9: T = {0}, U = {1, 0}: 0 - 1.8/6
+    # First branch: U = {0, 0}: 1 - .8/6.  Second: U = {0, 1}: 0 - 1.8/6
+    rows = [(0, None, 0, 10), (1, 0, 3, 8), (0, 0, 7, 12)]
+    expected = [(0, 0, 3, 1 / 3 - 0.2), (0, 3, 7, -0.36), (0, 7, 10, -0.3), (1, 3, 8, 1 - 0.8 / 6), (2, 7, 12, -0.3)]
+    assert_credit(one_tree(rows, 0.2, 4, weight="none"), expected)
+    # |T| = 3, 2, 1, 1, 1
+    expected = [(0, 0, 3, 0.4), (0, 3, 7, -0.72), (0, 7, 10, -0.3), (1, 3, 8, 1 - 0.8 / 6), (2, 7, 12, -0.3)]
+    assert_credit(one_tree(rows, 0.2, 4), expected)
+
+
+def test_two_bases_and_two_prompts():
+    # kappa = 2. The first prompt has the trees {1, 0} and {0}, worth .5 and 0, together .25; the second {1}, worth 1.
+    # The first tree: beta = (2 * 1 + 0) / 3 = 2/3. 0-1: .5 - 2/3 = -1/6, twice. 2-3: 1 - (4/3 + 0) / 3 = 5/9.
+    # Its branch: 0 - (4/3 + 1) / 3 = -7/9
+    # The second tree: beta = (2 * 1 + .5) / 3 = 5/6. The other prompt: beta = .25
+    rows = [(1, None, 0, 4), (0, 0, 2, 4), (0, None, 0, 3), (1, None, 0, 2)]
+    expected = [(0, 0, 2, -1 / 3), (0, 2, 4, 5 / 9), (1, 2, 4, -7 / 9), (2, 0, 3, -5 / 6), (3, 0, 2, 0.75)]
+    assert_credit(batch(rows, [0, 0, 0, 1], 2), expected)
+
+
+def test_unscorable_rows():
+    # kappa = 4, beta = .5. 0-1: T = {1}: 1 - 2/4. From 2 on nothing scorable passes through the base, and U of the
+    # first branch is empty: 1 - 2/4
+    rows = [(NAN, None, 0, 6), (1, 0, 2, 5), (NAN, 0, 4, 6)]
+    credit = one_tree(rows, 0.5, 4)
+    assert_credit(credit, [(0, 0, 2, 0.5), (0, 2, 4, 0), (0, 4, 6, 0), (1, 2, 5, 0.5), (2, 4, 6, 0)])
+    assert informative_rows(credit, 3).tolist() == [True, True, False]
+
+
+def test_short_completions():
+    # kappa = 1, beta = .5. A branch at the last token: 0-1: T = {1, 0}: .5 - .5 = 0. 2: 1 - (.5 + 0) / 2, and the
+    # branch 0 - (.5 + 1) / 2. A base trajectory of one token, without a branch: 0 - .5
+    rows = [(1, None, 0, 3), (0, 0, 2, 3), (0, None, 0, 1)]
+    expected = [(0, 0, 2, 0), (0, 2, 3, 0.75), (1, 2, 3, -0.75), (2, 0, 1, -0.5)]
+    assert_credit(one_tree(rows, 0.5, 1), expected)
+
+
+def test_branches_at_neighbouring_tokens_and_at_the_same():
+    # kappa = 2, beta = .5, so kappa beta = 1. The base fails; of its branches that at 2 succeeds, and one of two at 3.
+    # 0-1: T = {0, 1, 1, 0}: .5 - 1/2 = 0.  2: T = {0, 1, 0}, U = {1}: 1/3 - 2/3, three times
+    # 3-4: T = {0}, U = {1, 1, 0}: 0 - 3/5.  The others: 1 - 2/5, 1 - 2/5, 0 - 3/5
+    rows = [(0, None, 0, 5), (1, 0, 2, 6), (1, 0, 3, 5), (0, 0, 3, 4)]
+    base = [(0, 0, 2, 0), (0, 2, 3, -1), (0, 3, 5, -0.6)]
+    assert_credit(one_tree(rows, 0.5, 2), [*base, (1, 2, 6, 0.6), (2, 3, 5, 0.6), (3, 3, 4, -0.6)])
+
+
+def test_graded_rewards():
+    # kappa = 1, beta = 1. 0: T = {2.5, -1.5}: .5 - 1, twice. 1-3: 2.5 - (1 - 1.5) / 2. Branch: -1.5 - (1 + 2.5) / 2
+    rows = [(2.5, None, 0, 4), (-1.5, 0, 1, 3)]
+    assert_credit(one_tree(rows, 1, 1), [(0, 0, 1, -1), (0, 1, 4, 2.75), (1, 1, 3, -3.25)])
+
+
+def test_branches_of_branches():
+    # kappa = 4, beta = .25, so kappa beta = 1. Row 1 leaves the base at 2, row 2 leaves row 1 at 5, row 3 the base at 4
+    # Base. 0-1: T = {0, 1, 0, 1}: .5 - .25, four times. 2-3: T = {0, 1}, U = {1, 0}: .5 - 2/6, twice.
+    # 4-7: T = {0}, U = {1, 0, 1}: 0 - 3/7
+    # Row 1. 2-4: T = {1, 0}, U = {0, 1}: .5 - 2/6, twice. 5-8: T = {1}, U = {0, 0, 1}: 1 - 2/7
+    # Row 2: U = {0, 1, 1}: 0 - 3/7. Row 3: U = {0, 1, 0}: 1 - 2/7
+    rows = [(0, None, 0, 8), (1, 0, 2, 9), (0, 1, 5, 7), (1, 0, 4, 6)]
+    base = [(0, 0, 2, 1), (0, 2, 4, 1 / 3), (0, 4, 8, -3 / 7)]
+    expected = [*base, (1, 2, 5, 1 / 3), (1, 5, 9, 5 / 7), (2, 5, 7, -3 / 7), (3, 4, 6, 5 / 7)]
+    assert_credit(one_tree(rows, 0.25, 4), expected)
+
+
+def test_one_prompt_alone():
+    # No prior, and no other tree: 0-1 have nothing to compare with, later tokens each other: 0 - 1, 1 - 0
+    rows = [(0, None, 0, 5), (1, 0, 2, 5)]
+    assert_credit(batch(rows, [0, 0], 4), [(0, 0, 2, 0), (0, 2, 5, -1), (1, 2, 5, 1)])
+    # kappa = 4. A second tree {1}: the first has beta = 1: .5 - 1, twice; 0 - (4 + 1) / 5; 1 - (4 + 0) / 5.
+    # The second has beta = .5
+    expected = [(0, 0, 2, -1), (0, 2, 5, -1), (1, 2, 5, 0.2), (2, 0, 2, 0.5)]
+    assert_credit(batch([*rows, (1, None, 0, 2)], [0, 0, 0], 4), expected)
+
+
+def test_without_strength_the_prior_only_stands_where_nothing_else_does():
+    # The first prompt's prior is .25, the second's .5. 0: .5 - .25, twice; 1-2: 1 - 0, the branch 0 - 1; .25 - .5
+    rows = [(1, None, 0, 3), (0, 0, 1, 3), (0.25, None, 0, 1)]
+    expected = [(0, 0, 1, 0.5), (0, 1, 3, 1), (1, 1, 3, -1), (2, 0, 1, -0.25)]
+    assert_credit(batch(rows, [0, 0, 1], 0), expected)
+
+
+def test_several_prompts_of_which_one_is_unscorable():
+    # Priors: (0 + .5) / 2, none is needed, (1 + .5) / 2, (1 + 0) / 2. The last row is what was expected of it
+    rows = [(1, None, 0, 1), (NAN, None, 0, 1), (0, None, 0, 1), (0.5, None, 0, 1)]
+    credit = batch(rows, [0, 1, 2, 3], 4)
+    assert_credit(credit, [(0, 0, 1, 0.75), (1, 0, 1, 0), (2, 0, 1, -0.75), (3, 0, 1, 0)])
+    assert informative_rows(credit, 4).tolist() == [True, False, True, False]
+
+
+def test_copies():
+    # kappa = 4, beta = .5. The base stands for itself and a branch that did not fit.
+    # 0-1: T = {0, 0, 1}: 1/3 - .5, three times. 2-3: T = {0, 0}, U = {1}: 0 - 3/5, twice. Branch: 1 - 2/6
+    rows = [(0, None, 0, 4), (1, 0, 2, 5)]
+    expected = [(0, 0, 2, -0.5), (0, 2, 4, -1.2), (1, 2, 5, 2 / 3)]
+    assert_credit(one_tree(rows, 0.5, 4, copies=[2, 1]), expected)
+    # The same as a branch that left at its end, and has no token of its own
+    assert_credit(one_tree([*rows, (0, 0, 4, 4)], 0.5, 4), expected)
+    # A tree counts once as what its prompt is worth, but its rows for what they stand for: (0 + 0 + 1) / 3
+    assert tree_values(torch.tensor([0.0, 1.0]), [None, 0], [2, 1])[0] == pytest.approx(1 / 3)
+
+
+def test_equal_rewards_teach_nothing_though_means_are_rounded():
+    rows = [
+        (0.1, None, 0, 9),
+        (0.1, 0, 2, 5),
+        (0.1, 0, 4, 6),
+        (0.1, 1, 3, 6),
+        (0.1, None, 0, 2),
+        *[(0.1, None, 0, 1)] * 7,
+    ]
+    for dtype in (torch.float32, torch.float64):
+        rewards = torch.tensor([row[0] for row in rows], dtype=dtype)
+        parents, positions, lengths = (list(x) for x in list(zip(*rows, strict=True))[1:])
+        credit = compute_credit(rewards, parents, positions, lengths, torch.tensor([0] * 5 + [1] * 3 + [2] * 4), 3)
+        assert not credit.advantages.any()
+        assert not informative_rows(credit, len(rows)).any()
+
+
+def test_advantages_of_tokens():
+    credit = one_tree([(0, None, 0, 3), (1, 0, 1, 4)], 0.5, 1)
+    # 0: .5 - .5. 1-2: 0 - (.5 + 1) / 2, and the branch 1 - (.5 + 0) / 2
+    expected = torch.tensor([[0, -0.75, -0.75, 0, 0], [0, 0.75, 0.75, 0.75, 0]])
+    assert token_advantages(credit, 2, 5, torch.float32).equal(expected)
+
+
+def test_token_counts():
+    rows = [(0, None, 0, 10), (1, 0, 3, 8), (0, 0, 7, 12)]
+    everything = torch.tensor([True, True, True])
+    assert count_tokens(one_tree(rows, 0.2, 4, weight="none"), everything) == 10 + 5 + 5
+    assert count_tokens(one_tree(rows, 0.2, 4), everything) == 10 + 8 + 12
+    # Without the first branch's own tokens
+    assert count_tokens(one_tree(rows, 0.2, 4), torch.tensor([True, False, True])) == 10 + 3 + 12
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([(0, None, 0, 3), (0, 0, 4, 5)], "Row 1, of 5 tokens, has position 4; it can be 0 to 3"),
+        ([(0, None, 0, 9), (0, 0, 4, 5), (0, 1, 3, 9)], "Row 2, of 9 tokens, has position 3; it can be 4 to 5"),
+        ([(0, None, 0, 9), (0, 0, 4, 3)], "Row 1, of 3 tokens, has position 4; it can be 0 to 3"),
+        ([(0, None, 1, 9)], "Row 0, of 9 tokens, has position 1; it can be 0 to 0"),
+    ],
+)
+def test_rows_that_are_no_trees(rows, message):
+    with pytest.raises(ValueError, match=message):
+        one_tree(rows, 0, 1)
+
+
+def test_an_unknown_weight():
+    with pytest.raises(ValueError, match="weight is 'path'; it can be 'paths' or 'none'"):
+        one_tree([(0, None, 0, 3)], 0, 1, weight="path")
+
+
+# Properties
+
+
+@st.composite
+def batches(draw, max_branches=6, rewards=(0.0, 1.0, -0.5, 0.1, 100.0, NAN)):
+    """Rows of one to four prompts, each of one to three trees, and their prompts."""
+    rows, prompts = [], []
+    for prompt in range(draw(st.integers(1, 4))):
+        for _ in range(draw(st.integers(1, 3))):
+            base = len(rows)
+            rows.append((draw(st.sampled_from(rewards)), None, 0, draw(st.integers(1, 12))))
+            for _ in range(draw(st.integers(0, max_branches))):
+                parent = draw(st.integers(base, len(rows) - 1))
+                position = draw(st.integers(rows[parent][2], rows[parent][3]))
+                rows.append((draw(st.sampled_from(rewards)), parent, position, draw(st.integers(position, 14))))
+            prompts += [prompt] * (len(rows) - base)
+    return rows, prompts
+
+
+STRENGTHS = st.sampled_from([0.0, 0.5, 4.0])
+WEIGHTS = st.sampled_from(["paths", "none"])
+
+
+def dense(credit: Credit, num_rows: int) -> torch.Tensor:
+    return token_advantages(credit, num_rows, 14, torch.float64)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=0)
+
+
+def passes_through(rows: list[Row], row: int, other: int, position: int) -> bool:
+    """Whether a row's path has the token that another sampled at a position of its own."""
+    leaves = rows[row][3]
+    while row != other:
+        leaves, row = rows[row][2], rows[row][1]
+        if row is None:
+            return False
+    return leaves > position
+
+
+def base_of(rows: list[Row], row: int) -> int:
+    return row if rows[row][1] is None else base_of(rows, rows[row][1])
+
+
+@given(batches(), STRENGTHS, WEIGHTS)
+def test_the_definition_token_by_token(drawn, strength, weight):
+    rows, prompts = drawn
+    rewards = [row[0] for row in rows]
+    bases = [base_of(rows, i) for i in range(len(rows))]
+
+    def mean(values):
+        values = [value for value in values if not math.isnan(value)]
+        return sum(values) / len(values) if values else NAN
+
+    def shrink(prior, values):
+        values = [value for value in values if not math.isnan(value)]
+        if not values or math.isnan(prior):
+            return mean(values) if values else prior
+        return (strength * prior + sum(values)) / (strength + len(values))
+
+    value_of = {base: mean([r for r, b in zip(rewards, bases, strict=True) if b == base]) for base in set(bases)}
+    prompt_value = [mean([value_of[b] for b in value_of if prompts[b] == p]) for p in range(max(prompts) + 1)]
+    expected = torch.zeros(len(rows), 14, dtype=torch.float64)
+    for row, (_, _, position, length) in enumerate(rows):
+        base, prompt = bases[row], prompts[row]
+        prior = mean([value for p, value in enumerate(prompt_value) if p != prompt])
+        beta = shrink(prior, [value_of[b] for b in value_of if prompts[b] == prompt and b != base])
+        for t in range(position, length):
+            tree = [i for i in range(len(rows)) if bases[i] == base]
+            passing = [i for i in tree if passes_through(rows, i, row, t)]
+            left = [rewards[i] for i in tree if i not in passing]
+            passing = [rewards[i] for i in passing if not math.isnan(rewards[i])]
+            advantage = mean(passing) - shrink(beta, left)
+            expected[row, t] = 0 if math.isnan(advantage) else advantage * (len(passing) if weight == "paths" else 1)
+    assert_close(dense(batch(rows, prompts, strength, weight=weight), len(rows)), expected)
+
+
+@given(batches(), STRENGTHS, WEIGHTS, st.randoms())
+def test_the_order_of_rows_changes_nothing(drawn, strength, weight, random):
+    rows, prompts = drawn
+    order = list(range(len(rows)))
+    random.shuffle(order)
+    places = {row: place for place, row in enumerate(order)}
+    shuffled = [(r, None if parent is None else places[parent], p, n) for r, parent, p, n in (rows[i] for i in order)]
+    credit = batch(shuffled, [prompts[i] for i in order], strength, weight=weight)
+    assert_close(dense(credit, len(rows)), dense(batch(rows, prompts, strength, weight=weight), len(rows))[order])
+
+
+@given(batches(max_branches=0), st.sampled_from([0.5, 4.0]), WEIGHTS)
+def test_without_branches_the_baseline_is_that_of_rollouts_of_the_prompt(drawn, strength, weight):
+    rows, prompts = drawn
+    rewards = torch.tensor([row[0] for row in rows], dtype=torch.float64)
+    baselines = row_baselines(rewards, torch.tensor(prompts), [None] * (max(prompts) + 1), strength)
+    credit = batch(rows, prompts, strength, weight=weight)
+    assert credit.rows.tolist() == list(range(len(rows)))
+    assert_close(credit.advantages, (rewards - baselines).nan_to_num(0))
+
+
+@given(batches(), STRENGTHS, WEIGHTS, st.sampled_from([-3.0, 0.25, 7.0]))
+def test_a_constant_added_to_all_rewards_changes_nothing(drawn, strength, weight, constant):
+    rows, prompts = drawn
+    moved = [(row[0] + constant, *row[1:]) for row in rows]
+    one, other = (batch(x, prompts, strength, weight=weight) for x in (rows, moved))
+    assert_close(other.advantages, one.advantages)
+
+
+@given(batches(), STRENGTHS, WEIGHTS, st.data())
+def test_an_unscorable_row_changes_nothing_for_the_others(drawn, strength, weight, data):
+    rows, prompts = drawn
+    parent = data.draw(st.none() | st.integers(0, len(rows) - 1))
+    position = 0 if parent is None else data.draw(st.integers(rows[parent][2], rows[parent][3]))
+    prompt = data.draw(st.integers(0, 4)) if parent is None else prompts[parent]
+    credit = batch([*rows, (NAN, parent, position, 14)], [*prompts, prompt], strength, weight=weight)
+    expected = dense(batch(rows, prompts, strength, weight=weight), len(rows))
+    assert_close(dense(credit, len(rows) + 1)[:-1], expected)
+    assert not dense(credit, len(rows) + 1)[-1].any()
+
+
+@given(batches(), STRENGTHS, st.data())
+def test_no_baseline_depends_on_the_tokens_own_rollouts(drawn, strength, data):
+    """A reward changed by 1 changes the advantages of a token that it passes through by 1, times w / |T|."""
+    rows, prompts = drawn
+    row = data.draw(st.integers(0, len(rows) - 1))
+    changed = [*rows[:row], (rows[row][0] + 1, *rows[row][1:]), *rows[row + 1 :]]
+    one, other = (dense(batch(x, prompts, strength), len(rows)) for x in (rows, changed))
+    if not math.isnan(rows[row][0]):
+        own = slice(rows[row][2], rows[row][3])
+        compared = (one[row, own] != 0) | (other[row, own] != 0)
+        assert_close((other - one)[row, own], compared.double())
+
+
+@given(batches())
+def test_weighted_tokens_are_those_of_the_paths(drawn):
+    rows, prompts = drawn
+    credit = batch(rows, prompts, 1.0)
+    assert count_tokens(credit, torch.ones(len(rows), dtype=torch.bool)) == sum(
+        row[3] for row in rows if not math.isnan(row[0])
+    )
+
+
+# By enumeration
+
+POLICIES = [
+    Policy(vocabulary=2, length=4, seed=1, rewards="graded"),
+    Policy(vocabulary=3, length=3, seed=2),
+    Policy(vocabulary=3, length=3, seed=6, eos=True),
+]
+# What does not look at what comes after a token, and how many branches that is
+STOPPING_RULES = [(first_uncertain(0.6), 1), (first_uncertain(0.5, 2), 2), (fixed(1, 2), 2), (at_random, 1)]
+
+
+def relative_error(estimate: Estimate, policy: Policy, num_rows: int) -> float:
+    return float((estimate.mean / num_rows - policy.gradient).norm() / policy.gradient.norm())
+
+
+@pytest.mark.parametrize("strength", [0.0, 1.0, 4.0])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("rule", "num_branches"), STOPPING_RULES)
+def test_unbiased_if_where_to_branch_does_not_look_ahead(policy, rule, num_branches, strength):
+    outcomes = grow(policy, rule, num_branches)
+    assert sum(outcome.probability for outcome in outcomes) == pytest.approx(1, abs=1e-12)
+    assert relative_error(of_trees(policy, outcomes, 0.3, strength), policy, 1 + num_branches) < 1e-10
+
+
+def test_unbiased_with_two_trees_and_no_prior():
+    policy = Policy(vocabulary=2, length=3, seed=4, eos=True)
+    outcomes = several(grow(policy, first_uncertain(0.6), 1), 2)
+    assert relative_error(of_trees(policy, outcomes, NAN, 0.0), policy, 4) < 1e-10
+    assert relative_error(of_trees(policy, outcomes, 0.3), policy, 4) < 1e-10
+
+
+@pytest.mark.parametrize("policy", [Policy(vocabulary=2, length=4, seed=6, eos=eos) for eos in (False, True)])
+def test_unbiased_with_branches_of_branches(policy):
+    outcomes = grow_further(policy, first_uncertain(0.5, num_anchors=3), grow(policy, first_uncertain(0.5), 1))
+    assert {len(outcome.parents) for outcome in outcomes} == {1, 2, 3}
+    assert sum(outcome.probability for outcome in outcomes) == pytest.approx(1, abs=1e-12)
+    assert relative_error(of_trees(policy, outcomes, 0.3), policy, 3) < 1e-10
+
+
+def test_unbiased_with_the_other_prompts_as_prior():
+    policies = [Policy(vocabulary=2, length=3, seed=1), Policy(vocabulary=2, length=3, seed=2, rewards="graded")]
+    gradients = [torch.zeros_like(policy.gradient) for policy in policies]
+    for outcomes in itertools.product(*(grow(policy, first_uncertain(0.6), 1) for policy in policies)):
+        both = outcomes[0] + outcomes[1]
+        prompts = torch.tensor([0] * len(outcomes[0].parents) + [1] * len(outcomes[1].parents))
+        rewards = torch.cat([policy.rewards[o.completions] for policy, o in zip(policies, outcomes, strict=True)])
+        lengths = [3] * len(prompts)
+        credit = compute_credit(rewards, both.parents, both.positions, lengths, prompts, 4.0, copies=both.copies)
+        stretches = zip(credit.rows, credit.starts, credit.ends, credit.advantages, strict=True)
+        for row, start, end, advantage in stretches:
+            scores = policies[prompts[row]].scores[both.completions[row]]
+            gradients[prompts[row]] += both.probability * advantage * (scores[end] - scores[start])
+    for gradient, policy in zip(gradients, policies, strict=True):
+        assert float((gradient / 2 - policy.gradient).norm() / policy.gradient.norm()) < 1e-10
+
+
+def test_biased_where_missing_branches_are_not_made_up_for():
+    # To end at once leaves one row and to go on two, so that the baseline weighs more after going on
+    policy = POLICIES[2]
+    estimate = of_trees(policy, grow(policy, fixed(1), 1), 0.3, copies=False)
+    assert estimate.angle(policy.gradient) > 1
+
+
+@pytest.mark.parametrize("policy", POLICIES[:2])
+def test_biased_if_where_to_branch_looks_ahead(policy):
+    """How many rows pass through a token depends on it then, so that a prior that is far off is a bias."""
+    outcomes, value = grow(policy, most_uncertain(), 1), float(policy.expected_reward)
+    angles = [of_trees(policy, outcomes, prior).angle(policy.gradient) for prior in (value, value + 1)]
+    assert 0.5 < angles[0] < angles[1]
+    # What the release's credit of branches expects does not depend on the prior
+    means = [of_branches(policy, outcomes, prior).mean for prior in (0.0, 1.0)]
+    torch.testing.assert_close(*means, atol=1e-12, rtol=0)
+
+
+def test_biased_if_only_right_trajectories_are_branched_off():
+    policy = POLICIES[1]
+    estimate = of_trees(policy, grow(policy, if_right(fixed(1)), 1), float(policy.expected_reward))
+    assert relative_error(estimate, policy, 2) > 0.05
+
+
+@pytest.mark.parametrize("position", [1, 2])
+def test_without_the_weight_it_is_another_objective(position):
+    """A token counts as often as it is sampled: before the branch once, from there on twice. So do the release's."""
+    policy = Policy(vocabulary=3, length=3, seed=2)
+    counts = torch.tensor([1.0 if len(prefix) < position else 2.0 for prefix in policy.places], dtype=torch.float64)
+    expected = policy.gradient * counts.repeat_interleave(3)
+    outcomes = grow(policy, fixed(position), 1)
+    for estimate in (of_trees(policy, outcomes, 0.3, weight="none"), of_branches(policy, outcomes, 0.3)):
+        torch.testing.assert_close(estimate.mean, expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_less_variance_than_grpo_or_the_prior_alone_for_as_many_tokens(policy):
+    """On these policies, with an exact prior: no law."""
+    single, value = grow(policy, fixed(), 0), float(policy.expected_reward)
+    pairs = of_trees(policy, several(single, 2), NAN).noise(policy.gradient)
+    alone = of_trees(policy, single, value).noise(policy.gradient)
+    branched = of_trees(policy, grow(policy, fixed(2), 1), value).noise(policy.gradient)
+    assert branched < alone < pairs

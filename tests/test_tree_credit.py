@@ -1,0 +1,433 @@
+"""Tree credit as a setting: advantages of tokens from the trees to the loss, through `train()`."""
+
+import math
+
+import pytest
+import torch
+from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
+from processes_train import FakeSampler
+from recorder import Recorder
+from test_processes import launch, same, trees_of, weights_of
+from transformers import set_seed
+
+from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.bench.measures import MeasuredFR3ETrainer
+from fr3e_trl.config import TREE_LOSSES
+from fr3e_trl.display import render_tree
+from fr3e_trl.method.anchors import even_shares, first_anchors
+from fr3e_trl.method.batch import Deal, rows_of, set_advantages
+from fr3e_trl.method.refill import row_from, state_of
+from fr3e_trl.method.tree import Rollout, Score, Tree
+
+NAN = math.nan
+SIZES = {"num_generations": 8, "per_device_train_batch_size": 32, "max_completion_length": 10}
+
+
+def make_config(**settings):
+    defaults = {"output_dir": "output", "credit": "tree", "anchor_threshold": 0.3, "learning_rate": 1e-2}
+    return FR3EConfig(**defaults | CPU | SIZES | settings)
+
+
+def letters(completions, **kwargs):
+    """0 to 4, and None for a completion in seven."""
+    sums = [sum(map(ord, text)) for text in completions]
+    return [None if total % 7 == 0 else float(total % 5) for total in sums]
+
+
+def parity(prompts, completions, **kwargs):
+    """Half of the prompts teach nothing."""
+    hopeful = [sum(map(ord, prompt)) % 2 == 0 for prompt in prompts]
+    return [
+        float(sum(map(ord, text)) % 5) if is_hopeful else 0.0
+        for is_hopeful, text in zip(hopeful, completions, strict=True)
+    ]
+
+
+def train(cls=Recorder, sampler=None, reward_func=letters, num_prompts=16, resume=None, model=None, **settings):
+    trainer = cls(
+        model or make_model(),
+        reward_func,
+        make_config(**{"max_steps": 2} | settings),
+        train_dataset=make_dataset(num_prompts),
+        processing_class=make_tokenizer(),
+    )
+    if sampler is not None:
+        trainer.sampler = sampler
+    set_seed(1)
+    trainer.train(resume)
+    return trainer
+
+
+# The definition, token by token
+
+
+def shrunk(prior, values, strength):
+    return (strength * prior + sum(values)) / (strength + len(values)) if values else prior
+
+
+def naive_credit(trees, num_anchors, strength, num_rollouts=1):
+    """For each row, (number of T, advantage) of each of its own tokens. Rows are lists of the tokens they pass."""
+    of_prompts = []
+    for tree in trees:
+        groups = {}
+        for state in tree.states:
+            for k, rollout in enumerate(state.rollouts):
+                base = k if state.base is None else state.base
+                path = [("base", base, t) for t in range(state.position)]
+                own = ("base", base) if state.base is None else ("branch", id(rollout))
+                path += [(*own, t) for t in range(state.position, state.position + rollout.length)]
+                groups.setdefault(base, []).append((path, rollout.score.reward))
+        # Rollouts of the prompt come first in their groups, and stand for what could not branch
+        for base, group in groups.items():
+            planned = num_anchors // 2 + (base == 0) * (num_anchors % 2) if base < 2 else 0
+            groups[base] = [group[0]] * (planned * num_rollouts + 1 - len(group)) + group
+        of_prompts.append(list(groups.values()))
+
+    def mean(values):
+        values = [value for value in values if not math.isnan(value)]
+        return sum(values) / len(values) if values else NAN
+
+    values = [[mean(reward for _, reward in group) for group in groups] for groups in of_prompts]
+    credit = []
+    for i, (tree, groups) in enumerate(zip(trees, of_prompts, strict=True)):
+        prior = mean(mean(of_groups) for k, of_groups in enumerate(values) if k != i)
+        for state in tree.states:
+            for k, rollout in enumerate(state.rollouts):
+                g = k if state.base is None else state.base
+                others = [value for h, value in enumerate(values[i]) if h != g and not math.isnan(value)]
+                beta = shrunk(prior, others, strength)
+                own = ("base", g) if state.base is None else ("branch", id(rollout))
+                tokens = []
+                for t in range(state.position, state.position + rollout.length):
+                    scorable = [(path, reward) for path, reward in groups[g] if not math.isnan(reward)]
+                    through = [reward for path, reward in scorable if (*own, t) in path]
+                    left = [reward for path, reward in scorable if (*own, t) not in path]
+                    advantage = sum(reward - shrunk(beta, left, strength) for reward in through)
+                    tokens.append((len(through), advantage))
+                credit.append((state.position, tokens))
+    return credit
+
+
+@pytest.mark.parametrize(
+    ("reward_func", "num_anchors", "strength", "scale"),
+    [(letters, 6, 4.0, 1.0), (letters, 6, 1.0, 0.5), (parity, 3, 0.0, 1.0)],
+    ids=["graded", "scaled", "rejected"],
+)
+def test_the_batch_has_the_advantages_of_the_definition(reward_func, num_anchors, strength, scale):
+    """Two base trajectories a prompt, short completions, unscorable rows."""
+    trainer = train(
+        sampler=FakeSampler(),
+        reward_func=reward_func,
+        num_base_trajectories=2,
+        num_anchors=num_anchors,
+        value_prior_strength=strength,
+        negative_advantage_scale=scale,
+    )
+    num_short = num_unscorable = num_rejected = 0
+    assert len(trainer.batches) == 2
+    for batch, trees in trainer.batches:
+        naive = naive_credit(trees, num_anchors, strength, num_rollouts=6 // num_anchors)
+        expected = torch.zeros_like(batch["advantages"])
+        assert batch["advantages"].shape == batch["completion_ids"].shape and len(naive) == 32
+        for i, (position, tokens) in enumerate(naive):
+            values = [advantage * (scale if advantage < 0 else 1) for _, advantage in tokens]
+            expected[i, position : position + len(values)] = torch.tensor(values)
+        torch.testing.assert_close(batch["advantages"], expected, atol=1e-5, rtol=1e-5)
+        in_loss = [row.abs().max().item() > 1e-6 for row in expected]
+        assert batch["in_loss"].tolist() == in_loss
+        in_loss = [tokens for (_, tokens), inside in zip(naive, in_loss, strict=True) if inside]
+        counted = sum(n for tokens in in_loss for n, _ in tokens)
+        assert batch["num_items_in_batch"] == sum(map(len, in_loss)) < counted
+        assert batch["tokens_per_counted"].item() == pytest.approx(sum(map(len, in_loss)) / counted)
+        num_short += sum(len(tree.states[0].rollouts) > 2 for tree in trees)
+        num_unscorable += sum(math.isnan(r.score.reward) for tree in trees for s in tree.states for r in s.rollouts)
+        num_rejected += 32 - len(in_loss)
+    assert num_short and (num_unscorable if reward_func is letters else num_rejected > 8)
+
+
+def test_tables_and_metrics_have_the_means_of_rows():
+    trainer = train(MeasuredFR3ETrainer, FakeSampler(), max_steps=1)
+    means = [sum(a for _, a in tokens) / len(tokens) for _, tokens in naive_credit(trainer.trees, 6, 4)]
+    assert list(trainer._logs["advantages"]) == pytest.approx(means, abs=1e-5)
+    in_loss = torch.tensor([mean for mean in means if abs(mean) > 1e-6])
+    entry = trainer.state.log_history[0]
+    assert entry["fr3e/advantage/mean"] == pytest.approx(in_loss.mean().item(), abs=1e-5)
+    assert entry["fr3e/advantage/std"] == pytest.approx(in_loss.std(correction=0).item(), abs=1e-5)
+    assert trainer.batches[0]["advantage_mean"] == pytest.approx(sum(means) / 32, abs=1e-5)
+
+
+def make_tree(rewards=(0.0, 1.0, 0.0)):
+    """A base trajectory of 10 tokens, branches at 3 and 7 to 8 and 12 tokens."""
+    tree = Tree([5, 6], budget=12)
+    score = [Score([reward], reward) for reward in rewards]
+    tree.bases = [Rollout(list(range(10, 20)), score=score[0])]
+    tree.branch(0, {3: 1.0, 7: 0.8})
+    tree.states[0].rollouts = list(tree.bases)
+    tree.states[1].rollouts = [Rollout(list(range(20, 25)), score=score[1])]
+    tree.states[2].rollouts = [Rollout(list(range(30, 35)), score=score[2])]
+    return tree
+
+
+def credited(trees, **settings):
+    config = make_config(num_generations=3, per_device_train_batch_size=3, num_base_trajectories=1, **settings)
+    examples = {i: {} for i in range(len(trees))}
+    rows = rows_of(trees, Deal(3 * len(trees)), 1.0, 1.0, examples, [None] * len(trees))
+    set_advantages(rows, trees, config)
+    return rows
+
+
+def other_tree(reward=0.2):
+    """Worth `reward`, whatever its form."""
+    return make_tree((reward,) * 3)
+
+
+def test_a_tree_by_hand():
+    # kappa = 4, beta = .2 by the other prompt. 0-2: T = {0, 1, 0}: 3 (1/3 - .2) = .4. 3-6: T = {0, 0}, U = {1}:
+    # 2 (0 - 1.8/5) = -.72. From 7: U = {1, 0}: -1.8/6 = -.3. First branch: 1 - .8/6. Second: -1.8/6
+    trees = [make_tree(), other_tree()]
+    rows = credited(trees)
+    expected = [
+        [(3, 3, 0.4), (4, 2, -0.72), (3, 1, -0.3)],
+        [(5, 1, 1 - 0.8 / 6)],
+        [(5, 1, -0.3)],
+    ]
+    for row, stretches in zip(rows, expected, strict=False):
+        assert [value for stretch in row.rollout.credit for value in stretch] == pytest.approx(sum(stretches, ()))
+        assert row.in_loss
+    assert rows[0].advantage == pytest.approx((3 * 0.4 - 4 * 0.72 - 3 * 0.3) / 10)
+    own = rows[1].token_credit
+    assert own.shape == (8, 2) and own[:3].eq(0).all() and own[3:, 1].tolist() == pytest.approx([1 - 0.8 / 6] * 5)
+    # As text, for which the anchors' states come in order
+    text = render_tree(trees[0], make_tokenizer())
+    assert "  advantages: +0.40 before S1, -0.72 before S2, -0.30 to the end" in text
+    # And elsewhere
+    assert row_from(state_of(rows[0], with_tokens=False), None).rollout.credit == rows[0].rollout.credit
+    halved = credited([make_tree(), other_tree()], negative_advantage_scale=0.5)
+    assert halved[0].rollout.credit[1][2] == pytest.approx(-0.36) and halved[1].advantage == rows[1].advantage
+
+
+def test_rows_without_credit_leave_the_loss():
+    rows = credited([other_tree(1.0), other_tree(1.0)])
+    assert not any(row.in_loss for row in rows)
+    trees = [make_tree((1.0, NAN, 1.0)), other_tree()]
+    rows = credited(trees)
+    assert [row.in_loss for row in rows[:3]] == [True, False, True]
+    assert [state.rejected for state in trees[0].states] == [False, True, False]
+    assert all(row.in_loss for row in credited([other_tree(1.0)] * 2, reject_degenerate_states=False))
+
+
+def test_a_completion_too_short_for_its_anchors_stands_for_them():
+    # kappa = 4, beta = .2. Two branches were planned, and one could leave, at 1: the base counts twice.
+    # 0: T = {1, 1, 0}: 3 (2/3 - .2) = 1.4.  1: T = {1, 1}, U = {0}: 2 (1 - .8/5).  The branch: U = {1, 1}: -2.8/6
+    tree = Tree([5, 6], budget=12)
+    tree.bases = [Rollout([10, 1], score=Score([1.0], 1.0))]
+    tree.branch(0, {1: 1.0})
+    # The row that it lacks is the prompt's own, and a tree by itself: reward .2
+    tree.states[0].rollouts = [*tree.bases, Rollout([11, 1], score=Score([0.2], 0.2))]
+    tree.states[1].rollouts = [Rollout([12, 1], score=Score([0.0], 0.0))]
+    base, alone, branch = credited([tree, other_tree()])[:3]
+    # beta of the base: (4 * .2 + .2) / 5
+    assert [a for _, _, a in base.rollout.credit] == pytest.approx([1.4, 2 * (1 - 0.8 / 5)])
+    assert [n for _, n, _ in base.rollout.credit] == [3, 2]
+    assert branch.advantage == pytest.approx(-2.8 / 6)
+    # Its own: the base's tree is worth 2/3
+    assert alone.advantage == pytest.approx(0.2 - (0.8 + 2 / 3) / 5)
+
+
+# Anchors
+
+
+def test_the_first_positions_above_a_threshold():
+    entropies = torch.tensor([9.0, 0.2, 0.4, 0.3, 2.0, 0.5, 3.0])
+    eligible = torch.tensor([False, True, True, True, True, True, True])
+    assert first_anchors(entropies, eligible, 0.3, 3) == [2, 4, 5]  # not the .3 itself, nor the prompt's
+    assert first_anchors(entropies, eligible, 0.3, 3, min_gap=2) == [2, 4, 6]
+    assert first_anchors(entropies, eligible, 1.0, 3) == [4, 6]
+    # What follows changes nothing of them
+    assert first_anchors(entropies[:5], eligible[:5], 0.3, 2) == first_anchors(entropies, eligible, 0.3, 2) == [2, 4]
+
+
+def test_shares_are_even():
+    assert even_shares(7, 3) == [3, 2, 2] and even_shares(1, 2) == [1, 0]
+
+
+@pytest.mark.parametrize("credit", ["rollout", "tree"])
+def test_anchors_of_a_run_are_the_first_above_the_threshold(credit):
+    trainer = train(sampler=FakeSampler(), credit=credit, anchor_threshold=1.0)
+    counts = set()
+    for _, trees in trainer.batches:
+        for tree in trees:
+            for b in range(2):
+                uncertain = [t for t, h in enumerate(tree.entropies[b].tolist()) if t > 0 and h > 1]
+                positions = [state.position for state in tree.states if state.base == b]
+                assert positions == uncertain[: len(positions)]
+                if credit == "tree":  # an even share, whatever the other can use
+                    assert len(positions) == min(len(uncertain), 3)
+                counts.add(len(positions))
+    assert len(counts) > 1
+    assert (max(counts) > 3) == (credit == "rollout")
+
+
+# The loss
+
+
+class KeepsGradients(Recorder):
+    """Keeps the gradient of each step."""
+
+    gradients = None
+
+    def _clip_grad_norm(self, model):
+        self.gradients = [p.grad.clone() for p in model.parameters()]
+        return super()._clip_grad_norm(model)
+
+
+@pytest.mark.parametrize("loss_type", TREE_LOSSES)
+def test_every_loss_takes_advantages_of_tokens(loss_type):
+    """The logged loss is minus the counted advantages by what the loss divides by, and micro-batches change nothing."""
+    whole = train(KeepsGradients, FakeSampler(), loss_type=loss_type, max_steps=1, optim="sgd", learning_rate=1.0)
+    (batch, _) = whole.batches[0]
+    mask = batch["completion_mask"] * batch["tool_mask"]
+    weighted = batch["advantages"] * mask
+    num_rows = int(batch["in_loss"].sum())
+    divisor = {"dr_grpo": num_rows * 10, "luspo": num_rows}.get(
+        loss_type, batch["num_items_in_batch"] / batch["tokens_per_counted"]
+    )
+    expected = -(weighted.sum() / divisor).item()
+    if loss_type in ("cispo", "vespo"):  # of log-probabilities, which a ratio of 1 leaves in
+        assert math.isfinite(whole.state.log_history[0]["loss"])
+    else:
+        assert whole.state.log_history[0]["loss"] == pytest.approx(expected, abs=1e-5)
+    assert whole.state.log_history[0]["grad_norm"] > 0
+    if loss_type == "bnpo":  # a mean over the tokens of each micro-batch: another loss
+        return
+    split = train(
+        KeepsGradients,
+        FakeSampler(),
+        loss_type=loss_type,
+        max_steps=1,
+        optim="sgd",
+        learning_rate=1.0,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=8,
+    )
+    torch.testing.assert_close(split.gradients, whole.gradients, atol=1e-6, rtol=1e-3)
+
+
+def test_the_kl_term_is_a_mean_over_the_tokens_in_the_loss():
+    """Each of which it counts once."""
+
+    class OtherReference(Recorder):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.ref_model.lm_head.weight.data.mul_(0.5)
+
+    trainer = train(OtherReference, FakeSampler(), model=model_on_disk(), beta=0.5, max_steps=1)
+    ((batch, _),) = trainer.batches
+    mask = batch["completion_mask"] * batch["tool_mask"]
+    policy = -(batch["advantages"] * mask).sum() / batch["num_items_in_batch"] * batch["tokens_per_counted"]
+    (entry, _) = trainer.state.log_history
+    assert entry["kl"] > 0.1 and batch["tokens_per_counted"] < 0.9
+    assert entry["loss"] == pytest.approx(policy.item() + 0.5 * entry["kl"], abs=1e-5)
+
+
+def test_several_updates_and_a_reference_model_and_a_bonus():
+    trainer = train(num_iterations=2, steps_per_generation=2, per_device_train_batch_size=16, entropy_coef=0.01)
+    assert trainer.state.log_history[-2]["grad_norm"] > 0
+
+
+# Refill, resuming, processes
+
+
+REFILL = {"max_refills": 3, "max_steps": 4, "num_prompts": 64, "reward_func": parity}
+REFILL |= {"value_prior_strength": 0.0, "num_base_trajectories": 2, "num_anchors": 3}
+
+
+class KeepsLeftovers(Recorder):
+    """Keeps the advantages of each step's left-over rows, by their prompts and completions."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.left_over = []
+
+    def keep(self, leftovers):
+        super().keep(leftovers)
+        self.left_over.append(
+            {(*row.prompt_ids, *row.completion_ids): row.token_credit[:, 1].float() for row in leftovers}
+        )
+
+
+def test_left_over_rows_keep_their_credit():
+    trainer = train(KeepsLeftovers, **REFILL)
+    num_reused = sum(entry.get("fr3e/refill/reused", 0) for entry in trainer.state.log_history)
+    found = 0
+    for left_over, (batch, trees) in zip(trainer.left_over, trainer.batches[1:], strict=False):
+        prompts = {tuple(tree.prompt_ids) for tree in trees}
+        for i, mask in enumerate(batch["completion_mask"].bool()):
+            prompt = tuple(batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].tolist())
+            if prompt not in prompts:
+                advantages = left_over[(*prompt, *batch["completion_ids"][i][mask].tolist())]
+                torch.testing.assert_close(batch["advantages"][i][mask], advantages)
+                found += 1
+    assert found == num_reused > 0
+
+
+def test_resuming_is_exact():
+    """Within a generated batch, and with left-over rows."""
+    settings = REFILL | {"save_strategy": "steps", "save_steps": 1, "num_iterations": 2, "max_steps": 6}
+    whole = train(FR3ETrainer, **settings)
+    assert any(entry.get("fr3e/refill/reused", 0) for entry in whole.state.log_history)
+    for step in (1, 2):
+        resumed = train(FR3ETrainer, resume=f"output/checkpoint-{step}", **settings, output_dir="resumed")
+        for mine, theirs in zip(resumed.state.log_history, whole.state.log_history, strict=True):
+            assert all(mine[name] == theirs[name] for name in ("loss", "grad_norm") if name in theirs)
+        assert all(map(torch.equal, resumed.model.parameters(), whole.model.parameters()))
+
+
+@pytest.mark.parametrize("refill", [False, True], ids=["", "refill"])
+def test_two_processes_are_one(refill, tmp_path):
+    """A group of three straddles them."""
+    settings = {"credit": "tree", "anchor_threshold": 0.3, "num_generations": 8, "optim": "sgd", "num_rewards": 3}
+    settings |= {"max_refills": 2} if refill else {}
+    results = []
+    for num_processes in (1, 2):
+        output = tmp_path / str(num_processes)
+        sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 6 // num_processes}
+        results.append((launch(output, num_processes, settings | sizes, "fake"), weights_of(output)))
+    (alone, theirs), (together, ours) = results
+    assert same(trees_of(together), trees_of(alone))
+    for mine, their in zip(together[0]["logs"], alone[0]["logs"], strict=True):
+        for name in {"loss", "grad_norm", "fr3e/advantage/mean", "fr3e/advantage/std"} & their.keys():
+            assert math.isclose(mine[name], their[name], rel_tol=1e-4, abs_tol=1e-6), name
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"credit": "branch"}, "credit='branch' is not allowed: it must be one of 'rollout', 'tree'"),
+        ({"loss_type": "grpo"}, "loss_type='grpo' is not allowed: it must be 'dapo' or .* credit='rollout'"),
+        ({"loss_type": "sapo"}, "loss_type='sapo'"),
+        ({"importance_sampling_level": "sequence"}, "it must be 'token' with credit='tree'"),
+        ({"scale_rewards": "batch"}, "scale_rewards='batch' is not allowed: it must be 'none'"),
+        ({"reuse_base": False}, "reuse_base=False"),
+        ({"base_selection": "mixed"}, "base_selection='mixed'"),
+        ({"modulation": "exp"}, "modulation='exp'"),
+        ({"explore_temperature_scale": 1.5}, "explore_temperature_scale=1.5 is not allowed: it must be 1 with"),
+        ({"num_anchors": 0, "anchor_threshold": None}, "num_anchors=0 is not allowed: it must be above 0"),
+        ({"anchor_threshold": -0.1}, "anchor_threshold=-0.1 is not allowed: it must be None, or 0 or more"),
+        ({"anchor_threshold": math.inf}, "anchor_threshold=inf"),
+        ({"anchor_score": "random"}, "anchor_score='entropy' and anchor_quantile=None .they are 'random' and None"),
+        ({"anchor_quantile": 0.5}, "they are 'entropy' and 0.5"),
+    ],
+)
+def test_what_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_config(**settings)
+
+
+def test_the_paper_states_its_own():
+    config = FR3EConfig.paper(output_dir="unused", **CPU)
+    assert config.credit == "rollout" and config.anchor_threshold is None
