@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from accelerate.utils import gather_object
 
-from ..method.tree import TokenIds
+from ..method.tree import TokenIds, as_ids
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,9 @@ class SamplingRequest:
     max_new_tokens: int
     temperature: float
     num_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefix_ids", as_ids(self.prefix_ids))
 
     @property
     def num_sampled_before(self) -> int:
