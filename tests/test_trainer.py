@@ -29,6 +29,7 @@ from trees import rollouts_of
 from trl import GRPOConfig, GRPOTrainer
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.generation.sampler import SamplingRequest
 from fr3e_trl.method.anchors import eligible_positions, rank_anchors
 
 SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 2}
@@ -663,6 +664,13 @@ def test_without_exploration_a_rollout_func_is_accepted():
         ({"scale_rewards": "group"}, {"num_anchors": 1, "num_base_trajectories": 4, "value_prior_strength": 0.0}),
     ],
 )
+def test_without_exploration_there_are_no_trees_and_a_sampler():
+    trainer = train(FR3ETrainer, num_anchors=0, max_steps=1)
+    assert trainer.trees == []
+    ((sample,),) = trainer.sampler.sample([SamplingRequest([5, 6], num_samples=1, max_new_tokens=3, temperature=1.0)])
+    assert 1 <= len(sample.token_ids) <= 3
+
+
 def test_a_grpo_config_is_accepted(settings, added, caplog):
     with caplog.at_level(logging.WARNING, logger="fr3e_trl"):
         trainer = make_trainer(config=GRPOConfig, beta=0.02, **settings)
