@@ -649,6 +649,13 @@ def test_the_configuration_may_be_left_out(monkeypatch):
     assert trainer.args.output_dir.endswith("-FR3E") and trainer.args.num_anchors == 6
 
 
+def test_without_exploration_there_are_no_trees_and_a_sampler():
+    trainer = train(FR3ETrainer, num_anchors=0, max_steps=1)
+    assert trainer.trees == []
+    ((sample,),) = trainer.sampler.sample([SamplingRequest([5, 6], num_samples=1, max_new_tokens=3, temperature=1.0)])
+    assert 1 <= len(sample.token_ids) <= 3
+
+
 def test_without_exploration_a_rollout_func_is_accepted():
     def rollout_func(prompts, trainer):
         return {"prompt_ids": [[5]] * len(prompts), "completion_ids": [[6, 1]] * len(prompts), "logprobs": None}
@@ -664,13 +671,6 @@ def test_without_exploration_a_rollout_func_is_accepted():
         ({"scale_rewards": "group"}, {"num_anchors": 1, "num_base_trajectories": 4, "value_prior_strength": 0.0}),
     ],
 )
-def test_without_exploration_there_are_no_trees_and_a_sampler():
-    trainer = train(FR3ETrainer, num_anchors=0, max_steps=1)
-    assert trainer.trees == []
-    ((sample,),) = trainer.sampler.sample([SamplingRequest([5, 6], num_samples=1, max_new_tokens=3, temperature=1.0)])
-    assert 1 <= len(sample.token_ids) <= 3
-
-
 def test_a_grpo_config_is_accepted(settings, added, caplog):
     with caplog.at_level(logging.WARNING, logger="fr3e_trl"):
         trainer = make_trainer(config=GRPOConfig, beta=0.02, **settings)
