@@ -59,7 +59,10 @@ class GenerateSampler:
         for of_row, begin, row in zip(known_ids, begins, rows, strict=True):
             of_row[begin - len(row.prefix_ids) : begin] = torch.tensor(row.prefix_ids)
         min_new_tokens = config.min_new_tokens or 0
-        min_lengths = [begin - row.num_sampled_before + min_new_tokens for begin, row in zip(begins, rows, strict=True)]
+        min_lengths = [
+            begin - row.num_sampled_before + min_new_tokens if min_new_tokens else 0
+            for begin, row in zip(begins, rows, strict=True)
+        ]
         config.max_new_tokens = max(ends) - width
         config.min_new_tokens, config.temperature = 0, 1.0  # each row has its own
         processor = _RowSampling(
@@ -128,13 +131,15 @@ class _RowSampling(LogitsProcessor):
         self.known_ids = known_ids
         self.temperatures = temperatures
         self.min_lengths = min_lengths
+        self.longest_minimum = int(min_lengths.max())
         self.eos_token_ids = eos_token_ids
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         column = input_ids.shape[1]
         scores = scores / self.temperatures[:, None]
-        too_short = (column < self.min_lengths)[:, None]
-        scores[:, self.eos_token_ids] = scores[:, self.eos_token_ids].masked_fill(too_short, -torch.inf)
+        if column < self.longest_minimum:
+            too_short = (column < self.min_lengths)[:, None]
+            scores[:, self.eos_token_ids] = scores[:, self.eos_token_ids].masked_fill(too_short, -torch.inf)
         if column >= self.known_ids.shape[1]:
             return scores
         token_ids = self.known_ids[:, column, None]
