@@ -26,8 +26,9 @@ from .generation.on_transformers import ContinuousBatchingSampler, GenerateSampl
 from .generation.on_vllm import VLLMColocateSampler, VLLMServerSampler
 from .generation.sampler import InStepSampler, Sampler
 from .generation.vllm_server import VLLMServerError
-from .method.batch import Row, rows_of, set_advantages
+from .method.batch import Row, remember, rows_of, set_advantages
 from .method.explore import explore
+from .method.memory import ValueMemory, prompt_key
 from .method.metrics import tree_metrics
 from .method.refill import Refill, hand_over
 from .method.tree import Score, TokenIds, Tree, as_ids
@@ -160,6 +161,7 @@ class FR3ETrainer(RatioGRPOTrainer):
         self.trees: list[Tree] = []
         self.sampler = self._make_sampler()
         self._refill: Refill | None = None
+        self._memory = ValueMemory() if args.value_memory else None
         if args.is_plain_grpo:
             return
         refuse_unsupported_setup(self)
@@ -190,7 +192,7 @@ class FR3ETrainer(RatioGRPOTrainer):
             sampler = GenerateSampler(self.generation_model, self.generation_config, self.accelerator.device)
         return InStepSampler(sampler) if self.is_sharded else sampler
 
-    # Refill, and what of it a checkpoint holds
+    # Refill, and what of it and of the memory a checkpoint holds
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         if self.args.max_refills > 0:
@@ -198,13 +200,18 @@ class FR3ETrainer(RatioGRPOTrainer):
         return super()._get_train_sampler(*args, **kwargs)
 
     def state_to_resume(self) -> dict[str, Any]:
-        if self._refill is None:
-            return {}
-        return self._refill.state(self.accelerator.num_processes, self.accelerator.process_index)
+        state: dict[str, Any] = {}
+        if self._refill is not None:
+            state |= self._refill.state(self.accelerator.num_processes, self.accelerator.process_index)
+        if self._memory is not None:
+            state["value_memory"] = self._memory.state()
+        return state
 
     def resume_from_state(self, state: dict[str, Any]) -> None:
-        if self._refill is not None and state:
+        if self._refill is not None and "leftovers" in state:
             self._refill.resume(state, self.accelerator.num_processes)
+        if self._memory is not None and "value_memory" in state:
+            self._memory.resume(state["value_memory"])
 
     # A step
 
@@ -227,7 +234,7 @@ class FR3ETrainer(RatioGRPOTrainer):
                 # TRL repeats an example for its group, and deals out the repeats as it does the rows
                 examples = {row // self.num_generations: inputs[i] for i, row in enumerate(self.deal(num_rows).own)}
                 rows = self._explore(num_prompts, examples)
-                set_advantages(rows, self.trees, self.args)
+                set_advantages(rows, self.trees, self.args, self._memory)
             else:
                 rows, refill_metrics = self._refill.fill(partial(self._explore_drawn, rows), num_prompts, num_rows)
                 hand_over(rows, self.deal(num_rows), in_every_process, self.train_dataset)
@@ -238,6 +245,8 @@ class FR3ETrainer(RatioGRPOTrainer):
         if self.args.credit == "tree":
             self.set_token_advantages(batch, rows)
         metrics = tree_metrics(self.trees, advantages[in_loss], num_rows)
+        if self._memory is not None:
+            metrics |= remember(self.trees, self.args, self._memory)
         if self._refill is not None:
             metrics |= refill_metrics
             self.keep(self._refill.leftovers)
@@ -252,7 +261,7 @@ class FR3ETrainer(RatioGRPOTrainer):
         """Explore the prompts at `indices` of the training set, and add their rows to `rows`."""
         own = {row // self.num_generations for row in self.deal(len(indices) * self.num_generations).own}
         rows += self._explore(len(indices), {i: self.train_dataset[indices[i]] for i in own}, indices)
-        set_advantages(rows, self.trees, self.args)
+        set_advantages(rows, self.trees, self.args, self._memory)
         return rows
 
     def _explore(
@@ -275,16 +284,19 @@ class FR3ETrainer(RatioGRPOTrainer):
         deal = self.deal(num_prompts * self.num_generations)
         trees = [Tree(as_ids(), 0) for _ in range(num_prompts)]
 
-        def set_prompts() -> None:
+        def set_prompts() -> dict[int, int]:
             check_prompts(list(examples.values()))
             prompts = self.tokenize_prompts([example["prompt"] for example in examples.values()]) if examples else []
             for i, prompt_ids in zip(examples, prompts, strict=True):
                 trees[i] = Tree(as_ids(prompt_ids), self._budget(prompt_ids))
+            return {i: prompt_key(trees[i].prompt_ids) for i in examples}
 
         def score(owners: list[int], completion_ids: list[TokenIds]) -> list[Score]:
             return self.score([examples[i] for i in owners], [trees[i].prompt_ids for i in owners], completion_ids)
 
-        in_every_process(set_prompts)
+        for keys in in_every_process(set_prompts):
+            for i, key in keys.items():
+                trees[i].key = key
         seed = (self.args.seed, self.state.global_step)
         explore(trees, self.args, self.sampler, score, self.token_statistics, seed, deal, in_every_process)
         self.trees += trees

@@ -49,6 +49,7 @@ def compute_advantages(
     prior_strength: float = 0.0,
     reject: bool = True,
     negative_scale: float = 1.0,
+    priors: torch.Tensor | None = None,
 ) -> Advantages:
     """
     Values, modulation, advantages and rejection of a batch.
@@ -68,7 +69,7 @@ def compute_advantages(
             See [`modulation_factors`].
         scale (`str`):
             See [`row_advantages`].
-        prior_strength (`float`):
+        prior_strength, priors:
             See [`row_baselines`].
         reject (`bool`):
             Whether states that teach nothing leave the loss: the degenerate ones, or with a prior those whose
@@ -82,7 +83,7 @@ def compute_advantages(
     num_states = len(parents)
     values = state_values(rewards, states, num_states)
     factors = modulation_factors(values, parents, modulation, modulation_clip)
-    baselines = row_baselines(rewards, states, parents, prior_strength)
+    baselines = row_baselines(rewards, states, parents, prior_strength, priors)
     advantages = row_advantages(rewards, states, baselines, num_states, scale)
     if prior_strength == 0:
         uninformative = degenerate_states(rewards, states, num_states)
@@ -189,6 +190,7 @@ def row_baselines(
     states: torch.Tensor,
     parents: list[int | None],
     prior_strength: float = 0.0,
+    priors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     What each row's reward is compared with.
@@ -197,7 +199,8 @@ def row_baselines(
     and leaves the row itself out: (κ prior + Σ of the state's other rewards) / (κ + n - 1), for n scorable rows. The
     prior is the shrunk value of the state before it in its chain, (κ prior + Σ rewards) / (κ + n), and for S_0 the
     mean of V(S_0) over the batch's other prompts: their anchors' rollouts start from prefixes that were chosen, and say
-    less of how hard prompts are. Where there is no prior, because the batch has one prompt, κ counts as 0.
+    less of how hard prompts are. A [`ValueMemory`] may give others. Where there is no prior, because the batch has one
+    prompt, κ counts as 0.
 
     Args:
         rewards (`torch.Tensor` of shape (R,)):
@@ -209,6 +212,8 @@ def row_baselines(
             `None` for an S_0.
         prior_strength (`float`):
             κ, in rollouts.
+        priors (`torch.Tensor` of shape (P,), *optional*):
+            Prior of each S_0, in order, NaN where there is none. If `None`, the mean of the others.
 
     Returns:
         `torch.Tensor` of shape (R,): Baselines, NaN where there is none.
@@ -220,12 +225,15 @@ def row_baselines(
     of_states = list(zip(parents, sums.tolist(), sizes.tolist(), strict=True))
     root_values = [total / size for parent, total, size in of_states if parent is None and size > 0]
     root_sum = sum(root_values)
+    given = None if priors is None else iter(priors.tolist())
     shrunk: list[float] = []
     strengths: list[float] = []
     pulls: list[float] = []
     for parent, total, size in of_states:
         if parent is not None:
             prior = shrunk[parent]
+        elif given is not None:
+            prior = next(given)
         else:
             value, num_others = (total / size, len(root_values) - 1) if size > 0 else (0.0, len(root_values))
             prior = (root_sum - value) / num_others if num_others else math.nan

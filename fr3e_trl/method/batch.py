@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from ..config import FR3EConfig
-from .advantages import compute_advantages
+from .advantages import compute_advantages, state_values
 from .anchors import even_shares
-from .credit import Credit, compute_credit, informative_rows
-from .tree import Rollout, TokenIds, Tree, as_ids, chains_of
+from .credit import Credit, compute_credit, informative_rows, prompt_values, tree_values
+from .memory import ValueMemory
+from .tree import Rollout, State, TokenIds, Tree, as_ids, chains_of
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def rows_of(
     return rows
 
 
-def set_advantages(rows: list[Row], trees: list[Tree], args: FR3EConfig) -> None:
+def set_advantages(rows: list[Row], trees: list[Tree], args: FR3EConfig, memory: ValueMemory | None = None) -> None:
     """
     Give every state of `trees` its value, modulation and rejection, and every row its advantage.
 
@@ -150,7 +151,13 @@ def set_advantages(rows: list[Row], trees: list[Tree], args: FR3EConfig) -> None
             Finished trees.
         args (`FR3EConfig`):
             Settings.
+        memory ([`ValueMemory`], *optional*):
+            What prompts were worth in the steps before. It is asked, and not told.
     """
+    prior_strength, priors = args.value_prior_strength, None
+    if memory is not None:
+        prior_strength = memory.prior_strength if prior_strength is None else prior_strength
+        priors = memory.priors(_keys_of(trees), _values_of(trees, args))
     states, parents = chains_of(trees)
     row_states = torch.tensor([i for i, state in enumerate(states) for _ in state.rollouts])
     result = compute_advantages(
@@ -160,9 +167,10 @@ def set_advantages(rows: list[Row], trees: list[Tree], args: FR3EConfig) -> None
         modulation=args.modulation if args.num_anchors else "none",
         modulation_clip=args.modulation_clip,
         scale=args.scale_rewards or "none",
-        prior_strength=args.value_prior_strength or 0.0,
+        prior_strength=prior_strength or 0.0,
         reject=bool(args.reject_degenerate_states),
         negative_scale=args.negative_advantage_scale,
+        priors=priors,
     )
     for state, value, factor, rejected in zip(
         states, result.values.tolist(), result.factors.tolist(), result.rejected.tolist(), strict=True
@@ -172,12 +180,47 @@ def set_advantages(rows: list[Row], trees: list[Tree], args: FR3EConfig) -> None
     for row, advantage, is_in_loss in zip(rows, result.advantages.tolist(), in_loss.tolist(), strict=True):
         row.advantage, row.in_loss = advantage, is_in_loss
     if args.credit == "tree":
-        _set_tree_credit(rows, trees, args)
+        rewards, parents, positions, lengths, prompts, copies = _paths_of(trees, args)
+        credit = compute_credit(
+            rewards, parents, positions, lengths, prompts, prior_strength or 0.0, copies=copies, priors=priors
+        )
+        _set_tree_credit(rows, trees, args, credit)
 
 
-def _set_tree_credit(rows: list[Row], trees: list[Tree], args: FR3EConfig) -> None:
+def remember(trees: list[Tree], args: FR3EConfig, memory: ValueMemory) -> dict[str, float]:
+    """Tell `memory` what the prompts of a step turned out to be worth, and return what to log."""
+    keys = _keys_of(trees)
+    strength = args.value_prior_strength
+    metrics = {
+        "fr3e/prior/strength": memory.prior_strength if strength is None else strength,
+        "fr3e/prior/known": memory.num_known(keys) / len(keys),
+    }
+    memory.learn(keys, _values_of(trees, args), *_rewards_of([tree.states for tree in trees]))
+    return metrics
+
+
+def _keys_of(trees: list[Tree]) -> list[int]:
+    return [tree.key for tree in trees if tree.key is not None]
+
+
+def _values_of(trees: list[Tree], args: FR3EConfig) -> torch.Tensor:
+    """What each prompt turned out to be worth, (P,): the mean over its trees, or V(S_0)."""
+    if args.credit == "tree":
+        rewards, parents, _, _, prompts, copies = _paths_of(trees, args)
+        return prompt_values(tree_values(rewards, parents, copies), prompts, len(trees))
+    rewards, prompts = _rewards_of([tree.states[:1] for tree in trees])
+    return state_values(rewards, prompts, len(trees))
+
+
+def _rewards_of(states: list[list[State]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reward and prompt of the rollouts of each prompt's states, (R,) each."""
+    of_rows = [(r.score.reward, i) for i, of_prompt in enumerate(states) for state in of_prompt for r in state.rollouts]
+    rewards, prompts = zip(*of_rows, strict=True)
+    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(prompts)
+
+
+def _set_tree_credit(rows: list[Row], trees: list[Tree], args: FR3EConfig, credit: Credit) -> None:
     """Credit the tokens of every row with all rows that pass through them, in the place of the row's own outcome."""
-    credit = _credit_of(trees, args)
     informative = informative_rows(credit, len(rows)).tolist()
     scaled = torch.where(credit.advantages < 0, args.negative_advantage_scale * credit.advantages, credit.advantages)
     for row, is_informative in zip(rows, informative, strict=True):
@@ -195,8 +238,14 @@ def _set_tree_credit(rows: list[Row], trees: list[Tree], args: FR3EConfig) -> No
             state.rejected = not any(id(rollout) in in_loss for rollout in state.rollouts)
 
 
-def _credit_of(trees: list[Tree], args: FR3EConfig) -> Credit:
-    """Credit of the rows of `trees`. Rollouts of S_0 that are no base trajectories are trees of their own."""
+def _paths_of(
+    trees: list[Tree], args: FR3EConfig
+) -> tuple[torch.Tensor, list[int | None], list[int], list[int], torch.Tensor, list[int]]:
+    """
+    The rows of `trees` as [`compute_credit`] takes them: rewards, parents, positions, lengths, prompts and copies.
+
+    Rollouts of S_0 that are no base trajectories are trees of their own.
+    """
     shares, num_rollouts = even_shares(args.num_anchors or 0, args.num_bases), args.num_rollouts
     rewards: list[float] = []
     parents: list[int | None] = []
@@ -213,12 +262,4 @@ def _credit_of(trees: list[Tree], args: FR3EConfig) -> Credit:
                 lengths.append(state.position + rollout.length)
                 prompts.append(i)
         copies += [1] * (len(rewards) - len(copies))
-    return compute_credit(
-        torch.tensor(rewards, dtype=torch.float64),
-        parents,
-        positions,
-        lengths,
-        torch.tensor(prompts),
-        prior_strength=args.value_prior_strength or 0.0,
-        copies=copies,
-    )
+    return torch.tensor(rewards, dtype=torch.float64), parents, positions, lengths, torch.tensor(prompts), copies

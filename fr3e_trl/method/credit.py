@@ -77,9 +77,10 @@ def compute_credit(
     prior_strength: float,
     weight: str = "paths",
     copies: list[int] | None = None,
+    priors: torch.Tensor | None = None,
 ) -> Credit:
     """
-    Credit of a batch, whose prompts are each other's prior.
+    Credit of a batch.
 
     Args:
         rewards (`torch.Tensor` of shape (R,)):
@@ -90,12 +91,15 @@ def compute_credit(
             Prompt of each row, as an index.
         prior_strength (`float`):
             κ, in rollouts.
+        priors (`torch.Tensor` of shape (P,), *optional*):
+            See [`root_baselines`]. If `None`, the batch's prompts are each other's: the mean of the others.
 
     Returns:
         `Credit`: Credit of every row's own tokens.
     """
     values = tree_values(rewards, parents, copies)
-    priors = leave_one_out_means(prompt_values(values, prompts, int(prompts.max()) + 1))
+    if priors is None:
+        priors = leave_one_out_means(prompt_values(values, prompts, int(prompts.max()) + 1))
     baselines = root_baselines(values, prompts, priors, prior_strength)
     return tree_credit(rewards, parents, positions, lengths, baselines, prior_strength, weight, copies)
 

@@ -126,6 +126,8 @@ class Tree:
             Their means.
         states (`list[State]`):
             S_0, then the anchors' states, each after the one before it in its chain.
+        key (`int`, *optional*):
+            What the prompt is remembered by, in every process.
     """
 
     prompt_ids: TokenIds
@@ -134,6 +136,7 @@ class Tree:
     entropies: list[Any] = field(default_factory=list)
     mean_entropies: list[float] = field(default_factory=list)
     states: list[State] = field(default_factory=lambda: [State()])
+    key: int | None = None
 
     def __post_init__(self) -> None:
         self.prompt_ids = as_ids(self.prompt_ids)

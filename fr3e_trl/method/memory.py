@@ -1,0 +1,214 @@
+"""
+What prompts are worth, remembered from step to step: a prior that needs no crowd.
+
+Without a memory the prior of a prompt is the mean over the other prompts of its batch, which is noise for a few of
+them, and does not exist for one. With it, before a prompt's own rewards are looked at, it is expected to be worth
+
+    prior = level + slope · offset
+
+    - level: the mean over the batch's other prompts and, as if they were so many more, those of the steps before.
+    - offset: by how much the prompt was worth more than the level when it came before, in a mean in which each visit
+      weighs less than the one after it; 0 if it never came. What the policy learns moves the level, and with it all.
+    - slope: how much of its offset a prompt has kept, on average, when it came again: the slope of a regression
+      through 0.
+
+How much a prior is to weigh against rewards, κ, is estimated too. Rewards of a prompt differ from its prior together,
+because the prior is wrong, and each by itself. With ρ the correlation of two of them about the prior, the best weight
+is that of James and Stein: the variance of a reward by itself over that of the prior's error, κ = (1 - ρ) / ρ.
+
+Nothing of a step is in its own priors, but that of a batch's other prompts, nor in its κ: a baseline does not depend on
+what it is for.
+
+Notation used for tensor shapes:
+    - P: prompts of a batch
+    - R: their rows
+    - N: prompts in the memory
+"""
+
+import hashlib
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from .tree import TokenIds
+
+# Prompts that the level counts as, at most: on `chain` 32 and 64 were best, and 16 and 128 little worse
+LEVEL_PROMPTS = 64
+
+# What a visit's weight in a prompt's offset becomes with the next visit: .75 was better than .5 and 1
+VISIT_DECAY = 0.75
+
+# Prompts that a ratio is estimated over, and how many its start counts as
+RATIO_PROMPTS = 256
+START_PROMPTS = 16
+
+# ρ where nothing is known: κ = 4, which is the default without a memory. And the least that it may be: κ = 99
+START_CORRELATION = 0.2
+LEAST_CORRELATION = 0.01
+
+
+def prompt_key(prompt_ids: TokenIds) -> int:
+    """What a prompt is remembered by, 64 bits of a hash of its tokens."""
+    return int.from_bytes(hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).digest(), "little", signed=True)
+
+
+@dataclass
+class Ratio:
+    """
+    A ratio of two means over the last prompts, which begins at `start`.
+
+    Args:
+        start (`float`):
+            What it is where nothing is known.
+        numerator, denominator (`float`):
+            Sums over prompts, older ones weighing less.
+        num_prompts (`float`):
+            How many these count as.
+    """
+
+    start: float
+    numerator: float = 0.0
+    denominator: float = 0.0
+    num_prompts: float = 0.0
+
+    @property
+    def value(self) -> float:
+        """As if `START_PROMPTS` prompts had shown the start."""
+        if self.denominator == 0:
+            return self.start
+        seen = self.num_prompts * self.numerator / self.denominator
+        return (seen + START_PROMPTS * self.start) / (self.num_prompts + START_PROMPTS)
+
+    def add(self, numerators: torch.Tensor, denominators: torch.Tensor) -> None:
+        """Add what a batch's prompts have shown."""
+        decay = (1 - 1 / RATIO_PROMPTS) ** len(numerators)
+        self.numerator = self.numerator * decay + numerators.sum().item()
+        self.denominator = self.denominator * decay + denominators.sum().item()
+        self.num_prompts = self.num_prompts * decay + len(numerators)
+
+
+@dataclass(eq=False)
+class ValueMemory:
+    """
+    What prompts are worth, by the steps before.
+
+    Args:
+        level, num_prompts (`float`):
+            Mean value of the prompts so far, older ones weighing less, and how many prompts it counts as.
+        slope ([`Ratio`]):
+            How much of its offset a prompt keeps.
+        correlation ([`Ratio`]):
+            ρ.
+        keys (`torch.Tensor` of shape (N,)):
+            Prompts that came, see [`prompt_key`], in ascending order.
+        offsets, weights (`torch.Tensor` of shape (N,)):
+            The offset of each, and how many visits it counts as. With its key a prompt takes 16 bytes.
+    """
+
+    level: float = 0.0
+    num_prompts: float = 0.0
+    slope: Ratio = field(default_factory=lambda: Ratio(start=0.0))
+    correlation: Ratio = field(default_factory=lambda: Ratio(START_CORRELATION))
+    keys: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    offsets: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    weights: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    @property
+    def prior_strength(self) -> float:
+        """κ, in rollouts."""
+        correlation = max(self.correlation.value, LEAST_CORRELATION)
+        return (1 - correlation) / correlation
+
+    def priors(self, keys: list[int], values: torch.Tensor) -> torch.Tensor:
+        """
+        What each prompt of a batch is expected to be worth, whatever its own rewards.
+
+        Args:
+            keys (`list[int]`):
+                Of P prompts.
+            values (`torch.Tensor` of shape (P,)):
+                What each turned out to be worth, NaN where that is unknown: the others' part of the level.
+
+        Returns:
+            `torch.Tensor` of shape (P,): Priors, NaN where nothing is known.
+        """
+        slope = min(max(self.slope.value, 0.0), 1.0)
+        return self._levels(values) + slope * self._recall(torch.tensor(keys))[1]
+
+    def num_known(self, keys: list[int]) -> int:
+        """How many of these prompts came before."""
+        return int(self._recall(torch.tensor(keys))[0].sum())
+
+    def learn(self, keys: list[int], values: torch.Tensor, rewards: torch.Tensor, prompts: torch.Tensor) -> None:
+        """
+        Remember a step, of which the priors were taken before.
+
+        Args:
+            keys (`list[int]`):
+                Of P prompts.
+            values (`torch.Tensor` of shape (P,)):
+                What each turned out to be worth, NaN where that is unknown: such a prompt teaches nothing.
+            rewards (`torch.Tensor` of shape (R,)):
+                Rewards of all rows, NaN where unscorable.
+            prompts (`torch.Tensor` of shape (R,)):
+                Prompt of each, as an index.
+        """
+        self._learn_correlation(rewards - self.priors(keys, values)[prompts], prompts, len(keys))
+        found = values - self._levels(values)
+        self._learn_offsets(torch.tensor(keys)[~found.isnan()], found[~found.isnan()])
+        num_prompts = self.num_prompts + int((~values.isnan()).sum())
+        if num_prompts:
+            self.level = (self.num_prompts * self.level + values.nansum().item()) / num_prompts
+            self.num_prompts = min(num_prompts, LEVEL_PROMPTS)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, in plain values and tensors."""
+        return asdict(self)
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from what [`state`] returned."""
+        vars(self).update(state | {name: Ratio(**state[name]) for name in ("slope", "correlation")})
+
+    def _levels(self, values: torch.Tensor) -> torch.Tensor:
+        """The level as each of a batch's prompts sees it, by the others' values and the steps before, (P,)."""
+        exist = (~values.isnan()).to(values.dtype)
+        others = values.nansum() - values.nan_to_num(0)
+        return (self.num_prompts * self.level + others) / (self.num_prompts + exist.sum() - exist)
+
+    def _recall(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Whether prompts came before, the offset of each, and its weight: 0 for those that did not. (P,) each."""
+        if len(self.keys) == 0:
+            return torch.zeros(len(keys), dtype=torch.bool), torch.zeros(len(keys)), torch.zeros(len(keys))
+        places = torch.searchsorted(self.keys, keys).clamp(max=len(self.keys) - 1)
+        known = self.keys[places] == keys
+        return known, self.offsets[places] * known, self.weights[places] * known
+
+    def _learn_offsets(self, keys: torch.Tensor, found: torch.Tensor) -> None:
+        """Add the offsets that prompts were found to have. One that is in the batch twice is taken as one visit."""
+        keys, of_keys = keys.unique(return_inverse=True)
+        sums = found.new_zeros(len(keys)).index_add(0, of_keys, found)
+        found = (sums / of_keys.bincount(minlength=len(keys))).float()
+        known, offsets, weights = self._recall(keys)
+        self.slope.add((offsets * found)[known].double(), (offsets**2)[known].double())
+        weights = VISIT_DECAY * weights
+        offsets = (weights * offsets + found) / (weights + 1)
+        kept = ~torch.isin(self.keys, keys)
+        self.keys, order = torch.cat([self.keys[kept], keys]).sort()
+        self.offsets = torch.cat([self.offsets[kept], offsets])[order]
+        self.weights = torch.cat([self.weights[kept], weights + 1])[order]
+
+    def _learn_correlation(self, errors: torch.Tensor, prompts: torch.Tensor, num_prompts: int) -> None:
+        """Add the errors of rows about their priors: over pairs of rows of a prompt, and over rows."""
+
+        def sums(x: torch.Tensor) -> torch.Tensor:
+            return x.new_zeros(num_prompts).index_add(0, prompts, x)
+
+        counts = sums((~errors.isnan()).to(errors.dtype))
+        squares = sums(errors.nan_to_num(0) ** 2)
+        products = sums(errors.nan_to_num(0)) ** 2 - squares
+        paired = counts > 1
+        self.correlation.add(
+            products[paired] / (counts * (counts - 1))[paired],
+            squares[paired] / counts[paired],
+        )

@@ -1,0 +1,373 @@
+"""What prompts are worth, remembered from step to step."""
+
+import json
+import math
+
+import pytest
+import torch
+from models import CPU, make_dataset, make_model, make_tokenizer
+from recorder import Recorder
+from test_processes import launch, same, trees_of, weights_of
+from transformers import set_seed
+
+from fr3e_trl import FR3EConfig
+from fr3e_trl.method.memory import ValueMemory, prompt_key
+from fr3e_trl.method.tree import as_ids
+
+NAN = math.nan
+A, B, C, D = -5, 7, 2**62, 0  # keys, in no order
+
+TREE = {"credit": "tree", "anchor_threshold": 0.3}
+PLAIN = {"num_anchors": 0}  # the prior alone
+
+
+def learn(memory: ValueMemory, values: dict[int, list[float]]) -> None:
+    """A step, given the rewards of each prompt's rows, which are worth their mean."""
+    rewards = torch.tensor([reward for of_prompt in values.values() for reward in of_prompt], dtype=torch.float64)
+    prompts = torch.tensor([i for i, of_prompt in enumerate(values.values()) for _ in of_prompt])
+    means = [torch.tensor(of_prompt, dtype=torch.float64).nanmean().item() for of_prompt in values.values()]
+    memory.learn(list(values), torch.tensor(means, dtype=torch.float64), rewards, prompts)
+
+
+def priors(memory: ValueMemory, values: dict[int, float]) -> list[float]:
+    return memory.priors(list(values), torch.tensor(list(values.values()), dtype=torch.float64)).tolist()
+
+
+# By hand
+
+
+def test_the_level_by_hand():
+    memory = ValueMemory()
+    assert math.isnan(priors(memory, {A: 0.5})[0])
+    # The others of the batch, as without a memory
+    assert priors(memory, {A: 0.5, B: 1.0, C: 0.0}) == pytest.approx([0.5, 0.25, 0.75])
+    learn(memory, {A: [0.5], B: [1.0], C: [0.0]})
+    assert (memory.level, memory.num_prompts) == (0.5, 3)
+    # New prompts: (3 * .5 + 1) / 4 = .625 and (3 * .5 + .2) / 4 = .425; one alone: .5, whatever it turns out to be
+    assert priors(memory, {D: 0.2, 9: 1.0}) == pytest.approx([0.625, 0.425])
+    assert priors(memory, {D: 100.0}) == pytest.approx([0.5])
+    # A prompt without a scorable row has a prior, and is none's
+    assert priors(memory, {D: NAN, 9: 1.0}) == pytest.approx([0.625, 0.5])
+
+
+def test_the_level_counts_as_64_prompts_at_most():
+    memory = ValueMemory()
+    for i in range(10):
+        learn(memory, {10 * i + j: [0.0] for j in range(10)})
+    assert (memory.level, memory.num_prompts) == (0, 64)
+    learn(memory, {1000: [1.0]})
+    assert memory.level == pytest.approx(1 / 65)
+    assert memory.num_prompts == 64
+
+
+def test_offsets_and_their_slope_by_hand():
+    memory = ValueMemory()
+    learn(memory, {A: [1.0], B: [0.0], C: [0.5]})
+    # Levels without each: .25, .75, .5. Offsets .75, -.75 and 0, of one visit each
+    assert memory.keys.tolist() == [A, B, C]
+    assert memory.offsets.tolist() == [0.75, -0.75, 0.0] and memory.weights.tolist() == [1, 1, 1]
+    # Nothing has shown yet that an offset lasts: the level alone
+    assert priors(memory, {A: 0.0}) == [0.5]
+    learn(memory, {A: [0.8]})
+    # Level .5, so .3 above it after .75. .75 * .3 / .75 ** 2 = .4, as of 1 prompt, beside 16 of slope 0: .4 / 17
+    assert memory.slope.value == pytest.approx(0.4 / 17)
+    # In the mean of its visits the first counts .75: (.75 * .75 + .3) / 1.75
+    assert memory.offsets[0].item() == pytest.approx(0.8625 / 1.75) and memory.weights[0] == 1.75
+    # Level (3 * .5 + .8) / 4 = .575, and B is expected that much below it
+    assert priors(memory, {B: NAN}) == pytest.approx([0.575 - 0.4 / 17 * 0.75])
+    assert memory.num_known([B, D, C, 123]) == 2
+
+
+def test_a_prompt_that_is_in_the_batch_twice_is_one_visit():
+    memory = ValueMemory()
+    learn(memory, {A: [0.0], B: [0.0]})
+    memory.learn([C, C], torch.tensor([1.0, 0.5]), torch.tensor([1.0, 0.5]), torch.tensor([0, 1]))
+    # Levels .5 / 3 and 1 / 3: offsets 5 / 6 and 1 / 6
+    assert memory.keys.tolist() == [A, B, C]
+    assert memory.offsets[2].item() == pytest.approx(0.5) and memory.weights[2] == 1
+
+
+def test_the_strength_by_hand():
+    memory = ValueMemory()
+    assert memory.prior_strength == pytest.approx(4)
+    memory.learn([A], torch.tensor([NAN]), torch.tensor([NAN, NAN]), torch.tensor([0, 0]))
+    assert memory.prior_strength == pytest.approx(4)
+    memory.level, memory.num_prompts = 0.5, 64
+    learn(memory, {A: [1.0, 1.0, 0.0], B: [1.0, NAN], C: [0.0, 0.0]})
+    # Priors near .5: without A (32 + 1 + 0) / 66 = .5; without B (32 + 2 / 3) / 66; without C (32 + 5 / 3) / 66
+    b, c = (32 + 2 / 3) / 66, (32 + 5 / 3) / 66
+    # Errors of A .5 .5 -.5: three pairs, products .25 -.25 -.25, mean -1/12; squares .25. B has no pair. C: -c, -c
+    products, squares = -1 / 12 + c**2, 0.25 + c**2
+    assert 0 < b < 1 and memory.correlation.value == pytest.approx((2 * products / squares + 16 * 0.2) / 18)
+    rho = memory.correlation.value
+    assert memory.prior_strength == pytest.approx((1 - rho) / rho)
+
+
+def test_the_strength_has_a_bound():
+    """Where rewards of a prompt differ more than those of different prompts."""
+    memory = ValueMemory()
+    for _ in range(20):
+        learn(memory, {A: [0.0, 1.0], B: [1.0, 0.0]})
+    assert memory.correlation.value < 0
+    assert memory.prior_strength == pytest.approx(99)
+
+
+def test_the_strength_is_that_of_james_and_stein():
+    """Values of variance .04 about the level, rewards of .12 about their values: 3."""
+    generator = torch.Generator().manual_seed(0)
+    memory = ValueMemory()
+    strengths = []
+    for step in range(400):
+        values = 0.2 * torch.randn(8, 1, generator=generator, dtype=torch.float64)
+        rewards = values + 0.12**0.5 * torch.randn(8, 4, generator=generator, dtype=torch.float64)
+        learn(memory, {8 * step + i: of_prompt.tolist() for i, of_prompt in enumerate(rewards)})
+        strengths.append(memory.prior_strength)
+    assert sum(strengths[100:]) / 300 == pytest.approx(3, abs=0.3)
+
+
+def test_a_prompt_that_comes_again_is_known():
+    """Eight prompts worth 0 to .7 while all get better: the prior's error falls to that of what was seen."""
+    generator = torch.Generator().manual_seed(0)
+    memory = ValueMemory()
+    errors = []
+    for step in range(200):
+        truth = torch.arange(8, dtype=torch.float64) / 10 + step / 500
+        values = truth + 0.1 * torch.randn(8, generator=generator, dtype=torch.float64)
+        errors.append((memory.priors(list(range(8)), values) - truth).abs().mean().item())
+        learn(memory, dict(enumerate(values[:, None].tolist())))
+    assert errors[1] > 0.15 and sum(errors[-50:]) / 50 < 0.06
+    assert memory.slope.value > 0.7
+
+
+def test_a_checkpoint_is_small_and_plain(tmp_path):
+    memory = ValueMemory()
+    for step in range(10):
+        learn(memory, {prompt_key(as_ids([step, i])): [0.1 * (i % 10), 0.5] for i in range(1000)})
+    torch.save(memory.state(), tmp_path / "state.pt")
+    assert (tmp_path / "state.pt").stat().st_size < 16 * 10_000 + 4000
+    again = ValueMemory()
+    again.resume(torch.load(tmp_path / "state.pt", weights_only=True))
+    batch = {prompt_key(as_ids([3, i])): [0.3, 0.2] for i in range(50)}
+    for each in (memory, again):
+        learn(each, batch)
+    assert json.dumps(memory.state(), default=torch.Tensor.tolist) == json.dumps(
+        again.state(), default=torch.Tensor.tolist
+    )
+
+
+# In training
+
+
+def letters(completions, **kwargs):
+    """0 to 4, and None for a completion in seven."""
+    sums = [sum(map(ord, text)) for text in completions]
+    return [None if total % 7 == 0 else float(total % 5) for total in sums]
+
+
+def unscorable(prompts, completions, **kwargs):
+    """As `letters`, but nothing for two prompts in six."""
+    rewards = letters(completions)
+    return [None if prompt[0] in "36" else reward for prompt, reward in zip(prompts, rewards, strict=True)]
+
+
+def digits(completions, **kwargs):
+    """All scorable."""
+    return [float(sum(map(ord, text)) % 5) for text in completions]
+
+
+def make_trainer(reward_func=letters, **settings):
+    sizes = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 10, "max_steps": 6}
+    defaults = {"output_dir": "output", "learning_rate": 1e-2, "value_memory": True}
+    trainer = Recorder(
+        make_model(),
+        reward_func,
+        FR3EConfig(**defaults | CPU | sizes | settings),
+        train_dataset=make_dataset(6),  # three steps an epoch, of two prompts each
+        processing_class=make_tokenizer(),
+    )
+    set_seed(1)
+    return trainer
+
+
+def value_of(tree, args):
+    """What a prompt turned out to be worth: V(S_0), or under tree credit the mean over its trees."""
+    if args.credit != "tree":
+        return tree.states[0].value
+    trees = []
+    for b, base in enumerate(tree.states[0].rollouts):
+        branches = [rollout for state in tree.states if state.base == b for rollout in state.rollouts]
+        num_copies = 1 + 3 - len(branches) if b < 2 else 1  # two base trajectories, of three branches each
+        trees.append(mean([base.score.reward] * num_copies + [rollout.score.reward for rollout in branches]))
+    return mean(trees)
+
+
+def mean(values):
+    exist = [value for value in values if not math.isnan(value)]
+    return sum(exist) / len(exist) if exist else NAN
+
+
+def steps_of(trainer):
+    """For each step the memory before it, the trees, and what was logged and trained on."""
+    memory = ValueMemory()
+    for (batch, trees), entry in zip(trainer.batches, trainer.state.log_history, strict=False):
+        keys = [prompt_key(tree.prompt_ids) for tree in trees]
+        values = torch.tensor([value_of(tree, trainer.args) for tree in trees], dtype=torch.float64)
+        yield memory.priors(keys, values).tolist(), memory.prior_strength, trees, entry, batch
+        rows = [(i, r.score.reward) for i, tree in enumerate(trees) for state in tree.states for r in state.rollouts]
+        prompts, rewards = torch.tensor(rows, dtype=torch.float64).T
+        memory.learn(keys, values, rewards, prompts.long())
+    torch.testing.assert_close(trainer._memory.state(), memory.state())
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_the_baselines_are_those_of_the_memory(num_prompts):
+    """Of rollouts of the prompt: in an epoch with new prompts, then two with known ones."""
+    trainer = make_trainer(**PLAIN, per_device_train_batch_size=8 * num_prompts, max_steps=18 // num_prompts)
+    trainer.train()
+    for priors_P, strength, trees, entry, batch in steps_of(trainer):
+        assert entry["fr3e/prior/strength"] == pytest.approx(strength)
+        assert entry["fr3e/prior/known"] == (entry["step"] * num_prompts > 6)
+        advantages = []
+        for tree, prior in zip(trees, priors_P, strict=True):
+            rewards = [rollout.score.reward for rollout in tree.states[0].rollouts]
+            scorable = [reward for reward in rewards if not math.isnan(reward)]
+            if math.isnan(prior):  # the first that ever came, alone
+                assert (num_prompts, entry["step"]) == (1, 1)
+                strength = prior = 0
+            for reward in rewards:
+                baseline = (strength * prior + sum(scorable) - reward) / (strength + len(scorable) - 1)
+                advantages.append(0 if math.isnan(reward) else reward - baseline)
+        assert batch["advantages"].tolist() == pytest.approx(advantages, abs=1e-5)
+    assert trainer._memory.num_prompts == 18 and trainer._memory.slope.num_prompts > 10
+
+
+@pytest.mark.parametrize("settings", [{}, TREE], ids=["rollout", "tree"])
+def test_the_baselines_of_trees_are_those_of_the_memory(settings):
+    """Their first rows' too, with a fixed weight."""
+    trainer = make_trainer(**settings, value_prior_strength=2.0, reward_func=digits, num_base_trajectories=1)
+    trainer.train()
+    num_checked = 0
+    for priors_P, _, trees, entry, batch in steps_of(trainer):
+        assert entry["fr3e/prior/strength"] == 2
+        for i, (tree, prior) in enumerate(zip(trees, priors_P, strict=True)):
+            rewards = [rollout.score.reward for state in tree.states for rollout in state.rollouts]
+            if len(tree.states[0].rollouts) > 1:  # it was too short for its anchors
+                continue
+            num_checked += 1
+            first = batch["advantages"][8 * i].flatten()[0].item()
+            expected = sum(rewards) - 8 * prior if settings else rewards[0] - prior
+            assert first == pytest.approx(expected, abs=1e-4)
+    assert num_checked > 3
+
+
+def test_prompts_that_cannot_be_scored_teach_nothing():
+    trainer = make_trainer(unscorable, **TREE, max_steps=6)
+    trainer.train()
+    came = {prompt_key(tree.prompt_ids): value_of(tree, trainer.args) for _, trees in trainer.batches for tree in trees}
+    assert len(came) == 6
+    assert set(trainer._memory.keys.tolist()) == {key for key, value in came.items() if not math.isnan(value)}
+    assert len(trainer._memory.keys) == 4 and trainer._memory.num_prompts == 8
+
+
+REFILL = {"max_refills": 4, "reject_degenerate_states": True, "value_prior_strength": 1.0, "num_anchors": 0}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        TREE | {"num_iterations": 2},
+        {"steps_per_generation": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 3},
+        REFILL,
+    ],
+    ids=["tree", "misaligned", "refill"],
+)
+def test_resuming_is_exact(settings):
+    """In the first epoch, where all prompts are new, and in later ones."""
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 8}
+    reward_func = unscorable if settings is REFILL else letters
+    whole = make_trainer(reward_func, **settings, **saving)
+    whole.train()
+    if settings is REFILL:
+        assert sum(entry.get("fr3e/refill/reused", 0) for entry in whole.state.log_history) > 0
+    assert any(entry.get("fr3e/prior/known", 0) > 0 for entry in whole.state.log_history)
+    for step in (1, 2, 5):
+        resumed = make_trainer(reward_func, **settings, **saving, output_dir="resumed")
+        set_seed(100 + step)
+        resumed.train(resume_from_checkpoint=f"output/checkpoint-{step}")
+        assert all(map(torch.equal, resumed.model.parameters(), whole.model.parameters()))
+        for mine, theirs in zip(resumed.state.log_history, whole.state.log_history, strict=True):
+            for name in mine.keys() - {"step_time", "train_runtime", "train_loss"}:
+                assert name.endswith("per_second") or mine[name] == theirs[name], (name, mine["step"])
+
+
+def test_a_checkpoint_without_a_memory_is_gone_on_from():
+    make_trainer(value_memory=False, save_strategy="steps", save_steps=1, max_steps=1).train()
+    trainer = make_trainer(max_steps=3, output_dir="resumed")
+    trainer.train(resume_from_checkpoint="output/checkpoint-1")
+    assert trainer._memory.num_prompts == 4
+
+
+@pytest.mark.parametrize("settings", [TREE, REFILL | {"num_rewards": 2}], ids=["tree", "refill"])
+def test_two_processes_are_one(settings, tmp_path):
+    """Three prompts, of which one's rows lie in both: each is told what it is remembered by."""
+    settings = settings | {"num_generations": 8, "max_steps": 4, "value_memory": True, "optim": "sgd"}
+    alone = launch(tmp_path / "alone", 1, settings | {"per_device_train_batch_size": 24}, "fake")
+    shared = launch(tmp_path / "shared", 2, settings | {"per_device_train_batch_size": 12}, "fake")
+    assert same(trees_of(shared), trees_of(alone))
+    known = [[entry.get("fr3e/prior/known") for entry in result["logs"]] for result in (alone[0], shared[0])]
+    assert known[0] == known[1] and 1.0 in known[0]
+    for mine, theirs in zip(shared[0]["logs"], alone[0]["logs"], strict=True):
+        for name in ("loss", "fr3e/prior/strength", "fr3e/advantage/std"):
+            assert name not in theirs or math.isclose(mine[name], theirs[name], rel_tol=1e-5, abs_tol=1e-6), name
+    torch.testing.assert_close(weights_of(tmp_path / "shared"), weights_of(tmp_path / "alone"), atol=1e-6, rtol=1e-6)
+
+
+def test_resuming_is_exact_in_two_processes(tmp_path):
+    settings = TREE | {"num_generations": 8, "per_device_train_batch_size": 12, "max_steps": 5, "value_memory": True}
+    settings |= {"save_strategy": "steps", "save_steps": 1}
+    whole = launch(tmp_path / "whole", 2, settings)
+    checkpoint = str(tmp_path / "whole" / "output" / "checkpoint-3")
+    resumed = launch(tmp_path / "resumed", 2, settings | {"resume": checkpoint})
+    assert [result["trees"] for result in resumed] == [result["trees"][-2:] for result in whole]
+    assert all(map(torch.equal, weights_of(tmp_path / "resumed"), weights_of(tmp_path / "whole")))
+
+
+# The setting
+
+
+def test_without_it_nothing_is_remembered():
+    trainer = make_trainer(value_memory=False, max_steps=1)
+    trainer.train()
+    assert not any("prior" in name for name in trainer.state.log_history[0])
+    assert trainer.state_to_resume() == {}
+
+
+def test_the_strength_is_estimated_unless_it_is_set():
+    assert FR3EConfig("output", value_memory=True, **CPU).value_prior_strength is None
+    plain = FR3EConfig("output", value_memory=True, num_anchors=0, **CPU)
+    assert plain.value_prior_strength is None and plain.scale_rewards == "none" and not plain.is_plain_grpo
+    assert FR3EConfig("output", value_memory=True, value_prior_strength=4.0, **CPU).value_prior_strength == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"value_prior_strength": 0.0},
+            "value_memory=True is not allowed: it must be False with value_prior_strength=0",
+        ),
+        ({"scale_rewards": "group"}, "scale_rewards='group' .* value_memory=False"),
+        ({"value_memory": 1}, "value_memory=1 is not allowed"),
+    ],
+)
+def test_what_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        FR3EConfig("output", **{"value_memory": True} | CPU | settings)
+
+
+def test_one_prompt_a_batch_is_not_warned_of(caplog):
+    make_trainer(per_device_train_batch_size=8)
+    assert not any("has one prompt" in message for message in caplog.messages)
+    make_trainer(per_device_train_batch_size=8, value_memory=False)
+    (warning,) = [message for message in caplog.messages if "has one prompt" in message]
+    assert "value_memory=True" in warning
