@@ -241,10 +241,11 @@ def test_the_baselines_are_those_of_the_memory(num_prompts):
     assert trainer._memory.num_prompts == 18 and trainer._memory.slope.num_prompts > 10
 
 
-@pytest.mark.parametrize("settings", [{}, TREE], ids=["rollout", "tree"])
+@pytest.mark.parametrize("settings", [{}, {"credit": "tree"}], ids=["rollout", "tree"])
 def test_the_baselines_of_trees_are_those_of_the_memory(settings):
     """What the first token of a base trajectory is compared with, where nothing branches before it."""
-    trainer = make_trainer(**settings, value_prior_strength=2.0, reward_func=digits, num_base_trajectories=1)
+    sizes = {"num_generations": 4, "num_base_trajectories": 1, "max_completion_length": 20}
+    trainer = make_trainer(digits, **settings, **sizes, value_prior_strength=2.0)
     trainer.train()
     num_checked = 0
     for priors_P, _, trees, entry, batch in steps_of(trainer):
@@ -252,11 +253,11 @@ def test_the_baselines_of_trees_are_those_of_the_memory(settings):
         for i, (tree, prior) in enumerate(zip(trees, priors_P, strict=True)):
             rewards = [rollout.score.reward for state in tree.states for rollout in state.rollouts]
             branches = tree.states[1:]
-            if len(branches) < 7 or branches[0].position == 0:
+            if len(branches) < 3 or branches[0].position == 0:
                 continue
             num_checked += 1
-            first = batch["advantages"][8 * i].flatten()[0].item()
-            expected = sum(rewards) - 8 * prior if settings else rewards[0] - prior
+            first = batch["advantages"][4 * i].flatten()[0].item()
+            expected = sum(rewards) - 4 * prior if settings else rewards[0] - prior
             assert first == pytest.approx(expected, abs=1e-4)
     assert num_checked > 3
 
@@ -311,12 +312,12 @@ def test_a_checkpoint_without_a_memory_is_gone_on_from():
 @pytest.mark.parametrize("settings", [TREE, REFILL | {"num_rewards": 2}], ids=["tree", "refill"])
 def test_two_processes_are_one(settings, tmp_path):
     """Three prompts, of which one's rows lie in both: each is told what it is remembered by."""
-    settings = settings | {"num_generations": 8, "max_steps": 4, "value_memory": True, "optim": "sgd"}
+    settings = settings | {"num_generations": 8, "max_steps": 7, "value_memory": True, "optim": "sgd"}
     alone = launch(tmp_path / "alone", 1, settings | {"per_device_train_batch_size": 24}, "fake")
     shared = launch(tmp_path / "shared", 2, settings | {"per_device_train_batch_size": 12}, "fake")
     assert same(trees_of(shared), trees_of(alone))
-    known = [[entry.get("fr3e/prior/known") for entry in result["logs"]] for result in (alone[0], shared[0])]
-    assert known[0] == known[1] and 1.0 in known[0]
+    known = [[entry.get("fr3e/prior/known", 0) for entry in result["logs"]] for result in (alone[0], shared[0])]
+    assert known[0] == known[1] and known[0][0] == 0 and max(known[0]) > 0.5
     for mine, theirs in zip(shared[0]["logs"], alone[0]["logs"], strict=True):
         for name in ("loss", "fr3e/prior/strength", "fr3e/advantage/std"):
             assert name not in theirs or math.isclose(mine[name], theirs[name], rel_tol=1e-5, abs_tol=1e-6), name
