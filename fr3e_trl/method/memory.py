@@ -193,10 +193,12 @@ class ValueMemory:
         self.slope.add((offsets * found)[known].double(), (offsets**2)[known].double())
         weights = VISIT_DECAY * weights
         offsets = (weights * offsets + found) / (weights + 1)
-        kept = ~torch.isin(self.keys, keys)
-        self.keys, order = torch.cat([self.keys[kept], keys]).sort()
-        self.offsets = torch.cat([self.offsets[kept], offsets])[order]
-        self.weights = torch.cat([self.weights[kept], weights + 1])[order]
+        places = torch.searchsorted(self.keys, keys[known])
+        self.offsets[places], self.weights[places] = offsets[known], weights[known] + 1
+        if not known.all():
+            self.keys, order = torch.cat([self.keys, keys[~known]]).sort()
+            self.offsets = torch.cat([self.offsets, offsets[~known]])[order]
+            self.weights = torch.cat([self.weights, weights[~known] + 1])[order]
 
     def _learn_correlation(self, errors: torch.Tensor, prompts: torch.Tensor, num_prompts: int) -> None:
         """Add the errors of rows about their priors: over pairs of rows of a prompt, and over rows."""
