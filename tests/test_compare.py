@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from operator import itemgetter
 from pathlib import Path
 
 import psutil
@@ -24,14 +25,16 @@ from fr3e_trl.bench.arms import make_config, make_trainer
 from fr3e_trl.bench.compare import CompareArguments, compare
 from fr3e_trl.bench.measures import batch_signal, sampled_states
 from fr3e_trl.bench.statistics import (
+    best_of_k,
     first_reached,
     interpolate,
     mean_height,
     mean_interval,
     paired_difference,
-    pass_at_k,
+    ratio_interval,
     t_quantile,
 )
+from fr3e_trl.bench.tuning import TUNED
 from fr3e_trl.generation.on_transformers import GenerateSampler
 
 ROOT = Path(__file__).parent.parent
@@ -45,6 +48,8 @@ BASE = {
     "epsilon_high": 0.28,
     "scale_rewards": "none",
 }
+# What may be tuned left out
+UNTUNED = {name: value for name, value in BASE.items() if name not in ("learning_rate", "num_prompts")}
 GRPO = {"trainer": "grpo"}
 FR3E = {"num_anchors": 1}
 THROWN_AWAY = {"num_anchors": 1, "reuse_base": False, "num_base_trajectories": 3}
@@ -80,7 +85,6 @@ def arguments(**overrides):
         "num_heldout": 6,
         "num_samples": 4,
         "pass_at": [2],
-        "threshold": 0.3,
     }
     return CompareArguments(**settings | overrides)
 
@@ -94,8 +98,10 @@ def run(**overrides):
 
 def without_times(results):
     """What must come out the same again."""
-    for evaluation in itertools.chain(*(run["evaluations"] for run in results["runs"] + results["tuning"])):
-        del evaluation["seconds"]
+    for result in results["runs"] + results["tuning"]:
+        del result["evaluation_seconds"]
+        for evaluation in result["evaluations"]:
+            del evaluation["seconds"]
     for name in ("output_dir", "num_workers"):
         del results["arguments"][name]
     return results
@@ -105,22 +111,25 @@ def without_times(results):
 
 
 @pytest.mark.parametrize(
-    "n, c, k, expected",
+    "rewards, k, expected",
     [
-        (4, 1, 1, 1 / 4),
-        (5, 2, 3, 9 / 10),  # all three among the three wrong ones: 1 of 10 choices
-        (4, 2, 2, 5 / 6),  # both wrong: 1 of 6 choices
-        (8, 0, 8, 0.0),
-        (8, 1, 8, 1.0),
+        ([0, 1, 0, 0], 1, 1 / 4),
+        ([1, 0, 0, 1, 0], 3, 9 / 10),  # all three among the three wrong ones: 1 of 10 choices
+        ([1, 0, 1, 0], 2, 5 / 6),  # both wrong: 1 of 6 choices
+        ([0] * 8, 8, 0.0),
+        ([0] * 7 + [1], 8, 1.0),
+        ([0.5, 0.2, 0.9], 1, 1.6 / 3),
+        ([0.5, 0.2, 0.9], 2, (0.5 + 0.9 + 0.9) / 3),  # of three pairs, one leaves out the best
+        ([0.5, 0.5, 0.1, 0], 3, (0.5 * 4) / 4),
     ],
 )
-def test_pass_at_k(n, c, k, expected):
-    assert pass_at_k(n, c, k) == pytest.approx(expected)
+def test_best_of_k(rewards, k, expected):
+    assert best_of_k(rewards, k) == pytest.approx(expected)
 
 
 def test_pass_at_more_than_there_are_samples():
     with pytest.raises(ValueError, match="pass@5 cannot be estimated from 4 samples"):
-        pass_at_k(4, 2, 5)
+        best_of_k([1, 0, 1, 0], 5)
 
 
 @pytest.mark.parametrize(
@@ -141,13 +150,18 @@ def test_intervals():
     difference = paired_difference([0.3, 0.9], [0.2, 0.7])
     assert difference.mean == pytest.approx(0.15)
     assert difference.half_width == pytest.approx(12.706205 * 0.05, rel=1e-6)
+    # Half as much and a quarter: logs -log 2 and -2 log 2, standard error log 2 / 2
+    ratio, low, high = ratio_interval([1, 10], [2, 40])
+    assert ratio == pytest.approx(2**-1.5)
+    assert (low, high) == pytest.approx((2 ** (-1.5 - 12.706205 / 2), 2 ** (-1.5 + 12.706205 / 2)), rel=1e-5)
 
 
 def test_curves():
     x, y = [0, 10, 20], [0.0, 0.5, 0.7]
     assert [interpolate(x, y, at) for at in (0, 5, 15, 20)] == pytest.approx([0.0, 0.25, 0.6, 0.7])
     assert interpolate(x, y, 21) != interpolate(x, y, 21)  # NaN
-    assert mean_height(x, y) == pytest.approx((10 * 0.25 + 10 * 0.6) / 20)
+    assert mean_height(x, y, end=20) == pytest.approx((10 * 0.25 + 10 * 0.6) / 20)
+    assert mean_height(x, y, end=14) == pytest.approx((10 * 0.25 + 4 * 0.54) / 14)  # 0.58 at 14
     assert first_reached(x, y, 0.6) == pytest.approx(15)
     assert first_reached(x, y, 0.0) == 0
     assert first_reached(x, y, 0.8) == float("inf")
@@ -259,7 +273,7 @@ def test_measuring_changes_nothing(tmp_path):
 
 def rows_of(report, heading):
     """Cells of the table below a heading, by the name in the first."""
-    _, _, section = report.partition(f"## {heading}")
+    _, _, section = report.partition(f"# {heading}")
     lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| `")]
     return {cells[0].strip("`"): cells[1:] for cells in ([c.strip() for c in line.split("|")[1:-1]] for line in lines)}
 
@@ -270,20 +284,25 @@ def test_report_has_the_numbers_of_the_raw_data():
     report = Path("out/report.md").read_text()
 
     def pass_at_1(evaluation):
-        return sum(evaluation["num_right"]) / (4 * 6)
+        return sum(map(sum, evaluation["rewards"])) / (4 * 6)
 
     def pass_at_2(evaluation):
-        return sum(1 - (4 - c) * (3 - c) / 12 for c in evaluation["num_right"]) / 6
+        return sum(1 - (4 - c) * (3 - c) / 12 for c in map(sum, evaluation["rewards"])) / 6
 
-    def at(run, tokens):
-        points = [(e["generated_tokens"], pass_at_1(e)) for e in run["evaluations"]]
+    def distinct(evaluation):
+        counts = [count for count in evaluation["num_distinct"] if count]
+        return sum(counts) / max(1, len(counts))
+
+    def at(run, tokens, measure=pass_at_1):
+        points = [(e["generated_tokens"], measure(e)) for e in run["evaluations"]]
         for (x0, y0), (x1, y1) in itertools.pairwise(points):
             if x0 <= tokens <= x1:
                 return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
 
     def area(run):
-        points = [(e["generated_tokens"], pass_at_1(e)) for e in run["evaluations"]]
-        return sum((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in itertools.pairwise(points)) / points[-1][0]
+        points = [(e["generated_tokens"], pass_at_1(e)) for e in run["evaluations"] if e["generated_tokens"] < 500]
+        points.append((500, at(run, 500)))
+        return sum((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in itertools.pairwise(points)) / 500
 
     def summary(values, sign=""):
         mean = sum(values) / 3
@@ -292,16 +311,14 @@ def test_report_has_the_numbers_of_the_raw_data():
 
     runs = {arm: [run for run in raw["runs"] if run["arm"] == arm] for arm in ("fr3e", "grpo", "fixed")}
     assert [run["seed"] for run in runs["fr3e"]] == [0, 1, 2]
-    table = rows_of(report, "After 500 generated tokens")
+    table = rows_of(report, "ones: arms at equal generated tokens")
     for arm, of_arm in runs.items():
         final = [at(run, 500) for run in of_arm]
         ends = [run["evaluations"][-1] for run in of_arm]
-        assert table[arm][0] == summary(final)
-        assert table[arm][2] == summary([sum(end["greedy_right"]) / 6 for end in ends])
-        assert table[arm][3] == summary([pass_at_2(end) for end in ends])
-        assert table[arm][4] == summary([area(run) for run in of_arm])
+        assert table[arm][0] == summary([area(run) for run in of_arm])
+        assert table[arm][2] == summary(final)
         if arm != "grpo":
-            difference = [a - at(run, 500) for a, run in zip(final, runs["grpo"], strict=True)]
+            difference = [area(run) - area(other) for run, other in zip(of_arm, runs["grpo"], strict=True)]
             assert table[arm][1].replace("−", "-").lstrip("+") == summary(difference)
         course = rows_of(report, "pass@1 along the run")[arm]
         assert course == [summary([at(run, tokens) for run in of_arm]) for tokens in (0, 250, 500)]
@@ -310,7 +327,10 @@ def test_report_has_the_numbers_of_the_raw_data():
         assert signal[2] == summary(shares)
         costs = rows_of(report, "What a run cost")[arm]
         assert costs[3] == f"{sum(end['generated_tokens'] for end in ends) / 3:,.0f}"
-    assert f"`grpo` (pass@1 {table['grpo'][0]})" in report.splitlines()[2]
+        diversity = rows_of(report, "Diversity")[arm]
+        for cell, measure in ((1, itemgetter("entropy")), (3, pass_at_2), (5, distinct)):
+            assert diversity[cell] == summary([at(run, 500, measure) for run in of_arm])
+    assert f"`grpo` ({table['grpo'][0]})" in report.splitlines()[2]
     assert "fr3e compare --config x.yaml" in report
     # A policy that does not learn stays what it was
     assert {pass_at_1(e) for run in runs["fixed"] for e in run["evaluations"]} == {
@@ -342,27 +362,62 @@ def test_verdict_names_what_wins():
 # Tuning, sizes
 
 
+def mean_along(result):
+    """Mean of pass@1 along a run of 500 tokens, by the trapezes between its evaluations."""
+    points = [(e["generated_tokens"], sum(map(sum, e["rewards"])) / 24) for e in result["evaluations"]]
+    (x0, y0), (x1, y1) = points[-2:]
+    points[-1] = (500, y0 + (y1 - y0) * (500 - x0) / (x1 - x0))
+    return sum((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in itertools.pairwise(points)) / 500
+
+
 def test_both_sides_are_tuned_alike():
-    base = {name: value for name, value in BASE.items() if name != "learning_rate"}
-    rates = [0.0, 1e-2]
-    raw = run(base=base, learning_rates=rates, tuning_seeds=[7, 8], tuning_tokens=1000, seeds=[0])
-    right = {}
+    """In the same grid, by the mean along whole runs: all of it with one seed, the best of each arm with the other."""
+    grid = {"learning_rates": [0.0, 1e-2], "tokens_per_batch": [40, 120], "num_iterations": [1, 2]}
+    arms = {"fr3e": FR3E, "grpo": GRPO, "own": GRPO | {"num_iterations": 1}}
+    raw = run(base=UNTUNED, arms=arms, **grid, tuning_seeds=[7, 8], tuning_finalists=2, seeds=[0])
+    means = {}
     for result in raw["tuning"]:
-        key = result["arm"], result["settings"]["learning_rate"]
-        right.setdefault(key, []).append(sum(result["evaluations"][-1]["num_right"]))
-    assert right.keys() == set(itertools.product(["fr3e", "grpo"], rates))
-    assert {result["seed"] for result in raw["tuning"]} == {7, 8}
-    table = rows_of(Path("out/report.md").read_text(), "Learning rates")
-    for result in raw["runs"]:
-        arm = result["arm"]
-        best = max(rates, key=lambda rate: sum(right[arm, rate]))
-        assert result["settings"]["learning_rate"] == best
-        means = [f"{sum(right[arm, rate]) / (2 * 4 * 6):.3f}" for rate in rates]
-        assert table[arm] == [f"**{m}**" if rate == best else m for m, rate in zip(means, rates, strict=True)]
+        settings = result["settings"]
+        assert result["generated_tokens"] == 500
+        point = settings["learning_rate"], settings["num_prompts"], settings["num_iterations"]
+        means.setdefault(result["arm"], {}).setdefault(point, {})[result["seed"]] = mean_along(result)
+    for arm, of_arm in means.items():
+        rates, sizes, updates = (set(values) for values in zip(*of_arm, strict=True))
+        assert rates == {0.0, 1e-2} and len(sizes) == 2 and updates == ({1} if arm == "own" else {1, 2})
+        assert of_arm.keys() == set(itertools.product(rates, sizes, updates))
+        in_order = sorted(of_arm)  # of two alike, the lower values
+        finalists = sorted(in_order, key=lambda point: -of_arm[point][7])[:2]
+        assert {point for point, scores in of_arm.items() if 8 in scores} == set(finalists)
+        best = max(finalists, key=lambda point: sum(of_arm[point].values()))
+        (result,) = (result for result in raw["runs"] if result["arm"] == arm)
+        assert tuple(result["settings"][name] for name in TUNED) == best
+    table = rows_of(Path("out/report.md").read_text(), "Tuning")
+    for arm in ("fr3e", "grpo"):
+        of_rates = [max(scores[7] for point, scores in means[arm].items() if point[0] == rate) for rate in (0.0, 1e-2)]
+        assert [cell.strip("*") for cell in table[arm][:2]] == [f"{mean:.3f}" for mean in of_rates]
+
+
+@pytest.mark.parametrize("arm", [GRPO, FR3E], ids=["grpo", "fr3e"])
+def test_several_updates_of_a_batch(arm):
+    """Each goes through the loss, the later ones are clipped, and the bench counts one batch."""
+    (result,) = run(arms={"arm": arm}, reference="arm", num_iterations=3, num_evals=1)["runs"]
+    settings = {
+        "max_completion_length": 8,
+        "num_iterations": 3,
+        "learning_rate": 0.1,
+        "logging_steps": 1,
+        "max_steps": 3,
+    }
+    trainer = make_trainer(BASE | arm | settings, Path(model_on_disk()), Ones(), Path("trainer"), seed=0)
+    trainer.train()
+    clipped = [log["clip_ratio/region_mean"] for log in trainer.state.log_history if "clip_ratio/region_mean" in log]
+    assert trainer.costs.batches == 1 and clipped[0] == 0 < min(clipped[1:])
+    end = result["evaluations"][-1]
+    assert end["batches"] == len(result["batches"]) and end["training_rows"] == 16 * end["batches"]
 
 
 def test_batches_of_equal_tokens():
-    base = {name: value for name, value in BASE.items() if name != "num_prompts"}
+    base = UNTUNED | {"learning_rate": 1e-3}
     arms = {"fr3e": FR3E | {"num_generations": 8}, "grpo": GRPO, "given": GRPO | {"num_prompts": 3}}
     raw = run(base=base, arms=arms, tokens_per_batch=600, generated_tokens=2000, num_evals=1)
     for result in raw["runs"]:
@@ -413,7 +468,7 @@ def test_other_arguments_for_the_same_directory():
     with pytest.raises(ValueError, match=r"differs in arms\.grpo \(was"):
         run(arms={"grpo": GRPO | {"num_generations": 8}}, generated_tokens=100)
     # What no finished run depends on may change
-    raw = run(arms={"grpo": GRPO, "fr3e": FR3E}, generated_tokens=100, seeds=[0, 1], threshold=0.1)
+    raw = run(arms={"grpo": GRPO, "fr3e": FR3E}, generated_tokens=100, seeds=[0, 1], pass_at=[4])
     assert len(raw["runs"]) == 4
     raw = run(arms={"grpo": GRPO, "fr3e": FR3E}, generated_tokens=100, seeds=[0, 1], only=["grpo"])
     assert {result["arm"] for result in raw["runs"]} == {"grpo"} and len(raw["runs"]) == 2
@@ -459,9 +514,13 @@ def test_directory_without_a_finished_run_takes_other_arguments(monkeypatch):
         ({"arms": {"a/b": GRPO}, "reference": "a/b"}, "name is a file's too"),
         ({"base": {k: v for k, v in BASE.items() if k != "epsilon_high"}}, "epsilon_high is not set.*defaults differ"),
         ({"base": {k: v for k, v in BASE.items() if k != "num_prompts"}}, "num_prompts is not set"),
-        ({"base": {k: v for k, v in BASE.items() if k != "learning_rate"}}, "Set either its learning_rate"),
-        ({"learning_rates": [1e-3]}, "Set either its learning_rate"),
-        ({"learning_rates": [1e-3], "tuning_seeds": [0]}, "must have none in common"),
+        ({"base": {k: v for k, v in BASE.items() if k != "learning_rate"}}, "learning_rate is not set"),
+        ({"learning_rates": [1e-3]}, r"learning_rates=\[0.001\] are to be tried, and the base has a learning_rate"),
+        ({"tokens_per_batch": 100}, "tokens_per_batch=100 are to be tried, and the base has a num_prompts"),
+        ({"num_iterations": [0]}, "num_iterations=0 must be a whole number of at least 1"),
+        ({"num_iterations": [2, 2]}, r"num_iterations=\[2, 2\] has a value twice"),
+        ({"tuning_finalists": 0}, "tuning_finalists=0 must be a whole number of at least 1"),
+        ({"tuning_seeds": [0]}, "must have none in common"),
         ({"base": "nothing"}, "'nothing' must be a mapping"),
         ({"arms": {}}, "arms is empty"),
         ({"arms": {"grpo": None}}, "None must be a mapping"),
@@ -469,13 +528,18 @@ def test_directory_without_a_finished_run_takes_other_arguments(monkeypatch):
         ({"seeds": [0, 0]}, r"seeds=\[0, 0\] has a value twice"),
         ({"seeds": []}, r"seeds=\[\] must be a list of at least one value"),
         ({"seeds": [-1]}, "seeds=-1 must be a whole number of at least 0"),
-        ({"learning_rates": [1e-3, 1e-3]}, r"learning_rates=\[0.001, 0.001\] has a value twice"),
-        ({"learning_rates": [-1e-3]}, "learning_rates=-0.001 must be a number of at least 0"),
-        ({"learning_rates": []}, r"learning_rates=\[\] must be a list of at least one value"),
-        ({"learning_rates": [1e-3], "tuning_seeds": [7, 7]}, r"tuning_seeds=\[7, 7\] has a value twice"),
+        ({"base": UNTUNED, "learning_rates": [1e-3, 1e-3]}, r"learning_rates=\[0.001, 0.001\] has a value twice"),
+        ({"base": UNTUNED, "learning_rates": [-1e-3]}, "learning_rates=-0.001 must be a number of at least 0"),
+        ({"base": UNTUNED, "learning_rates": []}, r"learning_rates=\[\] must be a list of at least one value"),
+        ({"tuning_seeds": [7, 7]}, r"tuning_seeds=\[7, 7\] has a value twice"),
         ({"pass_at": []}, r"pass_at=\[\] must be a list of at least one value"),
         ({"pass_at": [0]}, "pass_at=0 must be a whole number of at least 1"),
-        ({"threshold": 0.0}, "threshold=0.0 must be a number above 0 and at most 1"),
+        ({"arms": {"grpo": GRPO | {"num_prompts": 65}}}, "num_prompts=65 must be at most num_train_examples=64"),
+        ({"arms": {"grpo": GRPO | {"steps_per_generation": 5}}}, "steps_per_generation=5 must divide the 16 rows"),
+        (
+            {"arms": {"grpo": GRPO | {"steps_per_generation": 2, "per_device_train_batch_size": 4}}},
+            "=4 times steps_per_generation=2 must be the 16 rows",
+        ),
         ({"arms": {"grpo": GRPO | {"num_prompts": 0}}}, "Arm 'grpo': num_prompts=0 must be a whole number of at least"),
         ({"arms": {"grpo": GRPO | {"num_generations": -4}}}, "num_generations=-4 must be a whole number of at least 1"),
         ({"arms": {"grpo": GRPO | {"per_device_train_batch_size": -4}}}, "per_device_train_batch_size=-4 must be"),
@@ -490,7 +554,7 @@ def test_arguments_that_cannot_be(overrides, message):
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
 @pytest.mark.parametrize(
     "name",
-    """generated_tokens tokens_per_batch tuning_tokens num_evals num_heldout num_samples eval_batch_size num_workers
+    """generated_tokens tuning_tokens tuning_finalists num_evals num_heldout num_samples eval_batch_size num_workers
     """.split(),
 )
 def test_counts_that_cannot_be(name, value):

@@ -38,7 +38,7 @@ def test_entropy_is_that_of_a_forward_pass(monkeypatch):
     monkeypatch.setattr(model, "generate", keep)
     evaluation = evaluate(model, tokenizer, Ones(), heldout(), num_samples=40, batch_size=80)
     entropies = []
-    for kwargs, sequences in generated[1:]:  # the first is greedy
+    for kwargs, sequences in generated:
         prompt_length = kwargs["input_ids"].shape[1]
         mask = torch.ones_like(sequences)
         mask[:, :prompt_length] = kwargs["attention_mask"].repeat_interleave(40, 0)

@@ -1,12 +1,15 @@
 """From an arm's settings to its trainer."""
 
 import difflib
+import functools
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -22,9 +25,6 @@ TRAINERS: dict[str, tuple[type[GRPOTrainer], type[GRPOConfig]]] = {
 
 # An arm's settings that are not of the trainer's configuration
 OWN_SETTINGS = ("trainer", "num_prompts", "num_train_examples")
-
-# Prompts of the batch by which an arm's tokens per prompt are measured
-PROBE_PROMPTS = 32
 
 # What every arm has unless it says otherwise: nothing that belongs to a method
 DEFAULTS: dict[str, Any] = {
@@ -45,6 +45,8 @@ COUNTS = (
     "num_generations",
     "num_train_examples",
     "per_device_train_batch_size",
+    "steps_per_generation",
+    "num_iterations",
     "max_completion_length",
 )
 
@@ -119,7 +121,10 @@ class ArmsArguments:
         """What [`check_arms`] checks of an arm. Its prompts per batch may still have to be found."""
         if not name.replace("-", "").replace("_", "").isalnum():
             raise ValueError("An arm's name is a file's too: use letters, digits, '-' and '_'.")
-        make_config({"num_prompts": PROBE_PROMPTS} | settings, Path(self.output_dir), seed=0)
+        if "num_prompts" not in settings:
+            check_settings(settings | {"num_prompts": 1})
+            settings = settings | {"num_prompts": whole_prompts(1, settings)}
+        make_config(settings, Path(self.output_dir), seed=0)
 
 
 def make_trainer(
@@ -154,11 +159,16 @@ def make_trainer(
         model=AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32),
         reward_funcs=task.reward,
         args=make_config(settings, output_dir, seed),
-        train_dataset=task.examples("train", seed, settings["num_train_examples"]),
+        train_dataset=_train_examples(task, seed, settings["num_train_examples"]),
         processing_class=AutoTokenizer.from_pretrained(policy, padding_side="left"),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+@functools.lru_cache(maxsize=16)  # the runs of a process share few seeds
+def _train_examples(task: Task, seed: int, size: int) -> Dataset:
+    return task.examples("train", seed, size)
 
 
 def make_config(settings: dict[str, Any], output_dir: Path, seed: int) -> GRPOConfig:
@@ -168,16 +178,38 @@ def make_config(settings: dict[str, Any], output_dir: Path, seed: int) -> GRPOCo
     _, config_class = TRAINERS[settings["trainer"]]
     config = {name: value for name, value in settings.items() if name not in OWN_SETTINGS}
     num_rows = settings["num_prompts"] * settings["num_generations"]
-    batch_size = config.setdefault("per_device_train_batch_size", num_rows)
-    if num_rows % batch_size != 0:
+    part = "steps_per_generation" if "steps_per_generation" in settings else "per_device_train_batch_size"
+    if num_rows % settings.get(part, 1) != 0:
         raise ValueError(
-            f"per_device_train_batch_size={batch_size} must divide the {num_rows} rows of a generation batch "
-            "(num_prompts times num_generations). Leave it out to take them all at once."
+            f"{part}={settings[part]} must divide the {num_rows} rows of a generation batch (num_prompts times "
+            "num_generations). Leave it out to take them all at once."
         )
-    config.setdefault("steps_per_generation", num_rows // batch_size)
+    batch_size = config.setdefault("per_device_train_batch_size", num_rows // settings.get("steps_per_generation", 1))
+    steps = config.setdefault("steps_per_generation", num_rows // batch_size)
+    if batch_size * steps != num_rows:
+        raise ValueError(
+            f"per_device_train_batch_size={batch_size} times steps_per_generation={steps} must be the {num_rows} rows "
+            "of a generation batch (num_prompts times num_generations). Leave one of them out."
+        )
     config.setdefault("gradient_accumulation_steps", config["steps_per_generation"])
     config.setdefault("use_cpu", not torch.cuda.is_available())
     return config_class(output_dir=str(output_dir), seed=seed, **config)
+
+
+def whole_prompts(wanted: float, settings: dict[str, Any]) -> int:
+    """
+    Prompts of a batch, as near to `wanted` as its division into micro-batches and the training set allow.
+
+    Args:
+        wanted (`float`):
+            How many there should be.
+        settings (`dict[str, Any]`):
+            Settings of an arm, see [`make_trainer`].
+    """
+    parts = settings.get("steps_per_generation", settings.get("per_device_train_batch_size", 1))
+    unit = parts // math.gcd(parts, settings["num_generations"])
+    most = (DEFAULTS | settings)["num_train_examples"] // unit
+    return unit * max(1, min(round(wanted / unit), most))
 
 
 def read_settings(value: dict[str, Any] | str | None) -> dict[str, Any]:
@@ -216,6 +248,12 @@ def check_settings(settings: dict[str, Any]) -> None:
         if name in settings:
             check_count(name, settings[name])
     check_rate("learning_rate", settings.get("learning_rate", 0.0))
+    num_examples = (DEFAULTS | settings)["num_train_examples"]
+    if settings["num_prompts"] > num_examples:
+        raise ValueError(
+            f"num_prompts={settings['num_prompts']} must be at most num_train_examples={num_examples}: a batch has no "
+            "prompt twice."
+        )
 
 
 def _unknown(name: str, trainer: str, known: list[str]) -> str:

@@ -20,21 +20,19 @@ class Evaluation:
     What a policy makes of P held-out prompts.
 
     Args:
-        num_samples (`int`):
-            Completions sampled of each.
-        num_right (`list[int]`):
-            How many of them are right, for each prompt.
-        greedy_right (`list[int]`):
-            Whether the completion of likeliest tokens is right, for each prompt.
+        rewards (`list[list[float]]`):
+            Rewards of the completions sampled of each prompt.
+        num_distinct (`list[int]`):
+            How many different completions have the highest reward among those of the prompt, for each prompt; 0 where
+            that is 0. With rewards of 0 and 1, the distinct right ones.
         entropy (`float`):
             Mean entropy of the distributions that the sampled tokens were drawn from, in nats.
         completion_length (`float`):
             Mean length of the sampled completions, in tokens.
     """
 
-    num_samples: int
-    num_right: list[int]
-    greedy_right: list[int]
+    rewards: list[list[float]]
+    num_distinct: list[int]
     entropy: float
     completion_length: float
 
@@ -68,22 +66,29 @@ def evaluate(
     model.eval()
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(HELDOUT_SEED)
-        greedy = _complete(model, tokenizer, task, heldout, 1, batch_size, do_sample=False)
-        sampled = _complete(model, tokenizer, task, heldout, num_samples, batch_size, do_sample=True)
+        sampled = _complete(model, tokenizer, task, heldout, num_samples, batch_size)
     model.train(training)
-    right = torch.tensor(sampled.rewards).view(len(heldout), num_samples) > 0
+    starts = range(0, len(sampled.rewards), num_samples)
+    rewards = [sampled.rewards[start : start + num_samples] for start in starts]
+    texts = [sampled.texts[start : start + num_samples] for start in starts]
     return Evaluation(
-        num_samples=num_samples,
-        num_right=right.sum(1).tolist(),
-        greedy_right=[int(reward > 0) for reward in greedy.rewards],
+        rewards=rewards,
+        num_distinct=[_num_distinct(*of_prompt) for of_prompt in zip(rewards, texts, strict=True)],
         entropy=sampled.entropy_sum / sampled.num_tokens,
         completion_length=sampled.num_tokens / len(sampled.rewards),
     )
 
 
+def _num_distinct(rewards: list[float], texts: list[str]) -> int:
+    """Different texts of those with the highest reward, if that is above 0."""
+    best = max(rewards)
+    return len({text for reward, text in zip(rewards, texts, strict=True) if reward == best > 0})
+
+
 @dataclass
 class _Completions:
     rewards: list[float]
+    texts: list[str]
     num_tokens: int = 0
     entropy_sum: float = 0.0
 
@@ -110,19 +115,19 @@ def _complete(
     heldout: Dataset,
     num_samples: int,
     batch_size: int,
-    do_sample: bool,
 ) -> _Completions:
     """`num_samples` completions of each prompt, in order."""
-    sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if do_sample else {}
     config = GenerationConfig(
         max_new_tokens=task.max_completion_length,
-        do_sample=do_sample,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
         num_return_sequences=num_samples,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        **sampling,
     )
-    result = _Completions([])
+    result = _Completions([], [])
     for examples in _batches(heldout, max(1, batch_size // num_samples)):
         inputs = tokenizer(examples["prompt"], padding=True, return_tensors="pt").to(model.device)
         recorder = _EntropyRecorder()
@@ -137,6 +142,7 @@ def _complete(
             if name != "prompt"
         }
         completions = tokenizer.batch_decode(new_ids, skip_special_tokens=True)
+        result.texts += completions
         result.rewards += task.reward(completions=completions, **columns)
     return result
 

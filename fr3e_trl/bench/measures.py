@@ -111,19 +111,21 @@ def sampled_states(rewards: torch.Tensor, states: torch.Tensor) -> dict[str, flo
 
     Args:
         rewards (`torch.Tensor` of shape (R,)):
-            Rewards; above 0 is right.
+            Rewards, from 0, which is wrong, to 1, which is right.
         states (`torch.Tensor` of shape (R,)):
             State of each row, as an index.
 
     Returns:
         `dict[str, float]`: Shares of states that are all right and all wrong; mean reward.
     """
-    right = (rewards > 0).float()
-    sizes = torch.zeros(int(states.max()) + 1).index_add(0, states, torch.ones_like(right))
-    num_right = torch.zeros_like(sizes).index_add(0, states, right)
+    num_states = int(states.max()) + 1
+    sizes, num_right, num_wrong = (
+        torch.zeros(num_states).index_add(0, states, counted.float())
+        for counted in (torch.ones_like(rewards), rewards >= 1, rewards <= 0)
+    )
     return {
         "all_right": (num_right == sizes).float().mean().item(),
-        "all_wrong": (num_right == 0).float().mean().item(),
+        "all_wrong": (num_wrong == sizes).float().mean().item(),
         "reward": rewards.mean().item(),
     }
 

@@ -1,6 +1,8 @@
 """The figures of a comparison."""
 
 import math
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,21 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from .results import COSTS, SIGNALS, Results, accuracies, curve
+from .results import (
+    COSTS,
+    SIGNALS,
+    Measure,
+    Results,
+    accuracies,
+    curve,
+    distinct_right,
+    final,
+    mean_accuracy,
+    pass_rate,
+)
 from .statistics import interpolate, mean_interval
 
 NUM_POINTS = 41  # along a curve
@@ -30,19 +44,32 @@ def plot_all(results: Results, output_dir: Path) -> dict[str, str]:
         name: {arm: [(curve(run, cost), accuracies(run)) for run in results.of_arm(arm)] for arm in results.arms}
         for cost, name in COSTS.items()
     }
+    k = max(results.arguments["pass_at"])
+    policy_measures: dict[str, Measure] = {
+        "policy entropy, nats": itemgetter("entropy"),
+        f"held-out pass@{k}": partial(pass_rate, k=k),
+        "distinct right completions of a prompt": distinct_right,
+        "completion length, tokens": itemgetter("completion_length"),
+    }
     policy_panels = {
         name: {
-            arm: [(curve(run, "generated_tokens"), curve(run, key)) for run in results.of_arm(arm)]
+            arm: [
+                (curve(run, "generated_tokens"), list(map(measure, run["evaluations"]))) for run in results.of_arm(arm)
+            ]
             for arm in results.arms
         }
-        for key, name in (("entropy", "policy entropy, nats"), ("completion_length", "completion length, tokens"))
+        for name, measure in policy_measures.items()
     }
     batch_panels = {
         name: {arm: [_smoothed(run, key) for run in results.of_arm(arm)] for arm in results.arms}
         for key, name in SIGNALS.items()
     }
+    robustness = {}
+    if results.tuning:
+        robustness["Learning rates"] = _draw_rates(results, output_dir / "rates.png")
     return {
         "Held-out pass@1": _draw(output_dir / "accuracy.png", accuracy_panels, y="held-out pass@1"),
+        **robustness,
         "Policy": _draw(output_dir / "policy.png", policy_panels, x="generated tokens"),
         "Batches": _draw(output_dir / "batches.png", batch_panels, x="generated tokens"),
     }
@@ -67,18 +94,47 @@ def _draw(path: Path, panels: dict[str, dict[str, list[Points]]], x: str = "", y
     """Draw panels beside each other, each named on the axis that is not given."""
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
-    colours = pyplot.get_cmap("tab10" if len(next(iter(panels.values()))) <= 10 else "tab20")
+    colours = _colours(len(next(iter(panels.values()))))
     figure, axes = pyplot.subplots(rows, columns, figsize=(5 * columns, 3.8 * rows), squeeze=False)
     for panel in axes.flat[len(panels) :]:
         panel.set_visible(False)
     for panel, (name, arms) in zip(axes.flat, panels.items(), strict=False):
-        for number, (arm, curves) in enumerate(arms.items()):
-            _draw_arm(panel, arm, curves, colours(number % colours.N))
+        for (arm, curves), colour in zip(arms.items(), colours, strict=True):
+            _draw_arm(panel, arm, curves, colour)
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))  # 100k
         panel.set_xlabel(x or name)
         panel.set_ylabel(y or name)
         panel.grid(alpha=0.3)
-    handles, labels = axes.flat[0].get_legend_handles_labels()
+    return _save(figure, path)
+
+
+def _draw_rates(results: Results, path: Path) -> str:
+    """Draw what came of each learning rate in each arm's grid, at the batch size and updates that were best with it."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.8))
+    for panel, (name, measure) in zip(axes, (("mean", mean_accuracy), ("final", final)), strict=True):
+        for arm, colour in zip(results.arms, _colours(len(results.arms)), strict=True):
+            grid = results.grid_of(arm)
+            rates = sorted({run["settings"]["learning_rate"] for run in grid})
+            best = [
+                max((run for run in grid if run["settings"]["learning_rate"] == rate), key=mean_accuracy)
+                for rate in rates
+            ]
+            panel.plot(rates, list(map(measure, best)), marker="o", label=arm, color=colour)
+        panel.set_xscale("log")
+        panel.set_xlabel("learning rate")
+        panel.set_ylabel(f"{name} held-out pass@1, tuning run")
+        panel.grid(alpha=0.3)
+    return _save(figure, path)
+
+
+def _colours(number: int) -> list[Any]:
+    palette = pyplot.get_cmap("tab10" if number <= 10 else "tab20")
+    return [palette(i % palette.N) for i in range(number)]
+
+
+def _save(figure: Figure, path: Path) -> str:
+    """Save a figure with the legend of its first panel."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=min(5, len(labels)))
     figure.set_layout_engine("constrained")
     figure.savefig(path, dpi=110)

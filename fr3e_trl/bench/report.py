@@ -1,8 +1,11 @@
 """From the runs of a comparison to its report."""
 
 import math
+import statistics
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +13,28 @@ import yaml
 
 from .plots import plot_all
 from .results import (
+    COLLAPSED_NOISE,
     COSTS,
+    SHARES,
     SIGNALS,
     Measure,
     Results,
-    accuracies,
     accuracy_at,
     curve,
+    distinct_right,
     final,
-    greedy_rate,
+    has_collapsed,
     mean_accuracy,
     pass_rate,
+    reached,
+    value_at,
 )
 from .runs import write_json
-from .statistics import Interval, first_reached, mean_interval, paired_difference
+from .statistics import Interval, mean_interval, paired_difference, ratio_interval
+from .tuning import GRIDS, TUNED
+
+# How the settings that are tuned are called in tables
+TUNED_NAMES = dict(zip(TUNED, ("rate", "prompts a batch", "updates a batch"), strict=True))
 
 
 def write_report(results: Results, output_dir: Path) -> None:
@@ -39,29 +50,35 @@ def render(results: Results, plots: dict[str, str]) -> str:
     sections = [
         f"# {arguments['task']}: arms at equal generated tokens",
         f"**{verdict(results)}**",
-        f"{len(arguments['seeds'])} seeds ({', '.join(map(str, arguments['seeds']))}), {arguments['num_heldout']} "
-        f"held-out prompts with {arguments['num_samples']} samples each. `±` is half of the 95% interval over "
-        "seeds, by Student's t; differences are taken seed by seed, and no interval is widened for the number of arms.",
-        f"## After {arguments['generated_tokens']:,} generated tokens",
-        _final_table(results),
-        "Mean: area under pass@1 against generated tokens, divided by its length. Tokens: when pass@1 first reached "
-        f"{arguments['threshold']:g}.",
+        _verdict_table(results),
+        _legend(results),
+        *(f"![{title}]({file})" for title, file in plots.items()),
+        "## Until pass@1 has come so far",
+        _levels_table(results),
+        "Median over seeds, and the lowest and highest (for 5 seeds a 94% interval of the median). A run that never "
+        "came there counts as ∞.",
         "## pass@1 along the run",
         _course_table(results),
+        "## Diversity",
+        _diversity_table(results),
+        "At half of the tokens, and in the end. pass@k is the expected reward of the best of k samples. Distinct: "
+        f"different completions among the right ones of {arguments['num_samples']}, for prompts that have a right one "
+        "(with graded rewards, among those of the prompt's highest reward). Before training: "
+        f"{_start(results)}.",
         "## pass@1 at equal cost of other kinds",
         "Each column is taken at the largest amount that every run has spent.",
         _equal_cost_table(results),
         "## What a run cost",
         _cost_table(results),
         "Forward tokens are those without gradients: generation (what it reads and what it samples), entropies, old "
-        "log-probs. Rows count whether or not they teach anything. The time is that of training, without evaluation.",
+        "log-probs. Rows count whether or not they teach anything. The time is that of training; evaluation took the "
+        "given share of both.",
         "## What the batches taught",
         _signal_table(results),
         "Means over all batches. A state is what rows are compared within: GRPO's group, or a prompt or an anchor of "
         "FR3E. A row has a signal if it is in the loss with an advantage other than 0. Entropy (in nats) and length "
         "are of the held-out samples, at the end.",
         *_tuning_section(results),
-        *(f"## {title}\n\n![{title}]({file})" for title, file in plots.items()),
         "## Settings",
         f"```yaml\n{yaml.safe_dump(_settings(results), sort_keys=False, default_flow_style=None, width=110)}```",
         "## To reproduce",
@@ -73,15 +90,29 @@ def render(results: Results, plots: dict[str, str]) -> str:
     return "\n\n".join(sections) + "\n"
 
 
+def _legend(results: Results) -> str:
+    arguments = results.arguments
+    return (
+        f"{_seeds(results)} seeds ({', '.join(map(str, arguments['seeds']))}), {arguments['num_heldout']} held-out "
+        f"prompts with {arguments['num_samples']} samples each; pass@1 is their mean reward. Mean: area under it "
+        f"against generated tokens, up to {arguments['generated_tokens']:,}, divided by its length. `±` is half of the "
+        "95% interval over seeds, by Student's t; differences and ratios are taken seed by seed, and no interval is "
+        "widened for the number of arms. Tokens and seconds (of CPU or GPU, in training): how many until pass@1 has "
+        f"come so far from the start to the best arm's end, as multiples of `{arguments['reference']}`'s, with the 95% "
+        "interval of the ratio; where a run never came there, how many did. Collapsed: runs whose last pass@1 is under "
+        f"half of their best, and more than {COLLAPSED_NOISE:g} below."
+    )
+
+
 def verdict(results: Results) -> str:
-    """What the intervals say, in a sentence."""
+    """What the intervals say of the mean along the run, in a sentence."""
     reference = results.arguments["reference"]
-    against = f"`{reference}` (pass@1 {_estimate(results, reference, final)})"
-    after = f"After {results.arguments['generated_tokens']:,} generated tokens"
+    against = f"`{reference}` ({_estimate(results, reference, mean_accuracy)})"
+    after = f"By the mean of pass@1 along {results.arguments['generated_tokens']:,} generated tokens"
     others = [arm for arm in results.arms if arm != reference]
     if len(results.arguments["seeds"]) == 1:
         return f"{after}, one seed shows no difference from {against}: run more seeds for a verdict."
-    differences = {arm: _difference(results, arm, final) for arm in others}
+    differences = {arm: _difference(results, arm, mean_accuracy) for arm in others}
     better = {arm: difference for arm, difference in differences.items() if difference.low > 0}
     worse = {arm: difference for arm, difference in differences.items() if difference.high < 0}
     beaten = f"{after}, {_listed(better) or 'no arm'} {'beat' if len(better) > 1 else 'beats'} {against}"
@@ -128,39 +159,96 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _final_table(results: Results) -> str:
+def _verdict_table(results: Results) -> str:
     reference = results.arguments["reference"]
-    ks = [k for k in results.arguments["pass_at"] if k > 1]
-    header = ["arm", "pass@1", f"− `{reference}`", "greedy", *(f"pass@{k}" for k in ks)]
-    header += ["mean", f"− `{reference}`", "tokens"]
+    header = ["arm", "mean", f"− `{reference}`", "in the end", "tokens to ¾", "to 9/10", "seconds to ¾", "to 9/10"]
     rows = []
-    for arm in results.arms:
+    for arm, settings in results.arms.items():
         is_reference = arm == reference
         rows.append(
             [
                 f"`{arm}`",
-                _estimate(results, arm, final),
-                "" if is_reference else _signed(_difference(results, arm, final)),
-                _estimate(results, arm, lambda run: greedy_rate(run["evaluations"][-1])),
-                *(_estimate(results, arm, lambda run, k=k: pass_rate(run["evaluations"][-1], k)) for k in ks),  # type: ignore[misc]
                 _estimate(results, arm, mean_accuracy),
                 "" if is_reference else _signed(_difference(results, arm, mean_accuracy)),
-                _reached(results, arm),
+                _estimate(results, arm, final),
+                *(
+                    _speed(results, arm, cost, results.levels()[share])
+                    for cost in ("generated_tokens", "seconds")
+                    for share in ("¾", "9/10")
+                ),
+                f"{sum(map(has_collapsed, results.of_arm(arm)))}",
+                *(f"{_tuned(settings, name):g}" for name in TUNED),
             ]
         )
-    return _table(header, rows)
+    return _table([*header, "collapsed", *TUNED_NAMES.values()], rows)
 
 
-def _reached(results: Results, arm: str) -> str:
-    """After how many tokens an arm's runs reached the threshold, if all of them did."""
-    level = results.arguments["threshold"]
-    tokens = [first_reached(curve(run, "generated_tokens"), accuracies(run), level) for run in results.of_arm(arm)]
-    num_reached = sum(map(math.isfinite, tokens))
-    if num_reached < len(tokens):
-        return f"{num_reached} of {len(tokens)} runs"
-    interval = mean_interval(tokens)
-    half_width = "" if math.isnan(interval.half_width) else f" ± {interval.half_width:,.0f}"
-    return f"{interval.mean:,.0f}{half_width}"
+def _tuned(settings: dict[str, Any], name: str) -> float:
+    return settings.get(name, 1)  # updates that are neither tuned nor set
+
+
+def _speed(results: Results, arm: str, cost: str, level: float) -> str:
+    """What an arm's runs had spent at a level, over the reference's, or how many came there if not all did."""
+    spent, of_reference = (
+        [reached(run, cost, level) for run in results.of_arm(name)] for name in (arm, results.arguments["reference"])
+    )
+    num_reached = sum(map(math.isfinite, spent))
+    if num_reached < len(spent):
+        return f"{num_reached} of {len(spent)} runs"
+    if arm == results.arguments["reference"]:
+        return "1"
+    if not all(map(math.isfinite, of_reference)):
+        return f"{len(spent)} runs"
+    ratio, low, high = ratio_interval(spent, of_reference)
+    return f"{ratio:.2f}" if math.isnan(low) else f"{ratio:.2f} ({low:.2f}–{high:.2f})"
+
+
+def _levels_table(results: Results) -> str:
+    levels = results.levels()
+    rows = []
+    for arm in results.arms:
+        cells = []
+        for cost in ("generated_tokens", "seconds"):
+            for share in SHARES:
+                spent = sorted(reached(run, cost, levels[share]) for run in results.of_arm(arm))
+                cells.append(f"{_amount(statistics.median(spent))} ({_amount(spent[0])}–{_amount(spent[-1])})")
+        rows.append([f"`{arm}`", *cells])
+    names = [f"{what} to {share} ({levels[share]:.3f})" for what in ("tokens", "seconds") for share in SHARES]
+    return _table(["arm", *names], rows)
+
+
+def _amount(value: float) -> str:
+    if math.isinf(value):
+        return "∞"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _diversity_measures(results: Results) -> dict[str, Measure]:
+    """What is measured of an evaluation, by name."""
+    ks = [k for k in results.arguments["pass_at"] if k > 1]
+    passes: dict[str, Measure] = {f"pass@{k}": partial(pass_rate, k=k) for k in ks}
+    return {"entropy": itemgetter("entropy"), **passes, "distinct": distinct_right}
+
+
+def _diversity_table(results: Results) -> str:
+    measures, end = _diversity_measures(results), results.arguments["generated_tokens"]
+    rows = [
+        [
+            f"`{arm}`",
+            *(
+                _estimate(results, arm, partial(value_at, measure=measure, amount=amount))
+                for measure in measures.values()
+                for amount in (end / 2, end)
+            ),
+        ]
+        for arm in results.arms
+    ]
+    return _table(["arm", *(f"{name}, {when}" for name in measures for when in ("half", "end"))], rows)
+
+
+def _start(results: Results) -> str:
+    first = results.runs[0]["evaluations"][0]
+    return ", ".join(f"{name} {measure(first):.3f}" for name, measure in _diversity_measures(results).items())
 
 
 def _course_table(results: Results) -> str:
@@ -201,8 +289,11 @@ def _cost_table(results: Results) -> str:
         batches = _mean([end["batches"] for end in ends])
         tokens = _mean([end["generated_tokens"] for end in ends])
         costs = [f"{_mean([end[cost] for end in ends]):,.0f}" for cost in COSTS]
-        rows.append([f"`{arm}`", f"{settings['num_prompts']}", f"{batches:,.1f}", f"{tokens / batches:,.0f}", *costs])
-    return _table(["arm", "prompts a batch", "batches", "tokens a batch", *COSTS.values()], rows)
+        seconds = sum(run["evaluation_seconds"] for run in results.of_arm(arm))
+        share = seconds / (seconds + sum(end["seconds"] for end in ends))
+        row = [f"{settings['num_prompts']}", f"{batches:,.1f}", f"{tokens / batches:,.0f}", *costs, f"{share:.0%}"]
+        rows.append([f"`{arm}`", *row])
+    return _table(["arm", "prompts a batch", "batches", "tokens a batch", *COSTS.values(), "evaluation"], rows)
 
 
 def _signal_table(results: Results) -> str:
@@ -221,36 +312,69 @@ def _signal_table(results: Results) -> str:
 
 
 def _tuning_section(results: Results) -> list[str]:
-    """Which learning rates were tried, and what came of it."""
+    """What was tried to tune the arms, and what came of it."""
     if not results.tuning:
         return []
     arguments = results.arguments
+    first_seed, *other_seeds = arguments["tuning_seeds"]
+    rates, sizes, updates = (sorted(arguments[name] or []) for name in GRIDS.values())
+    header = [f"rate {value:g}" for value in rates]
+    header += [f"{value:,} tokens a batch" for value in sizes] + [f"{value} updates a batch" for value in updates]
     rows = []
     for arm, settings in results.arms.items():
-        tried = []
-        for rate in arguments["learning_rates"]:
-            ends = [
-                pass_rate(run["evaluations"][-1])
-                for run in results.tuning
-                if run["arm"] == arm and run["settings"]["learning_rate"] == rate
-            ]
-            mean = f"{_mean(ends):.3f}"
-            tried.append(f"**{mean}**" if rate == settings["learning_rate"] else mean)
-        rows.append([f"`{arm}`", *tried])
+        tried = sorted({run["settings"]["num_prompts"] for run in results.grid_of(arm)})
+        axes = {
+            "learning_rate": rates,
+            "num_prompts": (tried + [0] * len(sizes))[: len(sizes)],
+            "num_iterations": updates,
+        }
+        cells = []
+        for name, values in axes.items():
+            for value in values:
+                cell = _best_with(results, arm, name, value)
+                cells.append(f"**{cell}**" if cell and value == _tuned(settings, name) else cell)
+        collapsed = f"{sum(map(has_collapsed, results.tuning_of(arm)))} of {len(results.tuning_of(arm))}"
+        rows.append([f"`{arm}`", *cells, collapsed])
     tokens = arguments["tuning_tokens"] or arguments["generated_tokens"]
-    return [
-        "## Learning rates",
-        f"Each arm was run with each of these rates for {tokens:,} generated tokens, with the tuning seeds "
-        f"{', '.join(map(str, arguments['tuning_seeds']))}. Its mean held-out pass@1 at the end decided which rate it "
-        "has above (bold; the lower of two alike).",
-        _table(["arm", *(f"{rate:g}" for rate in arguments["learning_rates"])], rows),
+    sections = [
+        "## Tuning",
+        f"Each arm was run at each point of its grid, for {tokens:,} generated tokens with seed {first_seed}. Below is "
+        "the mean of pass@1 along the run, of the best point with each value. What the arm was then run with is bold.",
+        _table(["arm", *header, "collapsed"], rows),
     ]
+    if other_seeds:
+        sections += [
+            f"The best points were run with {', '.join(map(str, other_seeds))} too, and the mean over all tuning seeds "
+            "decided (of two alike, the lower values):",
+            _table(["arm", "rate · prompts · updates: mean"], _finalists(results)),
+        ]
+    return sections
+
+
+def _best_with(results: Results, arm: str, name: str, value: float) -> str:
+    """The best mean along the run in an arm's grid, of the points where a setting has a value."""
+    means = [mean_accuracy(run) for run in results.grid_of(arm) if _tuned(run["settings"], name) == value]
+    return f"{max(means):.3f}" if means else ""
+
+
+def _finalists(results: Results) -> list[list[str]]:
+    """For each arm its finalists, the best first, with the mean over the tuning seeds."""
+    rows = []
+    for arm in results.arms:
+        means: dict[str, list[float]] = {}
+        for run in results.tuning_of(arm):
+            point = " · ".join(f"{_tuned(run['settings'], name):g}" for name in TUNED)
+            means.setdefault(point, []).append(mean_accuracy(run))
+        finalists = {point: _mean(of_point) for point, of_point in means.items() if len(of_point) > 1}
+        ordered = sorted(finalists.items(), key=lambda item: -item[1])
+        rows.append([f"`{arm}`", "; ".join(f"{point}: {mean:.3f}" for point, mean in ordered)])
+    return rows
 
 
 def _settings(results: Results) -> dict[str, Any]:
     """The arguments, with what was chosen for each arm."""
     chosen = {
-        arm: results.arguments["arms"][arm] | {name: settings[name] for name in ("num_prompts", "learning_rate")}
+        arm: results.arguments["arms"][arm] | {name: _tuned(settings, name) for name in TUNED}
         for arm, settings in results.arms.items()
     }
     return results.arguments | {"arms": chosen}

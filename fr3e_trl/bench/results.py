@@ -1,10 +1,11 @@
 """What a comparison found, and what is computed of a run."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .statistics import interpolate, mean_height, pass_at_k
+from .statistics import best_of_k, first_reached, interpolate, mean_height
 
 COSTS = {
     "generated_tokens": "generated tokens",
@@ -13,6 +14,12 @@ COSTS = {
     "forward_backward_tokens": "forward and backward tokens",
     "seconds": "CPU (or GPU) seconds of training",
 }
+
+# How far towards the best arm's end
+SHARES = {"½": 1 / 2, "¾": 3 / 4, "9/10": 9 / 10}
+
+# A run has collapsed if its last pass@1 is under this share of its best, by more than the noise of an evaluation
+COLLAPSED_SHARE, COLLAPSED_NOISE = 0.5, 0.03
 
 # What batches teach, see `sampled_states` and `batch_signal`
 SIGNALS = {
@@ -36,11 +43,11 @@ class Results:
         command (`str`):
             The command that runs it.
         arms (`dict[str, dict[str, Any]]`):
-            Settings of each arm as it was run, with prompts per batch and learning rate.
+            Settings of each arm as it was run, with what was tuned.
         runs (`list[dict[str, Any]]`):
             The runs.
         tuning (`list[dict[str, Any]]`):
-            The runs by which learning rates were chosen.
+            The runs by which that was chosen.
     """
 
     arguments: dict[str, Any]
@@ -53,20 +60,36 @@ class Results:
         """The runs of an arm, in the order of the seeds."""
         return [run for run in self.runs if run["arm"] == arm]
 
+    def tuning_of(self, arm: str) -> list[dict[str, Any]]:
+        """The runs by which an arm was tuned."""
+        return [run for run in self.tuning if run["arm"] == arm]
 
-# Gives a number for a run
+    def grid_of(self, arm: str) -> list[dict[str, Any]]:
+        """Those with the first tuning seed, with which every point of the grid was run."""
+        first_seed = self.arguments["tuning_seeds"][0]
+        return [run for run in self.tuning_of(arm) if run["seed"] == first_seed]
+
+    def levels(self) -> dict[str, float]:
+        """Levels of pass@1 by their names: shares of the way from the start to the best arm's end. NaN if all fell."""
+        start = _mean([accuracies(run)[0] for run in self.runs])
+        end = max(_mean([final(run) for run in self.of_arm(arm)]) for arm in self.arms)
+        has_risen = end - start > 1e-6  # more than by rounding
+        return {name: start + share * (end - start) if has_risen else math.nan for name, share in SHARES.items()}
+
+
+# Gives a number for a run, or for an evaluation
 Measure = Callable[[dict[str, Any]], float]
 
 
 def pass_rate(evaluation: dict[str, Any], k: int = 1) -> float:
-    """Held-out pass@k of an evaluation, sampled at temperature 1."""
-    n = evaluation["num_samples"]
-    return sum(pass_at_k(n, c, k) for c in evaluation["num_right"]) / len(evaluation["num_right"])
+    """Held-out pass@k of an evaluation, sampled at temperature 1: the expected reward of the best of k samples."""
+    return _mean([best_of_k(rewards, k) for rewards in evaluation["rewards"]])
 
 
-def greedy_rate(evaluation: dict[str, Any]) -> float:
-    """Held-out accuracy of the likeliest tokens."""
-    return sum(evaluation["greedy_right"]) / len(evaluation["greedy_right"])
+def distinct_right(evaluation: dict[str, Any]) -> float:
+    """Distinct right completions of a prompt that has any, on average; 0 if none has."""
+    counts = [count for count in evaluation["num_distinct"] if count > 0]
+    return sum(counts) / max(1, len(counts))
 
 
 def curve(run: dict[str, Any], name: str) -> list[float]:
@@ -84,6 +107,11 @@ def accuracy_at(run: dict[str, Any], cost: str, amount: float) -> float:
     return interpolate(curve(run, cost), accuracies(run), amount)
 
 
+def value_at(run: dict[str, Any], measure: Measure, amount: float) -> float:
+    """A measure of evaluations when a run had generated so many tokens, on the line through those around."""
+    return interpolate(curve(run, "generated_tokens"), list(map(measure, run["evaluations"])), amount)
+
+
 def final(run: dict[str, Any]) -> float:
     """Held-out pass@1 at the end of the run's tokens."""
     return accuracy_at(run, "generated_tokens", run["generated_tokens"])
@@ -91,4 +119,19 @@ def final(run: dict[str, Any]) -> float:
 
 def mean_accuracy(run: dict[str, Any]) -> float:
     """Area under the curve of held-out pass@1 against generated tokens, as its mean height."""
-    return mean_height(curve(run, "generated_tokens"), accuracies(run))
+    return mean_height(curve(run, "generated_tokens"), accuracies(run), run["generated_tokens"])
+
+
+def reached(run: dict[str, Any], cost: str, level: float) -> float:
+    """What a run had spent when its held-out pass@1 first reached a level, infinity if it never did."""
+    return first_reached(curve(run, cost), accuracies(run), level)
+
+
+def has_collapsed(run: dict[str, Any]) -> bool:
+    """Whether the last pass@1 of a run is under half of its best, and not by noise."""
+    best, last = max(accuracies(run)), accuracies(run)[-1]
+    return last < COLLAPSED_SHARE * best and best - last > COLLAPSED_NOISE
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import transformers
 
-from .arms import PROBE_PROMPTS, make_trainer
+from .arms import make_trainer, whole_prompts
 from .evaluation import HELDOUT_SEED, evaluate
 from .measures import now
 from .tasks import TASKS, Task
@@ -21,7 +21,8 @@ UNBOUNDED = 10**9  # steps: the tokens end a run
 
 # The batch by which an arm's tokens per prompt are measured, whatever its own batches are
 PROBE = {
-    "num_prompts": PROBE_PROMPTS,
+    "num_prompts": 32,
+    "num_train_examples": 32,
     "num_iterations": 1,
     "steps_per_generation": 1,
     "gradient_accumulation_steps": 1,
@@ -81,6 +82,7 @@ class Course(transformers.TrainerCallback):
         self.evaluations: list[dict[str, Any]] = []
         self._num_due = 0  # the next evaluation, as a number of `num_evals`-ths of the tokens
         self._since = 0.0  # when training went on
+        self.evaluation_seconds = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._evaluate()
@@ -100,12 +102,14 @@ class Course(transformers.TrainerCallback):
 
     def _evaluate(self) -> None:
         trainer, run = self.trainer, self.run
+        start = now(trainer.args.device)
         evaluation = evaluate(
             trainer.model, trainer.processing_class, self.task, self.heldout, run.num_samples, run.eval_batch_size
         )
         self.evaluations.append(asdict(trainer.costs) | asdict(evaluation))
         self._num_due = trainer.costs.generated_tokens * run.num_evals // run.generated_tokens + 1
         self._since = now(trainer.args.device)
+        self.evaluation_seconds += self._since - start
 
 
 def execute(run: Run, report: Report) -> None:
@@ -122,20 +126,25 @@ def execute(run: Run, report: Report) -> None:
     result = {
         **{name: getattr(run, name) for name in ("arm", "settings", "seed", "generated_tokens")},
         "evaluations": course.evaluations,
+        "evaluation_seconds": course.evaluation_seconds,
         "batches": trainer.batches,
     }
     write_json(Path(run.path), result)
 
 
 def prompts_per_batch(tokens_per_batch: int, settings: dict[str, Any], policy: Path, task: Task) -> int:
-    """Prompts for which an arm generates so many tokens, by its first batch from the starting policy; at least one."""
+    """Prompts for which an arm generates so many tokens, see [`tokens_per_prompt`] and [`whole_prompts`]."""
+    return whole_prompts(tokens_per_batch / tokens_per_prompt(settings, policy, task), settings)
+
+
+def tokens_per_prompt(settings: dict[str, Any], policy: Path, task: Task) -> float:
+    """Tokens that an arm generates for each prompt, by its first batch from the starting policy."""
     be_quiet()
     settings = {name: value for name, value in settings.items() if name != "per_device_train_batch_size"}
     with tempfile.TemporaryDirectory() as output_dir:
         trainer: Any = make_trainer(settings, policy, task, Path(output_dir), HELDOUT_SEED, **PROBE, max_steps=1)
         trainer.train()
-    tokens_per_prompt = trainer.costs.generated_tokens / PROBE["num_prompts"]
-    return max(1, round(tokens_per_batch / tokens_per_prompt))
+    return trainer.costs.generated_tokens / PROBE["num_prompts"]
 
 
 def be_quiet() -> None:

@@ -29,20 +29,20 @@ class Interval:
         return self.mean + self.half_width
 
 
-def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+def best_of_k(rewards: Sequence[float], k: int) -> float:
     """
-    Unbiased estimate of the probability that one of `k` samples is right, from `num_samples` of them.
+    Unbiased estimate of the expected highest reward of `k` samples, from those of n.
 
-    It is 1 − C(n − c, k) / C(n, k), for c right ones among n.
+    Of C(n, k) choices, C(i, k − 1) have as their highest the reward that is above i others. With rewards of 0 and 1
+    that is pass@k, 1 − C(n − c, k) / C(n, k) for c right ones (arXiv 2107.03374, equation 1).
 
     Raises:
         ValueError: There are fewer than `k` samples.
-
-    Source: arXiv 2107.03374, equation 1.
     """
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"pass@{k} cannot be estimated from {num_samples} samples: it takes at least as many as k.")
-    return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+    n = len(rewards)
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} cannot be estimated from {n} samples: it takes at least as many as k.")
+    return sum(math.comb(i, k - 1) * reward for i, reward in enumerate(sorted(rewards))) / math.comb(n, k)
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
@@ -58,6 +58,12 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
 def paired_difference(values: Sequence[float], reference: Sequence[float], confidence: float = 0.95) -> Interval:
     """Mean of `values` − `reference`, which belong together one by one, and its interval."""
     return mean_interval([a - b for a, b in zip(values, reference, strict=True)], confidence)
+
+
+def ratio_interval(values: Sequence[float], reference: Sequence[float]) -> tuple[float, float, float]:
+    """Geometric mean of `values` / `reference`, which belong together one by one, and its interval: mean, low, high."""
+    logs = paired_difference([math.log(value) for value in values], [math.log(value) for value in reference])
+    return math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high)
 
 
 def t_quantile(probability: float, degrees: int) -> float:
@@ -97,8 +103,10 @@ def interpolate(x: Sequence[float], y: Sequence[float], at: float) -> float:
     return math.nan
 
 
-def mean_height(x: Sequence[float], y: Sequence[float]) -> float:
-    """Area under the line through the points, divided by its length along `x`."""
+def mean_height(x: Sequence[float], y: Sequence[float], end: float) -> float:
+    """Area under the line through the points up to `end`, divided by its length along `x`."""
+    before = [i for i, at in enumerate(x) if at < end]
+    x, y = [*(x[i] for i in before), end], [*(y[i] for i in before), interpolate(x, y, end)]
     area = sum((x[i + 1] - x[i]) * (y[i] + y[i + 1]) / 2 for i in range(len(x) - 1))
     return area / (x[-1] - x[0])
 
