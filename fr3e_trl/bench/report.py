@@ -344,9 +344,10 @@ def _tuning_section(results: Results) -> list[str]:
     ]
     if other_seeds:
         sections += [
+            "## Finalists",
             f"The best points were run with {', '.join(map(str, other_seeds))} too, and the mean over all tuning seeds "
-            "decided (of two alike, the lower values):",
-            _table(["arm", "rate · prompts · updates: mean"], _finalists(results)),
+            "decided (of two alike, the lower values).",
+            _table(["arm", "rate · prompts a batch · updates a batch: mean"], _finalists(results)),
         ]
     return sections
 
