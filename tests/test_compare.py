@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer, TrlParser
 
 from fr3e_trl import cli
-from fr3e_trl.bench.arms import make_config, make_trainer
+from fr3e_trl.bench.arms import make_config, make_trainer, whole_prompts
 from fr3e_trl.bench.compare import CompareArguments, compare
 from fr3e_trl.bench.measures import batch_signal, sampled_states
+from fr3e_trl.bench.results import has_collapsed
 from fr3e_trl.bench.statistics import (
     best_of_k,
     first_reached,
@@ -98,7 +99,7 @@ def run(**overrides):
 
 def without_times(results):
     """What must come out the same again."""
-    for result in results["runs"] + results["tuning"]:
+    for result in itertools.chain(*(results[name] for name in ("screening", "tuning", "runs"))):
         del result["evaluation_seconds"]
         for evaluation in result["evaluations"]:
             del evaluation["seconds"]
@@ -167,7 +168,35 @@ def test_curves():
     assert first_reached(x, y, 0.8) == float("inf")
 
 
+def of_levels(*levels):
+    """A run whose pass@1 was this, with 100 samples of a prompt."""
+    return {
+        "evaluations": [
+            {"rewards": [[1.0] * round(100 * level) + [0.0] * round(100 - 100 * level)]} for level in levels
+        ]
+    }
+
+
+def test_collapse():
+    assert has_collapsed(of_levels(0.1, 0.5, 0.2))
+    assert not has_collapsed(of_levels(0.1, 0.5, 0.3, 0.26))
+    assert not has_collapsed(of_levels(0.1, 0.5, 0.2, 0.5))  # it came back
+    assert not has_collapsed(of_levels(0.02, 0.04, 0.01))  # that is noise
+
+
+def test_prompts_that_make_whole_batches():
+    assert whole_prompts(7.4, {"num_generations": 4}) == 7
+    assert whole_prompts(0.2, {"num_generations": 4}) == 1
+    assert whole_prompts(70, {"num_generations": 4, "num_train_examples": 64}) == 64
+    # 4 rows a prompt in micro-batches of 6, or in five of them
+    assert whole_prompts(7.4, {"num_generations": 4, "per_device_train_batch_size": 6}) == 6
+    assert whole_prompts(7.6, {"num_generations": 4, "steps_per_generation": 5}) == 10
+    assert whole_prompts(70, {"num_generations": 4, "num_train_examples": 64, "steps_per_generation": 5}) == 60
+
+
 def test_signal_of_a_batch():
+    states = sampled_states(rewards=torch.tensor([1.0, 0.5, 1, 1, 0, 0]), states=torch.tensor([0, 0, 1, 1, 2, 2]))
+    assert states == pytest.approx({"all_right": 1 / 3, "all_wrong": 1 / 3, "reward": 3.5 / 6})
     states = sampled_states(rewards=torch.tensor([1.0, 0, 1, 1, 0, 0]), states=torch.tensor([0, 0, 1, 1, 2, 2]))
     assert states == pytest.approx({"all_right": 1 / 3, "all_wrong": 1 / 3, "reward": 3 / 6})
     signal = batch_signal(
@@ -340,9 +369,10 @@ def test_report_has_the_numbers_of_the_raw_data():
 
 @pytest.mark.plots
 def test_plots():
-    run(seeds=[0, 1])
+    base = UNTUNED | {"num_prompts": 4}
+    run(base=base, learning_rates=[1e-3, 1e-2], tuning_seeds=[7], seeds=[0, 1], arms={"fr3e": FR3E, "grpo": GRPO})
     report = Path("out/report.md").read_text()
-    for name in ("accuracy", "policy", "batches"):
+    for name in ("accuracy", "rates", "policy", "batches"):
         assert Path(f"out/{name}.png").stat().st_size > 10_000
         assert f"({name}.png)" in report
 
@@ -351,7 +381,29 @@ def test_verdict_names_what_wins():
     """A policy that learns against one that does not."""
     arms = {"still": GRPO | {"learning_rate": 0.0}, "learns": GRPO | {"num_generations": 8, "learning_rate": 1e-2}}
     run(arms=arms, reference="still", seeds=[0, 1, 2], generated_tokens=2500, num_heldout=16)
-    assert "generated tokens, `learns` (+" in Path("out/report.md").read_text().splitlines()[2]
+    report = Path("out/report.md").read_text()
+    assert "generated tokens, `learns` (+" in report.splitlines()[2]
+    # Where it came and the other did not
+    raw = json.loads(Path("out/results.json").read_text())
+    curves = [
+        (
+            [e["generated_tokens"] for e in result["evaluations"]],
+            [sum(map(sum, e["rewards"])) / 64 for e in result["evaluations"]],
+        )
+        for result in raw["runs"]
+        if result["arm"] == "learns"
+    ]
+    end = sum(interpolate(tokens, levels, 2500) for tokens, levels in curves) / 3
+    start = curves[0][1][0]
+    levels = [start + share * (end - start) for share in (0.5, 0.75, 0.9)]
+    tokens = [sorted(first_reached(*points, level) for points in curves) for level in levels]
+    for cell, of_runs in zip(rows_of(report, "Until pass@1 has come so far")["learns"], tokens, strict=False):
+        texts = [f"{amount:,.0f}".replace("inf", "∞") for amount in of_runs]
+        assert cell == f"{texts[1]} ({texts[0]}–{texts[2]})"
+    verdict = rows_of(report, "ones: arms")
+    num_reached = sum(amount < float("inf") for amount in tokens[1])
+    assert verdict["learns"][3] == (f"{num_reached} of 3 runs" if num_reached < 3 else "3 runs")
+    assert verdict["still"][3] == "0 of 3 runs"
     # The report is made anew, without a run, for another reference
     raw = run(arms=arms, reference="learns", seeds=[0, 1, 2], generated_tokens=2500, num_heldout=16)
     assert len(raw["runs"]) == 6
@@ -362,39 +414,48 @@ def test_verdict_names_what_wins():
 # Tuning, sizes
 
 
-def mean_along(result):
-    """Mean of pass@1 along a run of 500 tokens, by the trapezes between its evaluations."""
+def mean_along(result, end):
+    """Mean of pass@1 along a run of so many tokens, by the trapezes between its evaluations."""
     points = [(e["generated_tokens"], sum(map(sum, e["rewards"])) / 24) for e in result["evaluations"]]
     (x0, y0), (x1, y1) = points[-2:]
-    points[-1] = (500, y0 + (y1 - y0) * (500 - x0) / (x1 - x0))
-    return sum((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in itertools.pairwise(points)) / 500
+    points[-1] = (end, y0 + (y1 - y0) * (end - x0) / (x1 - x0))
+    return sum((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in itertools.pairwise(points)) / end
 
 
-def test_both_sides_are_tuned_alike():
-    """In the same grid, by the mean along whole runs: all of it with one seed, the best of each arm with the other."""
-    grid = {"learning_rates": [0.0, 1e-2], "tokens_per_batch": [40, 120], "num_iterations": [1, 2]}
-    arms = {"fr3e": FR3E, "grpo": GRPO, "own": GRPO | {"num_iterations": 1}}
-    raw = run(base=UNTUNED, arms=arms, **grid, tuning_seeds=[7, 8], tuning_finalists=2, seeds=[0])
-    means = {}
-    for result in raw["tuning"]:
-        settings = result["settings"]
-        assert result["generated_tokens"] == 500
-        point = settings["learning_rate"], settings["num_prompts"], settings["num_iterations"]
-        means.setdefault(result["arm"], {}).setdefault(point, {})[result["seed"]] = mean_along(result)
-    for arm, of_arm in means.items():
-        rates, sizes, updates = (set(values) for values in zip(*of_arm, strict=True))
-        assert rates == {0.0, 1e-2} and len(sizes) == 2 and updates == ({1} if arm == "own" else {1, 2})
-        assert of_arm.keys() == set(itertools.product(rates, sizes, updates))
-        in_order = sorted(of_arm)  # of two alike, the lower values
-        finalists = sorted(in_order, key=lambda point: -of_arm[point][7])[:2]
-        assert {point for point, scores in of_arm.items() if 8 in scores} == set(finalists)
-        best = max(finalists, key=lambda point: sum(of_arm[point].values()))
-        (result,) = (result for result in raw["runs"] if result["arm"] == arm)
-        assert tuple(result["settings"][name] for name in TUNED) == best
+@pytest.mark.parametrize("tuning_tokens", [None, 150])
+def test_both_sides_are_tuned_alike(tuning_tokens):
+    """In the same grid, by the mean along whole runs: all of it with one seed, the best of each arm with both."""
+    grid = {"learning_rates": [0.0, 1e-2], "tokens_per_batch": [30, 70], "num_iterations": [1, 2]}
+    tuning = {"tuning_seeds": [7, 8], "tuning_finalists": 2, "tuning_tokens": tuning_tokens}
+    arms = {"fr3e": FR3E, "own": GRPO | {"num_iterations": 1}}
+    raw = run(base=UNTUNED, arms=arms, reference="own", generated_tokens=300, **grid, **tuning)
     table = rows_of(Path("out/report.md").read_text(), "Tuning")
-    for arm in ("fr3e", "grpo"):
-        of_rates = [max(scores[7] for point, scores in means[arm].items() if point[0] == rate) for rate in (0.0, 1e-2)]
-        assert [cell.strip("*") for cell in table[arm][:2]] == [f"{mean:.3f}" for mean in of_rates]
+    for arm in arms:
+        screened = {point_of(result): result for result in raw["screening"] if result["arm"] == arm}
+        assert {(result["seed"], result["generated_tokens"]) for result in screened.values()} == {
+            (7, tuning_tokens or 300)
+        }
+        rates, sizes, updates = (set(values) for values in zip(*screened, strict=True))
+        assert rates == {0.0, 1e-2} and len(sizes) == 2 and updates == ({1} if arm == "own" else {1, 2})
+        assert screened.keys() == set(itertools.product(rates, sizes, updates))
+        scores = {point: mean_along(result, tuning_tokens or 300) for point, result in screened.items()}
+        finalists = sorted(sorted(scores), key=lambda point: -scores[point])[:2]  # of two alike, the lower values
+        means = dict.fromkeys(finalists, 0.0)
+        for result in raw["tuning"]:
+            if result["arm"] == arm:
+                assert result["generated_tokens"] == 300
+                means[point_of(result)] += mean_along(result, 300) / 2
+        assert means.keys() == set(finalists)
+        (result,) = (result for result in raw["runs"] if result["arm"] == arm)
+        assert point_of(result) == max(finalists, key=lambda point: means[point])
+        for rate, cell in zip((0.0, 1e-2), table[arm], strict=False):
+            best = max(score for point, score in scores.items() if point[0] == rate)
+            assert cell == (f"**{best:.3f}**" if rate == point_of(result)[0] else f"{best:.3f}")
+    assert len(raw["tuning"]) == 2 * 2 * 2
+
+
+def point_of(result):
+    return tuple(result["settings"][name] for name in TUNED)
 
 
 @pytest.mark.parametrize("arm", [GRPO, FR3E], ids=["grpo", "fr3e"])

@@ -54,6 +54,29 @@ def test_entropy_is_that_of_a_forward_pass(monkeypatch):
     assert evaluation.entropy == pytest.approx(sum(entropies) / len(entropies), rel=1e-4)
 
 
+def test_graded_rewards_and_distinct_completions(monkeypatch):
+    """Rewards in the order of the prompts, and of those that are a prompt's highest the different completions."""
+    completed = []
+
+    def score(text):
+        return min(1.0, sum(map(str.isdigit, text)) / 4)
+
+    def keep(self, completions, right, **kwargs):
+        completed.extend(completions)
+        return list(map(score, completions))
+
+    monkeypatch.setattr(Ones, "reward", keep)
+    evaluation = evaluate(make_model(), make_tokenizer(), Ones(), heldout(), num_samples=8, batch_size=16)
+    texts = [completed[start : start + 8] for start in range(0, 48, 8)]
+    assert evaluation.rewards == [list(map(score, of_prompt)) for of_prompt in texts]
+    highest = [max(map(score, of_prompt)) for of_prompt in texts]
+    assert evaluation.num_distinct == [
+        len({text for text in of_prompt if score(text) == best}) if best > 0 else 0
+        for of_prompt, best in zip(texts, highest, strict=True)
+    ]
+    assert len(set(highest)) > 1 and max(evaluation.num_distinct) > 1
+
+
 def most_logits_held(num_tokens):
     """The most logits that are in memory while a policy of `VOCAB_SIZE` decodes its next token, in numbers."""
     model, held = make_model(vocab_size=VOCAB_SIZE, eos_token_id=VOCAB_SIZE - 1), []

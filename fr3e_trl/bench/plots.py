@@ -65,7 +65,7 @@ def plot_all(results: Results, output_dir: Path) -> dict[str, str]:
         for key, name in SIGNALS.items()
     }
     robustness = {}
-    if results.tuning:
+    if results.screening:
         robustness["Learning rates"] = _draw_rates(results, output_dir / "rates.png")
     return {
         "Held-out pass@1": _draw(output_dir / "accuracy.png", accuracy_panels, y="held-out pass@1"),

@@ -313,10 +313,9 @@ def _signal_table(results: Results) -> str:
 
 def _tuning_section(results: Results) -> list[str]:
     """What was tried to tune the arms, and what came of it."""
-    if not results.tuning:
+    if not results.screening:
         return []
     arguments = results.arguments
-    first_seed, *other_seeds = arguments["tuning_seeds"]
     rates, sizes, updates = (sorted(arguments[name] or []) for name in GRIDS.values())
     header = [f"rate {value:g}" for value in rates]
     header += [f"{value:,} tokens a batch" for value in sizes] + [f"{value} updates a batch" for value in updates]
@@ -333,23 +332,21 @@ def _tuning_section(results: Results) -> list[str]:
             for value in values:
                 cell = _best_with(results, arm, name, value)
                 cells.append(f"**{cell}**" if cell and value == _tuned(settings, name) else cell)
-        collapsed = f"{sum(map(has_collapsed, results.tuning_of(arm)))} of {len(results.tuning_of(arm))}"
-        rows.append([f"`{arm}`", *cells, collapsed])
+        rows.append([f"`{arm}`", *cells, _num_collapsed(results.grid_of(arm)), _finalists(results, arm)])
     tokens = arguments["tuning_tokens"] or arguments["generated_tokens"]
-    sections = [
+    return [
         "## Tuning",
-        f"Each arm was run at each point of its grid, for {tokens:,} generated tokens with seed {first_seed}. Below is "
-        "the mean of pass@1 along the run, of the best point with each value. What the arm was then run with is bold.",
-        _table(["arm", *header, "collapsed"], rows),
+        f"Each arm was run at each point of its grid, for {tokens:,} generated tokens with seed "
+        f"{arguments['tuning_seeds'][0]}: the mean of pass@1 along the run, of the best point with each value, and how "
+        "many runs collapsed. The best points were run whole with the seeds "
+        f"{', '.join(map(str, arguments['tuning_seeds']))}. The mean over these decided (of two alike, the lower "
+        "values). What the arm was then run with is bold.",
+        _table(["arm", *header, "collapsed", "finalists: rate · prompts a batch · updates a batch, mean"], rows),
     ]
-    if other_seeds:
-        sections += [
-            "## Finalists",
-            f"The best points were run with {', '.join(map(str, other_seeds))} too, and the mean over all tuning seeds "
-            "decided (of two alike, the lower values).",
-            _table(["arm", "rate · prompts a batch · updates a batch: mean"], _finalists(results)),
-        ]
-    return sections
+
+
+def _num_collapsed(runs: list[dict[str, Any]]) -> str:
+    return f"{sum(map(has_collapsed, runs))} of {len(runs)}" if runs else ""
 
 
 def _best_with(results: Results, arm: str, name: str, value: float) -> str:
@@ -358,18 +355,14 @@ def _best_with(results: Results, arm: str, name: str, value: float) -> str:
     return f"{max(means):.3f}" if means else ""
 
 
-def _finalists(results: Results) -> list[list[str]]:
-    """For each arm its finalists, the best first, with the mean over the tuning seeds."""
-    rows = []
-    for arm in results.arms:
-        means: dict[str, list[float]] = {}
-        for run in results.tuning_of(arm):
-            point = " · ".join(f"{_tuned(run['settings'], name):g}" for name in TUNED)
-            means.setdefault(point, []).append(mean_accuracy(run))
-        finalists = {point: _mean(of_point) for point, of_point in means.items() if len(of_point) > 1}
-        ordered = sorted(finalists.items(), key=lambda item: -item[1])
-        rows.append([f"`{arm}`", "; ".join(f"{point}: {mean:.3f}" for point, mean in ordered)])
-    return rows
+def _finalists(results: Results, arm: str) -> str:
+    """An arm's finalists, the best first, with the mean over the tuning seeds."""
+    means: dict[str, list[float]] = {}
+    for run in results.finalists_of(arm):
+        point = " · ".join(f"{_tuned(run['settings'], name):g}" for name in TUNED)
+        means.setdefault(point, []).append(mean_accuracy(run))
+    ordered = sorted(means, key=lambda point: -_mean(means[point]))
+    return "; ".join(f"{point}, {_mean(means[point]):.3f}" for point in ordered)
 
 
 def _settings(results: Results) -> dict[str, Any]:

@@ -46,28 +46,30 @@ class Results:
             Settings of each arm as it was run, with what was tuned.
         runs (`list[dict[str, Any]]`):
             The runs.
+        screening (`list[dict[str, Any]]`):
+            Runs of all points of the arms' grids, with the first tuning seed.
         tuning (`list[dict[str, Any]]`):
-            The runs by which that was chosen.
+            Runs of the best of them with all tuning seeds, by which settings were chosen. Some may be among the former.
     """
 
     arguments: dict[str, Any]
     command: str
     arms: dict[str, dict[str, Any]]
     runs: list[dict[str, Any]]
+    screening: list[dict[str, Any]]
     tuning: list[dict[str, Any]]
 
     def of_arm(self, arm: str) -> list[dict[str, Any]]:
         """The runs of an arm, in the order of the seeds."""
         return [run for run in self.runs if run["arm"] == arm]
 
-    def tuning_of(self, arm: str) -> list[dict[str, Any]]:
-        """The runs by which an arm was tuned."""
-        return [run for run in self.tuning if run["arm"] == arm]
-
     def grid_of(self, arm: str) -> list[dict[str, Any]]:
-        """Those with the first tuning seed, with which every point of the grid was run."""
-        first_seed = self.arguments["tuning_seeds"][0]
-        return [run for run in self.tuning_of(arm) if run["seed"] == first_seed]
+        """Runs of all points of an arm's grid, with the first tuning seed."""
+        return [run for run in self.screening if run["arm"] == arm]
+
+    def finalists_of(self, arm: str) -> list[dict[str, Any]]:
+        """Runs of the best of them, with all tuning seeds."""
+        return [run for run in self.tuning if run["arm"] == arm]
 
     def levels(self) -> dict[str, float]:
         """Levels of pass@1 by their names: shares of the way from the start to the best arm's end. NaN if all fell."""
