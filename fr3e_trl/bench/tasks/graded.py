@@ -17,7 +17,7 @@ KEPT = (0.3, 0.6)
 @dataclass(frozen=True)
 class GradedMachine(StateMachine):
     """
-    The states of a machine that goes through a loop of twelve letters, 32 steps, and a bet.
+    The states of a machine that goes through a loop of five letters, 56 steps, and a bet.
 
     After the last step the completion says `keep` or `bet`. The reward is the share of the steps before the first wrong
     state, times what the last word earns: `keep` .3 where the right states end with an even one, .6 where with an odd
@@ -26,14 +26,13 @@ class GradedMachine(StateMachine):
     """
 
     name: str = "graded"
-    max_completion_length: int = 32 * 16 + 2
-    policy_steps: int = 500
-    policy_batch_size: int = 16
-    num_steps: int = 32
-    num_careful: int = 14
-    loop_length: int = 12
+    max_completion_length: int = 56 * 9 + 2
+    policy_steps: int = 600
+    policy_batch_size: int = 12
+    num_steps: int = 56
+    num_careful: int = 30
 
-    words: ClassVar = [*StateMachine.words, *(f"s{i}" for i in range(24, 33)), KEEP, BET]
+    words: ClassVar = [*StateMachine.words, *(f"s{i}" for i in range(24, 57)), KEEP, BET]
 
     def demonstrate(self, problem: dict[str, Any], rng: random.Random, is_noisy: bool = True) -> str:
         steps = super().demonstrate(problem, rng, is_noisy)
