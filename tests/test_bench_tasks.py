@@ -1,5 +1,6 @@
 """Tasks of the bench and their starting policies."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -11,6 +12,8 @@ from fr3e_trl.bench import policies
 from fr3e_trl.bench.policies import demonstrations, starting_policy
 from fr3e_trl.bench.tasks import TASKS
 from fr3e_trl.bench.tasks.countdown import as_expression, operations, reachable
+from fr3e_trl.bench.tasks.distractors import FILLERS
+from fr3e_trl.bench.tasks.machine import TABLE
 
 
 @pytest.fixture(params=TASKS)
@@ -25,15 +28,18 @@ def columns(examples):
 def test_demonstrations_without_noise_are_right(task):
     problems = task.examples("heldout", 0, 100)
     clean = [task.demonstrate(problem, random.Random(0), is_noisy=False) for problem in problems]
-    assert task.reward(clean, **columns(problems)) == [1.0] * 100
+    assert all(task.is_right(text, problem) for text, problem in zip(clean, problems, strict=True))
     assert task.reward([" ".join(text.split()[:-9]) for text in clean], **columns(problems)) == [0.0] * 100
+    if task.name != "graded":
+        assert task.reward(clean, **columns(problems)) == [1.0] * 100
 
 
 def test_noise_is_as_strong_as_the_task_says(task):
     """Hard enough that there is something to learn, and easy enough that some completions are right."""
     problems, rng = task.examples("heldout", 0, 1000), random.Random(0)
     rewards = task.reward([task.demonstrate(problem, rng) for problem in problems], **columns(problems))
-    assert 0.03 < sum(rewards) / 1000 < 0.5
+    low, high = (0.005, 0.03) if task.name == "hard" else (0.03, 0.5)
+    assert low < sum(rewards) / 1000 < high
 
 
 def test_splits_are_disjoint(task):
@@ -107,13 +113,90 @@ def test_countdown_by_hand():
     assert reachable((1, 2, 3)) >= {7, 5, 6, 4, 0, 1, 2}
 
 
-def test_machine_reward():
-    task = TASKS["machine"]
+@pytest.mark.parametrize("name", ["machine", "hard"])
+def test_machine_reward(name):
+    task = TASKS[name]
     (problem,) = task.examples("heldout", 0, 1)
     words = task.demonstrate(problem, random.Random(0), is_noisy=False).split()
     for position, is_state in ((3, True), (5, False)):  # the state after the first step, a letter of the loop
         changed = [*words[:position], "x", *words[position + 1 :]]
         assert task.reward([" ".join(changed)], answer=[problem["answer"]]) == [float(not is_state)]
+
+
+def test_hard_machine_is_the_machine_with_a_shorter_loop():
+    """From state 12, the loop i g j: each step reads a letter, and the loop goes on behind it."""
+    task = TASKS["hard"]
+    text = task.demonstrate({"prompt": "s0 : : 12 i g j"}, random.Random(0), is_noisy=False)
+    first, second = f"s1 12 i {TABLE[12, 'i']} g j i", f"s2 {TABLE[12, 'i']} g {TABLE[TABLE[12, 'i'], 'g']} j i g"
+    assert text.startswith(f"{first} {second} s3 ")
+    assert len(text.split()) == 16 * 7
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("s1 0 a 4 now well b a s2 4 b 7 well well a b", 1.0),
+        ("s1 0 a 4 well now b a s2 4 b 7 now well a b", 1.0),
+        ("s1 0 a 4 now well b a s2 4 b 8 well well a b", 0.0),
+        ("s1 0 a 4 now well b a s2 4 b well 7 well a b", 0.0),
+    ],
+)
+def test_distractors_reward(completion, reward):
+    assert TASKS["distractors"].reward([completion], answer=["4 7"]) == [reward]
+
+
+def test_distractors_are_a_machine_with_two_words_after_each_state():
+    task, rng = TASKS["distractors"], random.Random(0)
+    machine = replace(TASKS["machine"], num_steps=10, loop_length=3)
+    fillers = []
+    for problem in task.examples("heldout", 0, 200):
+        words = task.demonstrate(problem, rng, is_noisy=False).split()
+        steps = [words[i : i + 9] for i in range(0, 90, 9)]
+        assert [word for step in steps for word in (*step[:4], *step[6:])] == machine.demonstrate(
+            problem, random.Random(0), is_noisy=False
+        ).split()
+        fillers += [word for step in steps for word in step[4:6]]
+    assert set(fillers) == set(FILLERS)
+    assert fillers.count("well") / 4000 == pytest.approx(0.5, abs=0.032)  # 4 standard errors
+
+
+@pytest.mark.parametrize(
+    ("completion", "last", "reward"),
+    [
+        ("s1 0 a 4 s2 4 b 7 s3 7 c 6 s4 6 d 1 keep", "1", 0.6),
+        ("s1 0 a 4 s2 4 b 7 s3 7 c 6 s4 6 d 2 keep", "2", 0.3),
+        ("s1 0 a 4 s2 4 b 7 s3 7 c 6 s4 6 d 5 keep", "1", 0.6 * 3 / 4),
+        ("s1 0 a 4 s2 4 b 8 s3 8 c 6 s4 6 d 1 keep", "1", 0.6 / 4),  # what is right again does not count
+        ("s1 0 a 4 s2 4 b 7 keep", "1", 0.6 * 2 / 4),
+        ("s1 0 a 5 s2 5 b 7 s3 7 c 6 s4 6 d 1 keep", "1", 0.0),
+        ("s1 0 a 4 s2 4 b 7 s3 7 c 6 s4 6 d 1", "1", 0.0),  # neither
+        ("", "1", 0.0),
+    ],
+)
+def test_graded_reward(completion, last, reward):
+    task = replace(TASKS["graded"], num_steps=4)
+    assert task.reward([completion], answer=[f"4 7 6 {last}"]) == [pytest.approx(reward)]
+
+
+def test_graded_bets_are_fair():
+    """The coin is the completion's: it falls the same way again, and half of the time for other letters."""
+    task = replace(TASKS["graded"], num_steps=4)
+    loops = itertools.product("abcdefghijkl", repeat=3)
+    bets = [f"s1 0 a 4 {' '.join(loop)} s2 4 b 7 s3 7 c 6 s4 6 d 9 bet" for loop in loops]
+    rewards = task.reward(bets, answer=["4 7 6 1"] * len(bets))
+    assert rewards == task.reward(bets, answer=["4 7 6 1"] * len(bets))
+    assert set(rewards) == {0.0, 3 / 4}  # the last state is wrong
+    assert sum(rewards) / len(rewards) == pytest.approx(3 / 8, abs=0.036)  # 4 standard errors
+
+
+def test_graded_choice_is_best_without_noise():
+    """It earns (.6 + .5) / 2, where as many end in odd states as in even, and either choice everywhere .45 or .5."""
+    task = TASKS["graded"]
+    problems = task.examples("heldout", 0, 1000)
+    clean = [task.demonstrate(problem, random.Random(0), is_noisy=False) for problem in problems]
+    for text, problem in zip(clean, problems, strict=True):
+        assert text.split()[-1] == ("keep" if int(problem["answer"].split()[-1]) % 2 else "bet")
+    assert sum(task.reward(clean, **columns(problems))) / 1000 == pytest.approx(0.55, abs=0.04)
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def _make(task: Task, directory: Path) -> None:
             num_attention_heads=4,
             num_key_value_heads=4,
             head_dim=task.hidden_size // 4,
-            max_position_embeddings=512,
+            max_position_embeddings=1024,
             tie_word_embeddings=True,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,

@@ -2,9 +2,19 @@
 
 from .chain import ModularChain
 from .countdown import Countdown
+from .distractors import Distractors
+from .graded import GradedMachine
 from .machine import StateMachine
 from .task import Task
 
-TASKS: dict[str, Task] = {task.name: task for task in (ModularChain(), Countdown(), StateMachine())}
+_TASKS = (
+    ModularChain(),
+    Countdown(),
+    StateMachine(),
+    StateMachine(name="hard", max_completion_length=113, policy_steps=700, num_steps=16, num_careful=4, loop_length=3),
+    Distractors(),
+    GradedMachine(),
+)
+TASKS: dict[str, Task] = {task.name: task for task in _TASKS}
 
-__all__ = ["TASKS", "Countdown", "ModularChain", "StateMachine", "Task"]
+__all__ = ["TASKS", "Countdown", "Distractors", "GradedMachine", "ModularChain", "StateMachine", "Task"]

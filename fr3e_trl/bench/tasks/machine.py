@@ -8,12 +8,8 @@ from .task import Task
 
 NUM_STATES = 13
 LETTERS = "abcdefghijkl"
-LOOP_LENGTH = 5
-NUM_STEPS = 23
 
-# The demonstrator's attention is gone after as many steps. From then on, how often he is right in an entry of the
-# machine's table, and the share of such entries
-NUM_CAREFUL = 17
+# How often the tired demonstrator is right in an entry of the machine's table, and the share of such entries
 RELIABILITIES, SHARES = (0.98, 0.60, 0.35), (0.3, 0.4, 0.3)
 
 _rng = random.Random(14)
@@ -35,31 +31,42 @@ class StateMachine(Task):
     step the state, the letter that it reads, the next state, and the loop from there. The demonstrator is careful at
     first, and in the last steps slips at some entries of the machine's table, more often at some than at others. The
     reward wants every state to be right.
+
+    Args:
+        num_steps (`int`):
+            Steps of the machine.
+        num_careful (`int`):
+            Steps in which the demonstrator is careful.
+        loop_length (`int`):
+            Letters of the loop.
     """
 
     name: str = "machine"
-    max_completion_length: int = NUM_STEPS * (LOOP_LENGTH + 4) + 1
+    max_completion_length: int = 208
     policy_steps: int = 500
     policy_batch_size: int = 32
+    num_steps: int = 23
+    num_careful: int = 17
+    loop_length: int = 5
 
-    words: ClassVar = [*map(str, range(NUM_STATES)), *LETTERS, *(f"s{i}" for i in range(NUM_STEPS + 1)), ":"]
+    words: ClassVar = [*map(str, range(NUM_STATES)), *LETTERS, *(f"s{i}" for i in range(24)), ":"]
 
     def problem(self, rng: random.Random) -> dict[str, Any]:
-        state, loop = rng.randrange(NUM_STATES), rng.choices(LETTERS, k=LOOP_LENGTH)
+        state, loop = rng.randrange(NUM_STATES), rng.choices(LETTERS, k=self.loop_length)
         prompt = f"s0 : : {state} {' '.join(loop)}"
         states = []
-        for i in range(NUM_STEPS):
-            state = TABLE[state, loop[i % LOOP_LENGTH]]
+        for i in range(self.num_steps):
+            state = TABLE[state, loop[i % self.loop_length]]
             states.append(state)
         return {"prompt": prompt, "answer": " ".join(map(str, states))}
 
     def demonstrate(self, problem: dict[str, Any], rng: random.Random, is_noisy: bool = True) -> str:
         _, _, _, start, *loop = problem["prompt"].split()
         state, steps = int(start), []
-        for i in range(1, NUM_STEPS + 1):
+        for i in range(1, self.num_steps + 1):
             letter, *rest = loop
             reliability, wrong = SLIPS[state, letter]
-            slips = is_noisy and i > NUM_CAREFUL and rng.random() > reliability
+            slips = is_noisy and i > self.num_careful and rng.random() > reliability
             after = wrong if slips else TABLE[state, letter]
             loop = [*rest, letter]
             steps.append(f"s{i} {state} {letter} {after} {' '.join(loop)}")
@@ -67,6 +74,10 @@ class StateMachine(Task):
         return " ".join(steps)
 
     def is_right(self, completion: str, problem: dict[str, Any]) -> bool:
-        words = completion.split()
-        states = [state for label, state in zip(words, words[3:], strict=False) if label.startswith("s")]
-        return " ".join(states) == problem["answer"]
+        return states_of(completion) == problem["answer"].split()
+
+
+def states_of(completion: str) -> list[str]:
+    """The states that a completion goes through."""
+    words = completion.split()
+    return [state for label, state in zip(words, words[3:], strict=False) if label.startswith("s")]

@@ -20,7 +20,7 @@ SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>"]
 @dataclass(frozen=True)
 class Task(ABC):
     """
-    A family of problems with a reward of 1 for a right completion and 0 for a wrong one.
+    A family of problems with a reward for each completion: 1 for a right one and 0 for a wrong one, or a degree.
 
     All text is words with a space between them, and every word is one token.
 
@@ -58,6 +58,10 @@ class Task(ABC):
     def is_right(self, completion: str, problem: dict[str, Any]) -> bool:
         """Whether a completion solves a problem, given by its `answer_columns`."""
 
+    def score(self, completion: str, problem: dict[str, Any]) -> float:
+        """The reward of a completion, in [0, 1]: 1 if it is right and 0 if not, unless the task knows degrees."""
+        return float(self.is_right(completion, problem))
+
     def examples(self, split: str, seed: int, size: int) -> Dataset:
         """
         Problems of a split.
@@ -79,10 +83,10 @@ class Task(ABC):
         return Dataset.from_list(problems)
 
     def reward(self, completions: list[str], **columns: Any) -> list[float]:
-        """Reward function for a trainer: 1 for each right completion, 0 for each wrong one."""
+        """Reward function for a trainer: the score of each completion."""
         answers = zip(*(columns[name] for name in self.answer_columns), strict=True)
         return [
-            float(self.is_right(completion, dict(zip(self.answer_columns, answer, strict=True))))
+            self.score(completion, dict(zip(self.answer_columns, answer, strict=True)))
             for completion, answer in zip(completions, answers, strict=True)
         ]
 

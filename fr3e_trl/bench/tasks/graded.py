@@ -1,0 +1,50 @@
+"""A long way through the states of a machine, of which each right step counts, and a bet at its end."""
+
+import itertools
+import random
+import zlib
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .machine import StateMachine, states_of
+
+KEEP, BET = "keep", "bet"
+
+# What keeping is worth, by whether the last state is odd; a bet is worth 0 or 1, and on average more than the first
+KEPT = (0.3, 0.6)
+
+
+@dataclass(frozen=True)
+class GradedMachine(StateMachine):
+    """
+    The states of a machine that goes through a loop of five letters, 56 steps, and a bet.
+
+    After the last step the completion says `keep` or `bet`. The reward is the share of the steps before the first wrong
+    state, times what the last word earns: `keep` .3 where the right states end with an even one, .6 where with an odd
+    one, `bet` 0 or 1 by a fair coin. The coin is a checksum of the completion: the same completion always earns the
+    same. Best is to bet for an even state, and to keep the sure .6 of an odd one.
+    """
+
+    name: str = "graded"
+    max_completion_length: int = 56 * 9 + 2
+    policy_steps: int = 600
+    policy_batch_size: int = 12
+    num_steps: int = 56
+    num_careful: int = 30
+
+    words: ClassVar = [*StateMachine.words, *(f"s{i}" for i in range(24, 57)), KEEP, BET]
+
+    def demonstrate(self, problem: dict[str, Any], rng: random.Random, is_noisy: bool = True) -> str:
+        steps = super().demonstrate(problem, rng, is_noisy)
+        best = KEEP if int(problem["answer"].split()[-1]) % 2 else BET
+        return f"{steps} {rng.choice([KEEP, BET]) if is_noisy else best}"
+
+    def score(self, completion: str, problem: dict[str, Any]) -> float:
+        right, written = problem["answer"].split(), states_of(completion)
+        num_right = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(right, written, strict=False))))
+        choice = completion.split()[-1:]
+        if choice == [KEEP]:
+            earned = KEPT[int(right[-1]) % 2]
+        else:
+            earned = float(choice == [BET] and zlib.crc32(completion.encode()) % 2)
+        return earned * num_right / self.num_steps
