@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .machine import StateMachine, states_of
+from .machine import LETTERS, StateMachine, states_of
 
 KEEP, BET = "keep", "bet"
 
@@ -27,12 +27,13 @@ class GradedMachine(StateMachine):
 
     name: str = "graded"
     max_completion_length: int = 56 * 9 + 2
-    policy_steps: int = 600
-    policy_batch_size: int = 12
+    policy_steps: int = 900
+    policy_batch_size: int = 8
     num_steps: int = 56
     num_careful: int = 30
 
     words: ClassVar = [*StateMachine.words, *(f"s{i}" for i in range(24, 57)), KEEP, BET]
+    letters: ClassVar = LETTERS[:4]  # long completions are dear: a small table takes few of them to learn
 
     def demonstrate(self, problem: dict[str, Any], rng: random.Random, is_noisy: bool = True) -> str:
         steps = super().demonstrate(problem, rng, is_noisy)

@@ -50,9 +50,10 @@ class StateMachine(Task):
     loop_length: int = 5
 
     words: ClassVar = [*map(str, range(NUM_STATES)), *LETTERS, *(f"s{i}" for i in range(24)), ":"]
+    letters: ClassVar = LETTERS  # that a loop is made of
 
     def problem(self, rng: random.Random) -> dict[str, Any]:
-        state, loop = rng.randrange(NUM_STATES), rng.choices(LETTERS, k=self.loop_length)
+        state, loop = rng.randrange(NUM_STATES), rng.choices(self.letters, k=self.loop_length)
         prompt = f"s0 : : {state} {' '.join(loop)}"
         states = []
         for i in range(self.num_steps):
