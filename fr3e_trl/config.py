@@ -137,6 +137,11 @@ class FR3EConfig(GRPOConfig):
         max_refills (`int`, *optional*, defaults to `0`):
             How many times in a step further prompts are drawn.
 
+        > Parameters that control the update
+
+        share_prefixes (`bool`, *optional*):
+            Whether what rows have in common is forwarded once.
+
         > Parameters that control vLLM, beside those of `GRPOConfig`
 
         vllm_adapter_sync (`bool`, *optional*):
@@ -304,6 +309,19 @@ class FR3EConfig(GRPOConfig):
             "at most, to replace rejected rows. Informative rows that a batch has no place for replace rejected ones "
             "of the next step. An epoch then is still one pass over the training set, which takes fewer steps than "
             "the data loader counts; the number of steps stays."
+        },
+    )
+
+    # The update
+
+    share_prefixes: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether tokens that rows of a micro-batch have in common, prompts and the prefixes of branches, "
+            "are forwarded once, in the loss and wherever log-probs are computed. They are what they were but for "
+            "rounding. Rows of a prompt are then kept together in micro-batches. It needs the attention "
+            "implementation 'sdpa' or 'eager', and is off, with a warning, where a model cannot have it. If `None`, "
+            "`True` when exploring and `False` when `num_anchors=0`; setting `True` there gives it to GRPO."
         },
     )
 
@@ -491,6 +509,8 @@ class FR3EConfig(GRPOConfig):
         self.num_base_trajectories, self.num_anchors, _ = self._shape
         if self.reject_degenerate_states is None:
             self.reject_degenerate_states = self.num_anchors != 0
+        if self.share_prefixes is None:
+            self.share_prefixes = self.num_anchors != 0
         _require(
             self,
             "max_refills",

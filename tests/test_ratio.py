@@ -189,7 +189,7 @@ def test_only_the_engines_error_is_corrected(settings):
 def test_how_often_a_row_is_passed_forward(settings, again):
     """TRL's pass for the old policy is the only one, and a second if truncated, for no rejected row."""
     # States of two rollouts, of which some are rejected
-    trainer = make_trainer(num_anchors=3, value_prior_strength=0.0, **settings)
+    trainer = make_trainer(num_anchors=3, value_prior_strength=0.0, share_prefixes=False, **settings)
     passed = Counter()
     assemble = trainer.assemble
 
@@ -214,7 +214,7 @@ def test_how_often_a_row_is_passed_forward(settings, again):
 
 def test_rows_left_out_are_not_passed_forward():
     """And keep their place, whatever is left out of which micro-batch."""
-    trainer = make_trainer(per_device_train_batch_size=2, gradient_accumulation_steps=8)
+    trainer = make_trainer(per_device_train_batch_size=2, gradient_accumulation_steps=8, share_prefixes=False)
     input_ids = torch.randint(2, 40, (6, 9))
     temperatures = [None, 1.0, 0.5, None, 1.0, 1.0]
     num_passed = []

@@ -49,6 +49,7 @@ def test_the_constructor_takes_what_grpo_trainer_takes():
         (GRPOTrainer._calculate_rewards, ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
         (GRPOTrainer._generate_and_score_completions, ["self", "inputs"]),
         (GRPOTrainer._compute_loss, ["self", "model", "inputs"]),
+        (GRPOTrainer._prepare_inputs, ["self", "generation_batch"]),
         (GRPOTrainer._tokenize_prompts, ["self", "prompts"]),
         (_BaseTrainer.create_model_card, ["self", "model_name", "dataset_name", "tags"]),
         (GRPOTrainer._save_checkpoint, ["self", "model", "trial"]),
@@ -218,6 +219,37 @@ def test_the_fused_head_scores_at_its_temperature():
     assert model.forward != forward
     model.forward = forward
     torch.testing.assert_close(model(input_ids).logits, logits)
+
+
+def test_the_fused_head_takes_labels_that_are_shifted(monkeypatch):
+    """And projects the positions that have one, if asked for by the name of what says whether there is Triton."""
+    model = make_model().eval()
+    input_ids, labels = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[-100, 9, -100, 10]])
+    expected = model(input_ids).logits.log_softmax(-1)[0, [1, 3], [9, 10]]
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    projected = []
+
+    class Kernel:
+        @staticmethod
+        def apply(hidden, *args):
+            projected.append(len(hidden))
+            return kernel.apply(hidden, *args)
+
+    kernel = utils._ChunkedLogProbFunction
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Kernel)
+    monkeypatch.setattr(utils, "_use_triton", lambda device: True)
+    output = model(input_ids=input_ids, shift_labels=labels, fused_lm_head=True)
+    assert projected == [2]
+    torch.testing.assert_close(output.log_probs[0, [1, 3]], expected)
+    assert output.log_probs[0, [0, 2]].tolist() == output.entropy[0, [0, 2]].tolist() == [0, 0]
+
+
+def test_the_batch_is_shuffled_by_a_name_of_trls_module(monkeypatch):
+    shuffled = []
+    monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", lambda batch: shuffled.append(batch.keys()) or batch)
+    trainer = train(GRPOTrainer, per_device_train_batch_size=8, max_steps=1)
+    assert len(shuffled) == 1 and {"prompt_ids", "prompt_mask", "completion_ids"} <= set(shuffled[0])
+    assert not trainer.aux_loss_enabled
 
 
 def test_the_fused_head_finds_its_kernel_by_a_name():

@@ -7,6 +7,7 @@ that moves any of it fails there first.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -30,7 +31,10 @@ from ..generation.vllm_sync import FR3EVLLMGeneration
 from ..method.advantages import weighted_rewards
 from ..method.batch import Deal, Row
 from ..method.tree import Score, TokenIds
+from .packing import IMPLEMENTATIONS, Trie, fold, share
 from .resume import ResumableGRPOTrainer
+
+logger = logging.getLogger(__name__)
 
 # Losses that TRL averages over rows rather than over tokens
 ROW_MEAN_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")
@@ -64,6 +68,7 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         with _replaced("VLLMGeneration", functools.partial(FR3EVLLMGeneration, fr3e_args=args)):
             super().__init__(args=args, **kwargs)
         self._assembled: tuple[list[Row], torch.Tensor] | None = None  # set while a batch is assembled from these
+        self._loss_mask: torch.Tensor | None = None  # set while a loss is computed over these tokens alone
 
     @property
     def is_sharded(self) -> bool:
@@ -230,6 +235,116 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         finally:
             model.forward = forward
 
+    # Prefixes that rows share
+
+    @functools.cached_property
+    def shares_prefixes(self) -> bool:
+        """Whether what rows have in common is forwarded once. All processes must ask for the first time together."""
+        if not self.args.share_prefixes:
+            return False
+        obstacle = self._obstacle_to_sharing()
+        if obstacle is not None:
+            logger.warning("share_prefixes is off, and every row forwarded with all of its tokens: %s.", obstacle)
+        return obstacle is None
+
+    def _obstacle_to_sharing(self) -> str | None:
+        implementation = self.model.config.get_text_config()._attn_implementation
+        if implementation not in IMPLEMENTATIONS:
+            return f"attn_implementation={implementation!r} takes no paths, as {' and '.join(IMPLEMENTATIONS)} do"
+        if self.aux_loss_enabled:
+            return "the loss of the routers (router_aux_loss_coef) is a mean over the tokens of all rows"
+        share(self.model, implementation)
+        # Some models have more to them than attention: what recurrent layers make of a token depends on the row
+        input_ids = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8], [0, 2, 3, 4, 5, 6]])
+        input_ids, mask = input_ids.to(self.accelerator.device), (input_ids != 0).to(self.accelerator.device)
+        is_exact = self.model.dtype == torch.float32 and self.accelerator.mixed_precision == "no"
+        # Without dropout; linear layers are left alone, since quantized ones change their weights for evaluation
+        training = [part for part in self.model.modules() if part.training and not isinstance(part, nn.Linear)]
+        try:
+            for part in training:
+                part.training = False
+            with torch.no_grad():
+                apart, _, _ = super()._get_per_token_logps_and_entropies(self.model, input_ids, mask.long(), 4)
+                shared, _ = self._score_shared(self.model, input_ids, mask, mask[:, -4:])
+        except Exception as error:
+            return f"{type(self.model).__name__} raises {type(error).__name__}: {error}"
+        finally:
+            for part in training:
+                part.training = True
+        difference = (apart - shared).abs().mean().item()
+        if not difference <= (1e-3 if is_exact else 5e-2):
+            return f"it changes log-probs of {type(self.model).__name__} by {difference:.2g} nats a token"
+        return None
+
+    def _score_shared(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Log-probs and entropies of rows, what they share forwarded once.
+
+        Args:
+            model (`nn.Module`):
+                Policy or reference model.
+            input_ids, attention_mask (`torch.Tensor` of shape (R, T)):
+                The rows.
+            scored (`torch.Tensor` of shape (R, C)):
+                Boolean mask of the tokens to score. It has at least one.
+
+        Returns:
+            `tuple`: Both of shape (R, C), 0 where nothing is scored, and entropies of a reference model, which TRL has
+            give none.
+        """
+        trie = fold(input_ids, attention_mask, scored)
+        outputs = self._forward_trie(model, trie)
+        logprobs = trie.to_rows(outputs.log_probs)
+        return logprobs, torch.zeros_like(logprobs) if outputs.entropy is None else trie.to_rows(outputs.entropy)
+
+    def _forward_trie(self, model: Any, trie: Trie) -> Any:
+        """What TRL's LM head makes of a trie."""
+        # Without Triton it takes all positions, with a label or without
+        with self.accelerator.autocast(), _replaced("_use_triton", lambda device: True, trl_utils):
+            return model(**trie.model_inputs, shift_labels=trie.labels, fused_lm_head=True)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        *,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
+        scored = attention_mask[:, -logits_to_keep:].bool()
+        if self._loss_mask is not None:
+            scored &= self._loss_mask.bool()
+        has_more = any(value is not None and value is not False for value in kwargs.values())  # images, a router's loss
+        if not self.shares_prefixes or has_more or not scored.any():
+            return super()._get_per_token_logps_and_entropies(
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size=batch_size,
+                compute_entropy=compute_entropy,
+                **kwargs,
+            )
+        size = batch_size or len(input_ids)
+        parts = [
+            self._score_shared(model, *(rows[start : start + size] for rows in (input_ids, attention_mask, scored)))
+            for start in range(0, len(input_ids), size)
+        ]
+        logprobs, entropies = (torch.cat(of_parts) for of_parts in zip(*parts, strict=True))
+        return logprobs, entropies if compute_entropy else None, None
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """Keep rows that share prefixes together when TRL shuffles a batch before it splits it into micro-batches."""
+        if not self.shares_prefixes:
+            return super()._prepare_inputs(generation_batch)
+        with _replaced("shuffle_sequence_dict", shuffle_by_prompt):
+            return super()._prepare_inputs(generation_batch)
+
     # The batch
 
     def assemble(self, batch_rows: list[Row]) -> dict[str, torch.Tensor]:
@@ -354,7 +469,31 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         elif self.loss_type in TOKEN_SUM_LOSSES:
             # TRL divides by the tokens of all micro-batches: no weight is wanted
             inputs["num_items_in_batch"] = inputs["num_items_in_batch"] * weight
+        self._loss_mask = inputs["completion_mask"] * inputs["tool_mask"]
         try:
             return super()._compute_loss(model, inputs) * weight
         finally:
-            self.beta = beta
+            self.beta, self._loss_mask = beta, None
+
+
+def shuffle_by_prompt(batch: dict[str, Any]) -> dict[str, Any]:
+    """
+    Shuffle the prompts of a batch, where TRL shuffles its rows.
+
+    The rows of a prompt stay together, and are sorted by their tokens: of micro-batches smaller than that, each has
+    those that share most. A gradient that is accumulated over all micro-batches stays the same, but for what is a mean
+    over those of each; of several optimizer steps a batch, each has fewer prompts, with more rows of them.
+    """
+    prompts = [row.tobytes() for row in torch.where(batch["prompt_mask"].bool(), batch["prompt_ids"], -1).cpu().numpy()]
+    completions = [row.tobytes() for row in batch["completion_ids"].cpu().numpy()]
+    ranks: dict[bytes, int] = {}
+    for prompt, rank in zip(prompts, torch.randperm(len(prompts)).tolist(), strict=True):
+        ranks.setdefault(prompt, rank)
+    order = sorted(range(len(prompts)), key=lambda row: (ranks[prompts[row]], completions[row]))
+
+    def permuted(value: Any) -> Any:
+        if value is None or (isinstance(value, torch.Tensor) and value.dim() == 0):
+            return value
+        return value[order] if isinstance(value, torch.Tensor) else [value[row] for row in order]
+
+    return {key: permuted(value) for key, value in batch.items()}

@@ -1,0 +1,433 @@
+"""Prefixes that rows share, forwarded once: everything is what it is with every row forwarded whole."""
+
+import contextlib
+import functools
+import logging
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import strategies as st
+from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
+from peft import LoraConfig
+from test_losses import KeepsMicroBatches
+from test_processes import launch, weights_of
+from transformers import set_seed
+from trl.trainer import utils as trl_utils
+
+from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.training.packing import fold
+
+SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 24, "max_steps": 2}
+
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAMILIES = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Gemma": {},
+    "Gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 8},
+    "Gemma3": {"sliding_window": 4, "query_pre_attn_scalar": 8},
+    "Mistral": {"sliding_window": 4},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": EXPERTS,
+    "GptOss": {"sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GPT2": {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+}
+
+
+def letters(completions, **kwargs):
+    """A reward that few completions share."""
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+
+
+def make_family(family, implementation="sdpa"):
+    """A tiny model of a family, with sharpened logits."""
+    set_seed(0)
+    name = {"Gemma3": "Gemma3Text"}.get(family, family)
+    config = getattr(transformers, f"{name}Config")(**TINY | FAMILIES.get(family, {}))
+    config._attn_implementation = implementation
+    suffix = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, f"{family}{suffix}")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+        model.get_output_embeddings().weight.mul_(5)
+    return model
+
+
+def make_trainer(model=None, cls=FR3ETrainer, **settings):
+    trainer_arguments = {key: settings.pop(key) for key in ("peft_config",) if key in settings}
+    if model is None:
+        model = model_on_disk() if settings.get("beta") else make_model()
+    return cls(
+        model,
+        letters,
+        FR3EConfig(**{"output_dir": "unused", "learning_rate": 1e-3} | CPU | SIZES | settings),
+        train_dataset=make_dataset(),
+        processing_class=make_tokenizer(),
+        **trainer_arguments,
+    )
+
+
+def make_rows(seed=0, num_trees=2):
+    """Trees of a prompt each: base trajectories and branches that leave them, padded as TRL pads."""
+    rng = np.random.default_rng(seed)
+    prompts, completions = [], []
+    for _ in range(num_trees):
+        prompt = rng.integers(2, 50, rng.integers(1, 7))
+        bases = [rng.integers(2, 50, rng.integers(1, 20)) for _ in range(rng.integers(1, 4))]
+        of_prompt = list(bases)
+        for _ in range(rng.integers(0, 6)):
+            base = of_prompt[rng.integers(len(of_prompt))]  # a branch of a branch, too
+            of_prompt.append(
+                np.concatenate([base[: rng.integers(0, len(base) + 1)], rng.integers(2, 50, rng.integers(0, 9))])
+            )
+        of_prompt = [ids if len(ids) else base for ids in of_prompt]
+        prompts += [prompt] * len(of_prompt)
+        completions += of_prompt
+    return prompts, completions
+
+
+def padded(trainer, seed=0):
+    input_ids, attention_mask = trainer.padded(*make_rows(seed))
+    return input_ids, attention_mask, max(map(len, make_rows(seed)[1]))
+
+
+def score(trainer, input_ids, attention_mask, num_columns, share, **kwargs):
+    """Log-probs, entropies and a gradient, of which each token has another share."""
+    trainer.args.share_prefixes = share
+    trainer.__dict__.pop("shares_prefixes", None)
+    trainer.model.train()
+    trainer.model.zero_grad()
+    logprobs, entropies, _ = trainer._get_per_token_logps_and_entropies(
+        trainer.model, input_ids, attention_mask, num_columns, compute_entropy=True, **kwargs
+    )
+    assert trainer.shares_prefixes == share
+    weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
+    (logprobs * weights + entropies * weights.flip(0)).sum().backward()
+    gradients = [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
+    return logprobs.detach(), entropies.detach(), torch.cat(gradients)
+
+
+def assert_same(shared, apart):
+    for of_shared, of_apart in zip(shared[:2], apart[:2], strict=True):
+        torch.testing.assert_close(of_shared, of_apart, atol=1e-5, rtol=1e-5)
+    scale = apart[2].abs().max()
+    torch.testing.assert_close(shared[2] / scale, apart[2] / scale, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family, implementation):
+    if family in ("Gemma2", "GptOss") and implementation == "sdpa":
+        pytest.skip("it has no such attention")
+    trainer = make_trainer(make_family(family, implementation), router_aux_loss_coef=0)
+    rows = padded(trainer)
+    assert_same(score(trainer, *rows, share=True), score(trainer, *rows, share=False))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"peft_config": LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"gradient_checkpointing": True, "peft_config": LoraConfig(task_type="CAUSAL_LM", r=4)},
+        {"temperature": 0.7, "cast_lm_head_to_fp32": True},
+    ],
+    ids=["lora", "checkpointing", "reentrant", "lora-checkpointing", "temperature"],
+)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_every_setup(settings, implementation):
+    trainer = make_trainer(make_family("Qwen3", implementation), **settings)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    rows = padded(trainer)
+    assert_same(score(trainer, *rows, share=True), score(trainer, *rows, share=False))
+
+
+@functools.cache
+def shared_trainer():
+    return make_trainer()
+
+
+@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.given(st.integers(0, 2**32 - 1), st.sampled_from([None, 1, 3]))
+def test_any_trees(seed, batch_size):
+    trainer = shared_trainer()
+    rows = padded(trainer, seed)
+    shared, apart = (score(trainer, *rows, share, batch_size=batch_size) for share in (True, False))
+    assert_same(shared, apart)
+
+
+@hypothesis.settings(deadline=None, max_examples=100)
+@hypothesis.given(st.integers(0, 2**32 - 1))
+def test_a_trie_has_each_prefix_once(seed):
+    """By its definition: as many nodes as there are different prefixes, each with the token that follows it."""
+    prompts, completions = make_rows(seed)
+    input_ids, attention_mask = shared_trainer().padded(prompts, completions)
+    scored = attention_mask[:, -max(map(len, completions)) :].bool()
+    trie = fold(input_ids, attention_mask, scored)
+    width = max(map(len, prompts))
+    prefixes = {
+        (width - len(prompt), *row[:end])
+        for prompt, completion in zip(prompts, completions, strict=True)
+        for row in [[*prompt.tolist(), *completion.tolist()]]
+        for end in range(2, len(row) + 1)
+    }
+    assert trie.input_ids.shape == trie.labels.shape == (1, len(prefixes))
+    # Each node is in a path once as a new one, and there its column follows that of the one before it
+    outputs = torch.cat([path[:, start:].flatten() for start, path in trie.paths])
+    assert outputs[trie.nodes].tolist() == list(range(len(prefixes)))
+    labels = trie.labels[0][trie.of_rows]
+    assert labels[scored].tolist() == input_ids[:, -scored.size(1) :][scored].tolist()
+
+
+def test_what_is_forwarded():
+    """A prompt of 3 tokens, a base trajectory of 5 and branches after 2 and 3 of these, of which one ends in 3 more."""
+    prompt, base = [11, 12, 13], [20, 21, 22, 23, 24]
+    rows = [base, [*base[:2], 30, 31], [*base[:3], 40, 41, 42]]
+    trainer = shared_trainer()
+    input_ids, attention_mask = trainer.padded([np.array(prompt)] * 3, [np.array(row) for row in rows])
+    loss_mask = torch.tensor([[1] * 5 + [0], [0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1]]).bool()
+    trie = fold(input_ids, attention_mask, loss_mask)
+    # Of the base all tokens but the last; of the branches the last that they share, once more, and all but their last
+    assert trie.input_ids.shape == (1, 7 + 2 + 3)
+    assert (trie.labels != -100).sum() == 5 + 2 + 3
+    assert (fold(input_ids, attention_mask, attention_mask[:, 3:].bool()).labels != -100).sum() == 5 + 2 + 3
+    # The base is not in the loss: what the branches share of it is forwarded without a label
+    assert (fold(input_ids[1:], attention_mask[1:], loss_mask[1:]).labels != -100).sum() == 2 + 3
+
+
+# Training
+
+
+def weights(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def train(share, **settings):
+    trainer = make_trainer(share_prefixes=share, **settings)
+    set_seed(1)
+    trainer.train()
+    return trainer
+
+
+def assert_same_training(atol=1e-5, **settings):
+    shared, apart = (train(share, **settings) for share in (True, False))
+    assert shared.shares_prefixes and not apart.shares_prefixes
+    names = ["loss", "grad_norm"]
+    if "gradient_accumulation_steps" not in settings:
+        names.append("entropy")  # TRL logs its mean over micro-batches, which have other rows
+    for name in names:
+        assert logged(shared, name) == pytest.approx(logged(apart, name), abs=1e-4, rel=1e-4), name
+    torch.testing.assert_close(weights(shared), weights(apart), atol=atol, rtol=0)
+    assert (weights(shared) - weights_before(shared)).abs().max() > 10 * atol
+
+
+def weights_before(trainer):
+    return torch.cat([p.detach().flatten() for p in make_model().parameters()])
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
+def test_every_loss(loss_type):
+    assert_same_training(loss_type=loss_type, optim="sgd", learning_rate=0.1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_iterations": 2, "max_steps": 4},
+        {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4},
+        {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4, "loss_type": "grpo"},
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "per_device_train_batch_size": 12},
+        {"beta": 0.1},
+        {"credit": "tree", "anchor_threshold": 1.0},
+        {"explore_temperature_scale": 1.5},
+        {"num_anchors": 0},
+        {"num_anchors": 0, "reject_degenerate_states": True, "scale_rewards": "none"},
+        {"importance_sampling_level": "sequence", "num_iterations": 2, "max_steps": 4},
+        {"entropy_coef": 0.1, "top_entropy_quantile": 0.5},
+        {"max_refills": 2},
+        {"mask_truncated_completions": True},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+def test_every_way_to_train(settings):
+    assert_same_training(**{"optim": "sgd", "learning_rate": 0.1} | settings)
+
+
+def test_20_steps():
+    assert_same_training(atol=1e-4, max_steps=20)
+
+
+class CountsPositions(FR3ETrainer):
+    """Counts the tokens that are forwarded to score completions, and those of which the head computes log-probs."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.is_scoring, self.forwarded, self.projected = False, {}, 0
+        for name, model in (("policy", self.model), ("reference", self.ref_model)):
+            self.forwarded[name] = 0
+            model.get_input_embeddings().register_forward_hook(functools.partial(self.count, name))
+
+    def count(self, name, module, args, output):
+        self.forwarded[name] += args[0].numel() if self.is_scoring else 0
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        self.is_scoring = True
+        with counted_positions() as positions:
+            result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self.is_scoring = False
+        self.projected += sum(positions)
+        return result
+
+
+def test_fewer_tokens_are_forwarded():
+    """For the entropies, the old log-probs, the reference model and the loss alike."""
+    shared, apart = (
+        train(share, cls=CountsPositions, beta=0.1, num_iterations=2, max_steps=4) for share in (True, False)
+    )
+    for name in ("policy", "reference"):
+        assert 0 < shared.forwarded[name] < 0.7 * apart.forwarded[name]
+    assert 0 < shared.projected < 0.6 * apart.projected
+
+
+@contextlib.contextmanager
+def counted_positions():
+    """Of how many positions TRL's head computes log-probs, call by call."""
+    positions = []
+    kernel = trl_utils._ChunkedLogProbFunction
+
+    class Counted:
+        @staticmethod
+        def apply(hidden, *args):
+            positions.append(len(hidden))
+            return kernel.apply(hidden, *args)
+
+    trl_utils._ChunkedLogProbFunction = Counted
+    try:
+        yield positions
+    finally:
+        trl_utils._ChunkedLogProbFunction = kernel
+
+
+@pytest.mark.parametrize("batch_size", [8, 4])
+def test_rows_of_a_prompt_stay_together(batch_size):
+    """And those that share most, where a micro-batch has place for fewer. TRL's shuffle scatters them."""
+    num_prompts = {}
+    for share in (True, False):
+        trainer = make_trainer(
+            cls=KeepsMicroBatches,
+            share_prefixes=share,
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=32 // batch_size,
+            max_steps=1,
+        )
+        trainer.train()
+        num_prompts[share] = [len({tuple(ids) for ids in b["prompt_ids"].tolist()}) for b in trainer.micro_batches]
+        assert sum(len(batch["prompt_ids"]) for batch in trainer.micro_batches) == 32
+    assert num_prompts[True] == [1] * (32 // batch_size)
+    assert max(num_prompts[False]) > 1
+
+
+def test_the_default():
+    assert FR3EConfig("unused", **CPU).share_prefixes
+    assert not FR3EConfig("unused", num_anchors=0, **CPU).share_prefixes
+
+
+# Models that cannot have it
+
+
+def make_recurrent():
+    set_seed(0)
+    return transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=0)
+    )
+
+
+def make_with_alibi():
+    set_seed(0)
+    return transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
+
+
+def make_hybrid():
+    """Layers of linear attention beside layers of full attention."""
+    set_seed(0)
+    config = transformers.Qwen3NextConfig(
+        **TINY | EXPERTS,
+        layer_types=["linear_attention", "full_attention"],
+        shared_expert_intermediate_size=32,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
+    return transformers.Qwen3NextForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "reason"),
+    [
+        (make_recurrent, {}, "MambaForCausalLM"),
+        (make_with_alibi, {}, "BloomForCausalLM"),
+        (make_hybrid, {"router_aux_loss_coef": 0.0}, "Qwen3NextForCausalLM"),
+        (lambda: make_family("Qwen3Moe"), {}, "router_aux_loss_coef"),
+        (lambda: make_family("Qwen3", "flex_attention"), {}, "attn_implementation='flex_attention'"),
+    ],
+    ids=["recurrent", "alibi", "hybrid", "router", "flex"],
+)
+def test_it_is_off_by_itself(make, settings, reason, caplog):
+    trainer = make_trainer(make(), **settings)
+    with caplog.at_level(logging.WARNING, "fr3e_trl"):
+        assert not trainer.shares_prefixes and not trainer.shares_prefixes
+    (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("fr3e_trl")]
+    assert "share_prefixes is off" in warning and reason in warning
+
+
+@pytest.mark.parametrize("make", [make_recurrent, make_with_alibi])
+def test_models_that_cannot_have_it_train(make):
+    trainer = make_trainer(make())
+    trainer.train()
+    assert len(logged(trainer, "loss")) == 2
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "fsdp2"])
+def test_several_processes(recipe, tmp_path):
+    """With prompts that straddle them, and each with rows of its own to leave out."""
+    settings = {
+        "num_generations": 8,
+        "per_device_train_batch_size": 12,
+        "optim": "sgd",
+        "gradient_checkpointing": True,
+    }
+    options = ["fake", "sharded"] if recipe == "fsdp2" else ["fake"]
+    results = [
+        launch(tmp_path / str(share), 2, settings | {"share_prefixes": share}, *options, recipe=recipe)
+        for share in (True, False)
+    ]
+    losses = [[entry["loss"] for entry in logs if "loss" in entry] for logs in (r[0]["logs"] for r in results)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5, rel=1e-4) and len(losses[0]) == 3
+    for shared, apart in zip(weights_of(tmp_path / "True"), weights_of(tmp_path / "False"), strict=True):
+        torch.testing.assert_close(shared, apart, atol=1e-5, rtol=0)
