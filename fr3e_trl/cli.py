@@ -12,6 +12,7 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 # What each command of a name does, and the module with its `main`, or the commands below it
 COSTS = {
     "step": ("A step of FR3E beside one of GRPO: tokens, time, and where it goes.", "fr3e_trl.bench.cost.step"),
+    "update": ("The update, with shared prefixes forwarded once or with every row.", "fr3e_trl.bench.cost.update"),
     "bookkeeping": ("FR3E's own part of a large step.", "fr3e_trl.bench.cost.bookkeeping"),
     "processes": ("Two processes beside one.", "fr3e_trl.bench.cost.processes"),
     "vllm": ("A vLLM server: requests in flight, and the sync of the adapter.", "fr3e_trl.bench.cost.vllm"),

@@ -70,6 +70,18 @@ def test_step(capsys):
     assert GenerationMixin.generate is generate
 
 
+def test_update(capsys):
+    sizes = ["--hidden_size=64", "--num_layers=2", "--vocab_size=64", "--prompt_length=8", "--num_turns=3"]
+    cli.main(["cost", "update", "--num_generations=4", "--lengths", "256", *sizes])
+    output = capsys.readouterr().out
+    for shape in ("K=2 M=1", "K=1 M=2"):
+        seconds, *ratios = cells(output, f"256 tokens, {shape}")
+        assert float(seconds) > 0
+        shares = [float(ratio.split("(")[1].rstrip(")")) for ratio in ratios]
+        # Shared are the prompt, or next to nothing, half and nearly all of two of four completions
+        assert shares == sorted(shares, reverse=True) and shares[-1] < 0.6 < 0.95 < shares[0]
+
+
 def test_bookkeeping(capsys):
     told = []
     for num_tokens in (50, 500):

@@ -14,6 +14,7 @@ from trl import GRPOTrainer
 
 from ..method.tree import Tree
 from ..trainer import FR3ETrainer
+from ..training.packing import Trie
 
 
 @dataclass
@@ -33,7 +34,8 @@ class Costs:
             Tokens that went through the policy without gradients: those that generation reads (a prompt or prefix for
             each sample of it) or samples, and those whose entropies or old log-probs were computed.
         forward_backward_tokens (`int`):
-            Tokens that went through the policy in the loss, prompts and prefixes included, as often as they did.
+            Tokens that went through the policy in the loss, prompts and prefixes included, as often as they did: once
+            where rows share them.
         seconds (`float`):
             CPU time of the process, or wall-clock time with a GPU, without that of evaluation.
     """
@@ -85,14 +87,17 @@ class MeasuredMixin:
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        num_tokens = int(attention_mask.sum())
+        if not getattr(self, "shares_prefixes", False):
+            self._count_forwarded(int(attention_mask.sum()))
+        return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
+            model, input_ids, attention_mask, *args, **kwargs
+        )
+
+    def _count_forwarded(self, num_tokens: int) -> None:
         if torch.is_grad_enabled():
             self.costs.forward_backward_tokens += num_tokens
         else:
             self.costs.forward_tokens += num_tokens
-        return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
-            model, input_ids, attention_mask, *args, **kwargs
-        )
 
 
 class MeasuredGRPOTrainer(MeasuredMixin, GRPOTrainer):
@@ -101,6 +106,10 @@ class MeasuredGRPOTrainer(MeasuredMixin, GRPOTrainer):
 
 class MeasuredFR3ETrainer(MeasuredMixin, FR3ETrainer):
     """[`FR3ETrainer`], measured."""
+
+    def _forward_trie(self, model: Any, trie: Trie) -> Any:
+        self._count_forwarded(trie.input_ids.numel())
+        return super()._forward_trie(model, trie)
 
 
 def sampled_states(rewards: torch.Tensor, states: torch.Tensor) -> dict[str, float]:

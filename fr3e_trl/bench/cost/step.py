@@ -39,6 +39,7 @@ PARTS = ["generation", "log-probs", "rewards", "loss", "FR3E", "TRL"]
 TIMED: list[tuple[type, str, str]] = [
     (GenerationMixin, "generate", "generation"),
     (GRPOTrainer, "_get_per_token_logps_and_entropies", "log-probs"),
+    (RowsGRPOTrainer, "_get_per_token_logps_and_entropies", "log-probs"),
     (GRPOTrainer, "_calculate_rewards", "rewards"),
     (GRPOTrainer, "_compute_loss", "loss"),
     (GRPOTrainer, "_generate_and_score_completions", "TRL"),
