@@ -3,6 +3,7 @@
 import difflib
 import functools
 import math
+import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,7 @@ def make_config(settings: dict[str, Any], output_dir: Path, seed: int) -> GRPOCo
     check_settings(settings)
     _, config_class = TRAINERS[settings["trainer"]]
     config = {name: value for name, value in settings.items() if name not in OWN_SETTINGS}
-    num_rows = settings["num_prompts"] * settings["num_generations"]
+    num_rows = settings["num_prompts"] * settings["num_generations"] // int(os.environ.get("WORLD_SIZE", 1))
     part = "steps_per_generation" if "steps_per_generation" in settings else "per_device_train_batch_size"
     if num_rows % settings.get(part, 1) != 0:
         raise ValueError(

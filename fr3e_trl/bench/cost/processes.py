@@ -36,9 +36,6 @@ def train(options: argparse.Namespace) -> None:
         trainer="fr3e",
         num_prompts=NUM_PROMPTS,
         num_generations=NUM_GENERATIONS,
-        per_device_train_batch_size=NUM_PROMPTS * NUM_GENERATIONS // int(os.environ["WORLD_SIZE"]),
-        steps_per_generation=1,
-        gradient_accumulation_steps=1,
         max_steps=options.num_steps + 1,
     )
     began = [time.perf_counter()]
