@@ -163,40 +163,48 @@ def test_distractors_are_a_machine_with_two_words_after_each_state():
 @pytest.mark.parametrize(
     ("completion", "last", "reward"),
     [
-        ("s1 0 a 4 s2 4 b 7 s3 7 c 6 s4 6 d 1 keep", "1", 0.6),
-        ("s1 0 a 4 s2 4 b 7 s3 7 c 6 s4 6 d 2 keep", "2", 0.3),
-        ("s1 0 a 4 s2 4 b 7 s3 7 c 6 s4 6 d 5 keep", "1", 0.6 * 3 / 4),
-        ("s1 0 a 4 s2 4 b 8 s3 8 c 6 s4 6 d 1 keep", "1", 0.6 / 4),  # what is right again does not count
-        ("s1 0 a 4 s2 4 b 7 keep", "1", 0.6 * 2 / 4),
+        ("s1 0 a 4 s2 4 b 7 s3 7 c 6 s4 6 d 1 keep", "1", 0.8),
+        ("s1 0 a 4 s2 4 b 7 s3 7 c 6 s4 6 d 2 keep", "2", 0.6),
+        ("s1 0 a 4 s2 4 b 7 s3 7 c 6 s4 6 d 5 keep", "1", 0.8 * 3 / 4),
+        ("s1 0 a 4 s2 4 b 8 s3 8 c 6 s4 6 d 1 keep", "1", 0.8 / 4),  # what is right again does not count
+        ("s1 0 a 4 s2 4 b 7 keep", "1", 0.8 * 2 / 4),
         ("s1 0 a 5 s2 5 b 7 s3 7 c 6 s4 6 d 1 keep", "1", 0.0),
         ("s1 0 a 4 s2 4 b 7 s3 7 c 6 s4 6 d 1", "1", 0.0),  # neither
         ("", "1", 0.0),
     ],
 )
 def test_graded_reward(completion, last, reward):
-    task = replace(TASKS["graded"], num_steps=4)
+    task = replace(TASKS["graded"], num_steps=4, num_careful=0)
     assert task.reward([completion], answer=[f"4 7 6 {last}"]) == [pytest.approx(reward)]
+
+
+def test_graded_reward_begins_behind_the_careful_steps():
+    """Three states are right: one of the last two, or, where one step was careful, two of three."""
+    completion = "s1 0 a 4 s2 4 b 7 s3 7 c 6 s4 6 d 5 keep"
+    for num_careful, share in ((3, 0), (2, 1 / 2), (1, 2 / 3)):
+        task = replace(TASKS["graded"], num_steps=4, num_careful=num_careful)
+        assert task.reward([completion], answer=["4 7 6 1"]) == [pytest.approx(0.8 * share)]
 
 
 def test_graded_bets_are_fair():
     """The coin is the completion's: it falls the same way again, and half of the time for other letters."""
-    task = replace(TASKS["graded"], num_steps=4)
+    task = replace(TASKS["graded"], num_steps=4, num_careful=0)
     loops = itertools.product("abcdefghijkl", repeat=3)
     bets = [f"s1 0 a 4 {' '.join(loop)} s2 4 b 7 s3 7 c 6 s4 6 d 9 bet" for loop in loops]
     rewards = task.reward(bets, answer=["4 7 6 1"] * len(bets))
     assert rewards == task.reward(bets, answer=["4 7 6 1"] * len(bets))
-    assert set(rewards) == {0.0, 3 / 4}  # the last state is wrong
-    assert sum(rewards) / len(rewards) == pytest.approx(3 / 8, abs=0.036)  # 4 standard errors
+    assert set(rewards) == {0.5 * 3 / 4, 3 / 4}  # the last state is wrong
+    assert sum(rewards) / len(rewards) == pytest.approx(0.75 * 3 / 4, abs=0.018)  # 4 standard errors
 
 
 def test_graded_choice_is_best_without_noise():
-    """It earns (.6 + .5) / 2, where as many end in odd states as in even, and either choice everywhere .45 or .5."""
+    """It earns (.8 + .75) / 2, where as many end in odd states as in even, and either choice everywhere .7 or .75."""
     task = TASKS["graded"]
     problems = task.examples("heldout", 0, 1000)
     clean = [task.demonstrate(problem, random.Random(0), is_noisy=False) for problem in problems]
     for text, problem in zip(clean, problems, strict=True):
         assert text.split()[-1] == ("keep" if int(problem["answer"].split()[-1]) % 2 else "bet")
-    assert sum(task.reward(clean, **columns(problems))) / 1000 == pytest.approx(0.55, abs=0.04)
+    assert sum(task.reward(clean, **columns(problems))) / 1000 == pytest.approx(0.775, abs=0.02)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A long way through the states of a machine, of which each right step counts, and a bet at its end."""
+"""A long way through the states of a machine, of which each late step counts, and a bet at its end."""
 
 import itertools
 import random
@@ -10,8 +10,9 @@ from .machine import LETTERS, StateMachine, states_of
 
 KEEP, BET = "keep", "bet"
 
-# What keeping is worth, by whether the last state is odd; a bet is worth 0 or 1, and on average more than the first
-KEPT = (0.3, 0.6)
+# What each is worth: keeping, by whether the last state is odd; a bet, by a coin. On average that is between the two
+KEPT = (0.6, 0.8)
+WON = (0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,11 @@ class GradedMachine(StateMachine):
     """
     The states of a machine that goes through a loop of five letters, 56 steps, and a bet.
 
-    After the last step the completion says `keep` or `bet`. The reward is the share of the steps before the first wrong
-    state, times what the last word earns: `keep` .3 where the right states end with an even one, .6 where with an odd
-    one, `bet` 0 or 1 by a fair coin. The coin is a checksum of the completion: the same completion always earns the
-    same. Best is to bet for an even state, and to keep the sure .6 of an odd one.
+    After the last step the completion says `keep` or `bet`. The reward is the share of the steps in which the
+    demonstrator is not careful, up to the first wrong state, times what the last word earns: `keep` .6 where the right
+    states end with an even one, .8 where with an odd one, `bet` .5 or 1 by a fair coin. The coin is a checksum of the
+    completion: the same completion always earns the same. Best is to bet for an even state, and to keep the sure .8 of
+    an odd one.
     """
 
     name: str = "graded"
@@ -30,7 +32,7 @@ class GradedMachine(StateMachine):
     policy_steps: int = 900
     policy_batch_size: int = 8
     num_steps: int = 56
-    num_careful: int = 30
+    num_careful: int = 44
 
     words: ClassVar = [*StateMachine.words, *(f"s{i}" for i in range(24, 57)), KEEP, BET]
     letters: ClassVar = LETTERS[:4]  # long completions are dear: a small table takes few of them to learn
@@ -43,9 +45,7 @@ class GradedMachine(StateMachine):
     def score(self, completion: str, problem: dict[str, Any]) -> float:
         right, written = problem["answer"].split(), states_of(completion)
         num_right = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(right, written, strict=False))))
-        choice = completion.split()[-1:]
-        if choice == [KEEP]:
-            earned = KEPT[int(right[-1]) % 2]
-        else:
-            earned = float(choice == [BET] and zlib.crc32(completion.encode()) % 2)
-        return earned * num_right / self.num_steps
+        earned = {KEEP: KEPT[int(right[-1]) % 2], BET: WON[zlib.crc32(completion.encode()) % 2]}
+        last = completion.split()[-1] if written else ""
+        share = max(num_right - self.num_careful, 0) / (self.num_steps - self.num_careful)
+        return earned.get(last, 0.0) * share
