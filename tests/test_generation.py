@@ -7,9 +7,13 @@ import accelerate
 import numpy as np
 import pytest
 import torch
-from models import make_model
-from transformers import GenerationConfig
+from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
+from peft import LoraConfig, get_peft_model
+from recorder import Recorder
+from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig
+from trees import rollouts_of
 
+from fr3e_trl import FR3EConfig
 from fr3e_trl.generation.on_transformers import GenerateSampler
 from fr3e_trl.generation.sampler import SamplingRequest
 
@@ -116,7 +120,56 @@ def test_the_shortest_completion_counts_from_the_prompt():
 def test_a_sample_keeps_nothing_but_its_tokens():
     samples = make_sampler(make_model()).sample([request(token_ids(5), num_samples=3), request(token_ids(9))])
     for sample in (sample for of_request in samples for sample in of_request):
-        assert sample.token_ids.dtype == np.int32 and sample.token_ids.base is None  # no view of the batch
+        assert sample.token_ids.dtype == np.int32 and sample.logprobs.dtype == sample.entropies.dtype == np.float32
+        for of_tokens in (sample.token_ids, sample.logprobs, sample.entropies):
+            assert of_tokens.base is None and of_tokens.shape == sample.token_ids.shape  # no view of the batch
+
+
+# Not on a GPU alone, and without a compiler
+COMPILED = CompileConfig(backend="eager", fullgraph=False, mode=None)
+COMPILED._compile_all_devices = True
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"top_k": 3, "top_p": 0.8, "min_p": 0.1},
+        {"repetition_penalty": 9.0, "suppress_tokens": [5, 6], "no_repeat_ngram_size": 2},
+        {"use_cache": False},
+        {"cache_implementation": "static", "disable_compile": False, "compile_config": COMPILED},
+    ],
+    ids=["plain", "truncated", "penalties", "no cache", "compiled"],
+)
+def test_logprobs_and_entropies_are_the_policys(settings):
+    """Of each row at its temperature, whatever it is forced to begin with; before anything is changed or cut off."""
+    model, end_at_random = make_model(), make_model(seed=3)
+    requests = [
+        request(token_ids(7), budget=30),
+        request(token_ids(12, 3), token_ids(25, 4), 2, 30, 0.7),
+        request(token_ids(4, 5), token_ids(9, 6), 1, 30, 1.6),
+        request([*token_ids(20, 1), EOS, *token_ids(10, 2)], token_ids(2, 9), budget=10),
+    ]
+    torch.manual_seed(0)
+    for policy in (model, end_at_random, model):  # each time with a record of its own
+        for one, samples in zip(requests, make_sampler(policy, **settings).sample(requests), strict=True):
+            for sample in samples:
+                ids = torch.tensor([[*one.prefix_ids, *sample.token_ids]])
+                with torch.no_grad():
+                    logits = policy(ids).logits[0, len(one.prefix_ids) - 1 : -1]
+                expected = torch.distributions.Categorical(logits=logits / one.temperature)
+                logprobs = expected.log_prob(ids[0, len(one.prefix_ids) :])
+                assert sample.entropies == pytest.approx(expected.entropy().numpy(), abs=1e-4)
+                assert sample.logprobs == pytest.approx(logprobs.numpy(), abs=1e-4)
+        assert not policy._forward_hooks
+
+
+def test_those_of_an_adapter_are_its_own():
+    model = get_peft_model(make_model(), LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    ((sample,),) = make_sampler(model).sample([request(token_ids(7), budget=30)])
+    with torch.no_grad():
+        logits = model(torch.tensor([[*token_ids(7), *sample.token_ids]])).logits[0, 6:-1]
+    assert sample.entropies == pytest.approx(torch.distributions.Categorical(logits=logits).entropy().numpy(), abs=1e-4)
 
 
 def test_no_request_draws_nothing():
@@ -238,3 +291,52 @@ def chi_squared(counts, expected):
     is_possible = expected > 0
     statistic = ((counts - expected) ** 2 / expected)[:, is_possible].sum()
     return torch.special.gammaincc((is_possible.sum() - 1) / 2, statistic.float() / 2).item()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"anchor_score": "surprisal", "top_p": 0.9, "repetition_penalty": 1.1},
+        {"explore_temperature_scale": 1.5, "temperature": 0.8},
+        {"num_iterations": 2},
+        {"explore_temperature_scale": 1.5, "num_iterations": 2, "beta": 0.1},
+        {"explore_temperature_scale": 1.5, "max_refills": 4},
+    ],
+    ids=str,
+)
+def test_what_generation_knows_is_not_computed_again(settings):
+    """No forward pass but generation's and the loss's, and the old log-probs are what such a pass would give."""
+    passes = []
+
+    def count(module, args, kwargs, output):
+        if not torch.is_grad_enabled() and kwargs.get("past_key_values") is None:
+            passes.append(module)
+
+    model = AutoModelForCausalLM.from_pretrained(model_on_disk())
+    model.register_forward_hook(count, with_kwargs=True)
+    sizes = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 2}
+    trainer = Recorder(
+        model,
+        lambda completions, **kwargs: [float(len(text) % 3 == 0) for text in completions],
+        FR3EConfig("unused", **CPU | sizes | {"learning_rate": 0.0} | settings),
+        train_dataset=make_dataset(),
+        processing_class=make_tokenizer(),
+    )
+    trainer.train()
+    assert not passes and trainer.batches
+    args, num_checked = trainer.args, 0
+    for batch, trees in trainer.batches:
+        old = batch.get("old_per_token_logps")
+        if "max_refills" in settings or old is None:
+            continue
+        for of_row, (tree, state, rollout) in zip(old, rollouts_of(trees), strict=True):
+            scale = args.explore_temperature_scale if state.position else 1.0
+            ids = torch.tensor([tree.prompt_ids + state.prefix_ids + rollout.token_ids])
+            first, length = len(state.prefix_ids), len(rollout.token_ids)
+            logits = model(ids).logits[0, -length - 1 : -1].detach() / (args.temperature * scale)
+            expected = logits.log_softmax(1).gather(1, ids[0, -length:, None])[:, 0]
+            torch.testing.assert_close(of_row[first : first + length], expected, atol=1e-4, rtol=0)
+            num_checked += length
+    has_old = "num_iterations" in settings or "explore_temperature_scale" in settings
+    assert (num_checked > 0) == (has_old and "max_refills" not in settings)

@@ -1,12 +1,13 @@
 """Sampling with transformers: `generate`, and continuous batching."""
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import is_peft_model
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -47,9 +48,9 @@ class GenerateSampler:
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         rows = [request for request in requests for _ in range(request.num_samples)]
         drawn = iter(self._generate(rows) if rows else [])
-        return [[Sample(next(drawn)) for _ in range(request.num_samples)] for request in requests]
+        return [[next(drawn) for _ in range(request.num_samples)] for request in requests]
 
-    def _generate(self, rows: list[SamplingRequest]) -> list[np.ndarray]:
+    def _generate(self, rows: list[SamplingRequest]) -> list[Sample]:
         """One continuation for each row."""
         config = copy.deepcopy(self.generation_config)
         width = _initial_width(rows, config.eos_token_id)
@@ -65,25 +66,30 @@ class GenerateSampler:
         ]
         config.max_new_tokens = max(ends) - width
         config.min_new_tokens, config.temperature = 0, 1.0  # each row has its own
+        temperatures = torch.tensor([row.temperature for row in rows], device=self.device)
         processor = _RowSampling(
             known_ids.to(self.device),
-            torch.tensor([row.temperature for row in rows], device=self.device),
+            temperatures,
             torch.tensor(min_lengths, device=self.device),
             torch.tensor(config.eos_token_id, device=self.device),
         )
         is_known = known_ids[:, :width] >= 0
-        with self.generation_model() as model:
+        record = _PolicyRecord(temperatures)
+        with self.generation_model() as model, record.of(model):
             output_ids = model.generate(
                 input_ids=known_ids[:, :width].where(is_known, config.pad_token_id).to(self.device),
                 attention_mask=is_known.long().to(self.device),
                 generation_config=config,
                 logits_processor=LogitsProcessorList([processor]),
-                stopping_criteria=StoppingCriteriaList([_RowEnds(torch.tensor(ends, device=self.device))]),
+                stopping_criteria=StoppingCriteriaList([_RowEnds(torch.tensor(ends, device=self.device)), record]),
             )
-        return [
-            _until_eos(of_row[begin:end], config.eos_token_id)
-            for of_row, begin, end in zip(output_ids.cpu().numpy(), begins, ends, strict=True)
-        ]
+        logprobs, entropies = record.statistics()
+        samples = []
+        for i, (of_row, begin, end) in enumerate(zip(output_ids.cpu().numpy(), begins, ends, strict=True)):
+            token_ids = _until_eos(of_row[begin:end], config.eos_token_id)
+            columns = slice(begin - width, begin - width + len(token_ids))
+            samples.append(Sample(token_ids, logprobs[i, columns].copy(), entropies[i, columns].copy()))
+        return samples
 
 
 def _initial_width(rows: list[SamplingRequest], eos_token_ids: list[int]) -> int:
@@ -157,6 +163,49 @@ class _RowEnds(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return input_ids.shape[1] >= self.ends
+
+
+class _PolicyRecord(StoppingCriteria):
+    """
+    Keeps how likely each token was that a row went on with, and the entropy there: two numbers a token.
+
+    They are the policy's, at the row's temperature: of logits that no penalty has changed and nothing has cut off. So
+    they are taken from the model, and not where logits are processed. Rows never stop for it.
+
+    Args:
+        temperatures (`torch.Tensor`):
+            Of shape (B,).
+    """
+
+    def __init__(self, temperatures: torch.Tensor):
+        self.temperatures = temperatures
+        self.columns: list[torch.Tensor] = []  # of each step, of shape (2, B)
+
+    @contextmanager
+    def of(self, model: Any) -> Iterator[None]:
+        """Keep them while `model` generates."""
+        model = model.get_base_model() if is_peft_model(model) else model
+        hook = model.register_forward_hook(self._take)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _take(self, module: Any, args: Any, output: Any) -> None:
+        self.logits = output.logits[:, -1]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        logits = self.logits.to(input_ids.device).float() / self.temperatures[:, None]
+        del self.logits  # a vocabulary for each row, and this step's alone
+        logprobs = logits.log_softmax(1)
+        entropies = torch.special.entr(logprobs.exp()).sum(1)
+        self.columns.append(torch.stack([logprobs.gather(1, input_ids[:, -1:]).squeeze(1), entropies]))
+        return torch.zeros_like(entropies, dtype=torch.bool)
+
+    def statistics(self) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probabilities and entropies in nats, of shape (B, L), of all columns that were generated."""
+        logprobs, entropies = torch.stack(self.columns, dim=2).cpu().numpy()
+        return logprobs, entropies
 
 
 class ContinuousBatchingSampler:

@@ -52,11 +52,15 @@ class Sample:
         token_ids (`Sequence[int]` or `TokenIds`):
             At least one token id, ending with EOS unless the budget ended it.
         logprobs (`Sequence[float]` or `np.ndarray`, *optional*):
-            Log-probability of each token under the distribution that it was drawn from, where the backend has them.
+            Log-probability of each token at the temperature that it was drawn at, where the backend has them: by
+            transformers' `generate` the policy's own, by vLLM of what `top_p`, `top_k` and `min_p` leave.
+        entropies (`Sequence[float]` or `np.ndarray`, *optional*):
+            Entropy of the policy before each token, in nats, at that temperature, where the backend has them.
     """
 
     token_ids: Sequence[int] | TokenIds
     logprobs: Any = None
+    entropies: Any = None
 
 
 class Sampler(Protocol):

@@ -102,7 +102,7 @@ def explore(
             Scores them: this process's rows, in one call unless base trajectories are selected by their scores, which
             then are scored before. Each is scored once, on its whole completion.
         token_statistics (`TokenStatistics`):
-            Gives the entropies at which to look for anchors.
+            Gives the entropies at which to look for anchors, of base trajectories whose sampler did not.
         seed (`tuple[int, ...]`):
             Decides, with the sampled tokens, every choice made at random: not the order or number of trees.
         deal ([`Deal`], *optional*):
@@ -145,6 +145,8 @@ def _first_return(trees: list[Tree], args: FR3EConfig, sampler: Sampler, deal: D
     samples = (sample for of_request in sampler.sample(requests) for sample in of_request)
     for (i, b), sample in zip(bases, samples, strict=True):
         trees[i].bases[b] = Rollout(as_ids(sample.token_ids), sample.logprobs)
+        if sample.entropies is not None:
+            trees[i].entropies[b] = torch.tensor(sample.entropies)
     return bases
 
 
@@ -157,20 +159,28 @@ def _survey(
     deal: Deal,
 ) -> list[Survey]:
     """Rank the positions of this process's base trajectories."""
-    rollouts = [trees[i].bases[b] for i, b in bases]
-    statistics = token_statistics([trees[i].prompt_ids for i, _ in bases], [base.token_ids for base in rollouts])
+    unknown = [(i, b) for i, b in bases if trees[i].entropies[b] is None]
+    # Also where none is: it may be a collective call
+    statistics = token_statistics(
+        [trees[i].prompt_ids for i, _ in unknown], [trees[i].bases[b].token_ids for i, b in unknown]
+    )
+    logprobs_of: dict[tuple[int, int], Any] = {(i, b): trees[i].bases[b].logprobs for i, b in bases}
+    for (i, b), (logprobs, entropies) in zip(unknown, statistics, strict=True):
+        logprobs_of[i, b] = logprobs
+        trees[i].entropies[b] = entropies.clone()  # a view would keep what it was taken from
     surveys = []
-    for (i, b), rollout, (logprobs, entropies) in zip(bases, rollouts, statistics, strict=True):
+    for i, b in bases:
         tree, group = trees[i], i * args.num_generations
+        rollout, entropies = tree.bases[b], tree.entropies[b]
         digest = hashlib.blake2b(tree.prompt_ids.tobytes() + b"|" + rollout.token_ids.tobytes(), digest_size=8)
         eligible = eligible_positions(entropies, tree.budget, args.anchor_min_budget, args.anchor_quantile)
         most = (args.num_anchors or 0, args.anchor_min_gap)
         if args.anchor_threshold is None:
             rng = random.Random(repr((seed, b, digest.digest())))
+            logprobs = torch.as_tensor(logprobs_of[i, b])
             positions = rank_anchors(anchor_scores(args.anchor_score, entropies, logprobs, rng), eligible, *most)
         else:
             positions = first_anchors(entropies, eligible, args.anchor_threshold, *most)
-        tree.entropies[b] = entropies.clone()  # a view would keep what it was taken from
         straddles = deal.owner(group) != deal.owner(group + args.num_generations - 1)
         surveys.append(
             Survey(

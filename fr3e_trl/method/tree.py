@@ -48,7 +48,7 @@ class Rollout:
         token_ids (`TokenIds`):
             The tokens that were sampled, at least one, without the prefix.
         logprobs (`np.ndarray` of shape (L,), *optional*):
-            Their log-probabilities under the distribution that they were sampled from, if the sampler gave them.
+            Their log-probabilities, if the sampler gave them, see [`~fr3e_trl.generation.sampler.Sample`].
         score ([`Score`]):
             What its whole completion scored, prefix included.
         length (`int`):

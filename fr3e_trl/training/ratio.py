@@ -34,9 +34,15 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
         off_temperature = any(row.temperature != self.temperature for row in batch_rows)
         if self.use_vllm and self.vllm_importance_sampling_correction:
             return self._assemble_corrected(batch_rows, off_temperature)
+        own = self.own_rows(batch_rows)
+        known = [self._known_logprobs(row) for row in own]
+        # Where updates are of batches sampled before other updates, as TRL decides it
+        wants_old = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
+        if wants_old and all(logprobs is not None for logprobs in known):
+            self._score_old = partial(_write, known)
         batch = super().assemble(batch_rows)
         if off_temperature or any(row.is_left_over for row in batch_rows):
-            self._set_old_logprobs(batch, self.own_rows(batch_rows))
+            self._set_old_logprobs(batch, own, known)
         return batch
 
     def keep(self, leftovers: list[Row]) -> None:
@@ -46,6 +52,9 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
         if self.use_vllm and self.vllm_importance_sampling_correction:
             return  # against vLLM's log-probs, which are of the policy as it is now
         held = [row for row in leftovers if row.holder == self.accelerator.process_index]
+        for row in held:
+            row.old_logprobs = self._known_logprobs(row)
+        held = [row for row in held if row.old_logprobs is None]
         for temperature in dict.fromkeys(row.temperature for row in leftovers):
             own = [row for row in held if row.temperature == temperature]
             with self.scoring_temperature(temperature):
@@ -53,21 +62,30 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
             for row, (logprobs, _) in zip(own, statistics, strict=True):
                 row.old_logprobs = logprobs.clone()
 
-    def _set_old_logprobs(self, batch: dict[str, torch.Tensor], rows: list[Row]) -> None:
+    def _known_logprobs(self, row: Row) -> torch.Tensor | None:
+        """
+        Log-probs of a row's tokens, of shape (L,), under the policy that it was sampled from, if they were told: by
+        generation, which vLLM's is not, or for a row left over by the step before. 0 for a prefix, not in the loss.
+        """
+        if row.old_logprobs is not None or self.use_vllm or row.rollout.logprobs is None:
+            return row.old_logprobs
+        return torch.cat([torch.zeros(len(row.prefix_ids)), torch.from_numpy(row.rollout.logprobs)])
+
+    def _set_old_logprobs(
+        self, batch: dict[str, torch.Tensor], rows: list[Row], known: list[torch.Tensor | None]
+    ) -> None:
         """Take the importance ratio against the policy at each row's temperature, and as it was for a row left over."""
-        known = {self.temperature} if "old_per_token_logps" in batch else set()
+        scored = {self.temperature} if "old_per_token_logps" in batch else set()
         old = batch.setdefault("old_per_token_logps", torch.zeros_like(batch["completion_ids"], dtype=torch.float32))
         self._fill_in(
             old,
             *_tokens(batch),
             [
-                row.temperature if row.in_loss and row.old_logprobs is None and row.temperature not in known else None
-                for row in rows
+                row.temperature if row.in_loss and logprobs is None and row.temperature not in scored else None
+                for row, logprobs in zip(rows, known, strict=True)
             ],
         )
-        for of_row, row in zip(old, rows, strict=True):
-            if row.old_logprobs is not None:
-                of_row[: len(row.old_logprobs)] = row.old_logprobs.to(of_row)
+        _write(known, old)
 
     @torch.no_grad()
     def _fill_in(
@@ -142,7 +160,7 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        score_old, self._score_old = self._score_old, None  # with vLLM, the old policy is the first that TRL scores
+        score_old, self._score_old = self._score_old, None  # the old policy is the first that TRL scores
         if score_old is None:
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, **kwargs
@@ -173,6 +191,13 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
                 f"{divergence:.2f} nats a token away from it ({MAX_DIVERGENCE} are allowed). Does it serve the same "
                 "model?"
             )
+
+
+def _write(known: list[torch.Tensor | None], logprobs: torch.Tensor, *tokens: torch.Tensor) -> None:
+    """Write the log-probs of completions that are known into those of a batch (B, C)."""
+    for of_row, of_known in zip(logprobs, known, strict=True):
+        if of_known is not None:
+            of_row[: len(of_known)] = of_known.to(of_row)
 
 
 def _tokens(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -362,7 +362,7 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         logprobs = [
             [*[None] * len(row.prefix_ids), *row.rollout.logprobs.tolist()]
             for row in own
-            if row.rollout.logprobs is not None
+            if row.rollout.logprobs is not None and self.use_vllm
         ]
         output = {
             "prompt_ids": [row.prompt_ids.tolist() for row in own],
