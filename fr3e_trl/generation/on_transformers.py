@@ -21,6 +21,9 @@ from .sampler import Sample, SamplingRequest
 # Enters generation mode, as TRL does, and yields the model to generate with.
 GenerationModel = Callable[[], AbstractContextManager[Any]]
 
+# How many logits are kept until log-probs and entropies are made of them, beside those of one step: 64 MiB
+MAX_LOGITS = 2**24
+
 
 class GenerateSampler:
     """
@@ -81,7 +84,7 @@ class GenerateSampler:
                 attention_mask=is_known.long().to(self.device),
                 generation_config=config,
                 logits_processor=LogitsProcessorList([processor]),
-                stopping_criteria=StoppingCriteriaList([_RowEnds(torch.tensor(ends, device=self.device)), record]),
+                stopping_criteria=StoppingCriteriaList([_RowEnds(torch.tensor(ends, device=self.device), record)]),
             )
         logprobs, entropies = record.statistics()
         samples = []
@@ -156,21 +159,23 @@ class _RowSampling(LogitsProcessor):
 
 
 class _RowEnds(StoppingCriteria):
-    """Stops each row of a batch at its own number of columns, `ends` (B,)."""
+    """Stops each row of a batch at its own number of columns, `ends` (B,), and tells the record of each step."""
 
-    def __init__(self, ends: torch.Tensor):
+    def __init__(self, ends: torch.Tensor, record: "_PolicyRecord"):
         self.ends = ends
+        self.record = record
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.record.note(input_ids)
         return input_ids.shape[1] >= self.ends
 
 
-class _PolicyRecord(StoppingCriteria):
+class _PolicyRecord:
     """
     Keeps how likely each token was that a row went on with, and the entropy there: two numbers a token.
 
     They are the policy's, at the row's temperature: of logits that no penalty has changed and nothing has cut off. So
-    they are taken from the model, and not where logits are processed. Rows never stop for it.
+    they are taken from the model, and not where logits are processed.
 
     Args:
         temperatures (`torch.Tensor`):
@@ -179,32 +184,41 @@ class _PolicyRecord(StoppingCriteria):
 
     def __init__(self, temperatures: torch.Tensor):
         self.temperatures = temperatures
-        self.columns: list[torch.Tensor] = []  # of each step, of shape (2, B)
+        self.logits: list[torch.Tensor] = []  # of the last steps, of shape (B, V)
+        self.columns: list[torch.Tensor] = []  # of the steps before, of shape (2, B, n)
 
     @contextmanager
     def of(self, model: Any) -> Iterator[None]:
         """Keep them while `model` generates."""
         model = model.get_base_model() if is_peft_model(model) else model
-        hook = model.register_forward_hook(self._take)
+        hook = model.register_forward_hook(
+            lambda module, args, output: self.logits.append(output.logits[:, -1].clone())
+        )
         try:
             yield
         finally:
             hook.remove()
 
-    def _take(self, module: Any, args: Any, output: Any) -> None:
-        self.logits = output.logits[:, -1]
+    def note(self, input_ids: torch.Tensor) -> None:
+        """Take note of the tokens that were sampled last; `input_ids` (B, L) ends with them."""
+        self.input_ids = input_ids
+        if len(self.logits) * self.logits[0].numel() >= MAX_LOGITS:
+            self._reduce()
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        logits = self.logits.to(input_ids.device).float() / self.temperatures[:, None]
-        del self.logits  # a vocabulary for each row, and this step's alone
-        logprobs = logits.log_softmax(1)
-        entropies = torch.special.entr(logprobs.exp()).sum(1)
-        self.columns.append(torch.stack([logprobs.gather(1, input_ids[:, -1:]).squeeze(1), entropies]))
-        return torch.zeros_like(entropies, dtype=torch.bool)
+    def _reduce(self) -> None:
+        """Two numbers in the place of each vocabulary. Many at a time: where they are small, it is calls that cost."""
+        logits = torch.stack(self.logits, 1).to(self.input_ids.device).float() / self.temperatures[:, None, None]
+        token_ids = self.input_ids[:, -len(self.logits) :, None]
+        self.logits = []
+        logprobs = logits.log_softmax(2)
+        entropies = torch.special.entr(logprobs.exp()).sum(2)
+        self.columns.append(torch.stack([logprobs.gather(2, token_ids).squeeze(2), entropies]))
 
     def statistics(self) -> tuple[np.ndarray, np.ndarray]:
         """Log-probabilities and entropies in nats, of shape (B, L), of all columns that were generated."""
-        logprobs, entropies = torch.stack(self.columns, dim=2).cpu().numpy()
+        if self.logits:
+            self._reduce()
+        logprobs, entropies = torch.cat(self.columns, dim=2).cpu().numpy()
         return logprobs, entropies
 
 
