@@ -2,6 +2,7 @@
 
 import contextlib
 from collections import Counter
+from dataclasses import replace
 
 import accelerate
 import numpy as np
@@ -15,7 +16,8 @@ from trees import rollouts_of
 
 from fr3e_trl import FR3EConfig
 from fr3e_trl.generation.on_transformers import GenerateSampler
-from fr3e_trl.generation.sampler import SamplingRequest
+from fr3e_trl.generation.sampler import Branching, SamplingRequest
+from fr3e_trl.method.anchors import eligible_positions, first_anchors
 
 PAD, EOS = 0, 1
 
@@ -154,13 +156,7 @@ def test_logprobs_and_entropies_are_the_policys(settings):
     for policy in (model, end_at_random, model):  # each time with a record of its own
         for one, samples in zip(requests, make_sampler(policy, **settings).sample(requests), strict=True):
             for sample in samples:
-                ids = torch.tensor([[*one.prefix_ids, *sample.token_ids]])
-                with torch.no_grad():
-                    logits = policy(ids).logits[0, len(one.prefix_ids) - 1 : -1]
-                expected = torch.distributions.Categorical(logits=logits / one.temperature)
-                logprobs = expected.log_prob(ids[0, len(one.prefix_ids) :])
-                assert sample.entropies == pytest.approx(expected.entropy().numpy(), abs=1e-4)
-                assert sample.logprobs == pytest.approx(logprobs.numpy(), abs=1e-4)
+                check_statistics(policy, one.prefix_ids, sample, one.temperature)
         assert not policy._forward_hooks
 
 
@@ -170,6 +166,91 @@ def test_those_of_an_adapter_are_its_own():
     with torch.no_grad():
         logits = model(torch.tensor([[*token_ids(7), *sample.token_ids]])).logits[0, 6:-1]
     assert sample.entropies == pytest.approx(torch.distributions.Categorical(logits=logits).entropy().numpy(), abs=1e-4)
+
+
+def branching(threshold=1.0, num_rollouts=2, temperature=1.3, shares=(3, 2), min_gap=2, min_budget=3):
+    """Of a stopping rule: nothing asks for the anchors of finished samples."""
+    return Branching(num_rollouts, temperature, None, shares, threshold, min_gap, min_budget)
+
+
+def test_rollouts_leave_while_their_base_trajectory_grows():
+    """From where the rule says, each with the log-probs and entropies of its own; others share the batch."""
+    model, requests = (
+        make_model(),
+        [
+            replace(request(token_ids(7), num_samples=2, budget=30), branching=branching()),
+            request(token_ids(40, 3), budget=10),  # what begins all rows has no room for this prompt
+            replace(
+                request(token_ids(12, 4), num_samples=2, budget=25, temperature=0.8), branching=branching(1.5, 1, 0.8)
+            ),
+        ],
+    )
+    widths = []
+    model.register_forward_hook(lambda module, args, output: widths.append(len(output.logits)))
+    torch.manual_seed(1)
+    drawn = make_sampler(model, min_new_tokens=4).sample(requests)
+    steps, num_branches = list(widths), 0
+    for one, samples in zip(requests, drawn, strict=True):
+        assert len(samples) == one.num_samples
+        for b, sample in enumerate(samples):
+            check_statistics(model, one.prefix_ids, sample, one.temperature)
+            if one.branching is None:
+                assert not sample.branches
+                continue
+            entropies = torch.from_numpy(sample.entropies)
+            eligible = eligible_positions(entropies, one.max_new_tokens, min_budget=3)
+            expected = first_anchors(entropies, eligible, one.branching.threshold, one.branching.shares[b], min_gap=2)
+            assert list(sample.branches) == expected
+            for position, branches in sample.branches.items():
+                assert len(branches) == one.branching.num_rollouts
+                for branch in branches:
+                    prefix_ids = [*one.prefix_ids, *sample.token_ids[:position]]
+                    check_statistics(model, prefix_ids, branch, one.branching.temperature)
+                    length = position + len(branch.token_ids)
+                    assert 4 < length <= one.max_new_tokens
+                    assert length == one.max_new_tokens or branch.token_ids.tolist().index(EOS) == length - position - 1
+                    num_branches += 1
+    assert num_branches > 10
+    # As many steps as the longest completion, and in each no row but those that grow, or are still forced
+    assert len(steps) == 30 and steps[0] == 5 and max(steps) > 10
+    of_bases = [sample for samples in drawn for sample in samples]
+    of_branches = [s for base in of_bases for branches in base.branches.values() for s in branches]
+    num_sampled = sum(len(sample.token_ids) for sample in [*of_bases, *of_branches])
+    num_forced = 20  # the second request's prompt is 20 columns wider than where all begin
+    assert sum(steps) == num_sampled + num_forced - num_branches  # before a branch's first token it is its base
+
+
+def check_statistics(model, prefix_ids, sample, temperature):
+    ids = torch.tensor([[*prefix_ids, *sample.token_ids]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prefix_ids) - 1 : -1]
+    expected = torch.distributions.Categorical(logits=logits / temperature)
+    assert sample.entropies == pytest.approx(expected.entropy().numpy(), abs=1e-4)
+    assert sample.logprobs == pytest.approx(expected.log_prob(ids[0, len(prefix_ids) :]).numpy(), abs=1e-4)
+
+
+def test_rollouts_that_leave_are_distributed_as_the_policy_is():
+    """Chi-squared tests, as above, of what leaves 3,000 base trajectories after a token, and of these themselves."""
+    model, prompt = make_model(seed=1), token_ids(6)
+    # Any second token is an anchor: no entropy is below 0
+    rule = branching(-1.0, 1, 1.4, [1] * 3000, 1, 1)
+    torch.manual_seed(0)
+    (samples,) = make_sampler(model).sample([replace(request(prompt, [], 3000, 4), branching=rule)])
+    assert p_value([sample.token_ids.tolist() for sample in samples], probabilities(model, prompt, 1.0)) > 1e-6
+    firsts = Counter(int(sample.token_ids[0]) for sample in samples if sample.branches)
+    for first, _ in firsts.most_common(3):
+        left = [s.branches[1][0].token_ids.tolist() for s in samples if s.branches and s.token_ids[0] == first]
+        assert len(left) > 100
+        assert p_value(left, probabilities(model, [*prompt, first], 1.4)) > 1e-6
+        assert p_value(left, probabilities(model, [*prompt, first], 1.0)) < 1e-6  # that it would be missed
+
+
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 1.1}, {"cache_implementation": "static"}], ids=str)
+def test_where_rows_have_a_state_of_their_own_none_leaves(settings):
+    (samples,) = make_sampler(make_model(), **settings).sample(
+        [replace(request(token_ids(7), num_samples=2, budget=30), branching=branching())]
+    )
+    assert len(samples) == 2 and not any(sample.branches for sample in samples)
 
 
 def test_no_request_draws_nothing():

@@ -20,7 +20,7 @@ from fr3e_trl import FR3EConfig
 from fr3e_trl.generation.sampler import Sample
 from fr3e_trl.method.explore import explore
 from fr3e_trl.method.metrics import tree_metrics
-from fr3e_trl.method.tree import Rollout, Score, State, Tree, chains_of
+from fr3e_trl.method.tree import Rollout, Score, State, Tree, as_ids, chains_of
 
 EOS = 0
 
@@ -47,6 +47,32 @@ class FunctionSampler:
         while len(token_ids) < max_new_tokens and EOS not in token_ids:
             token_ids.append(EOS if rng.random() < self.eos_rate else rng.randint(1, 9))
         return Sample(token_ids)
+
+
+class BranchingSampler(FunctionSampler):
+    """Draws the branches with the base trajectories, the same as it would draw when asked for them."""
+
+    def sample(self, requests):
+        return [
+            samples if request.branching is None else self._with_branches(request, samples)
+            for request, samples in zip(requests, super().sample(requests), strict=True)
+        ]
+
+    def _with_branches(self, request, samples):
+        completions = [sample.token_ids for sample in samples]
+        statistics = token_statistics([request.prefix_ids] * len(samples), [as_ids(ids) for ids in completions])
+        samples = [
+            Sample(ids, logprobs.numpy(), entropies.numpy())
+            for ids, (logprobs, entropies) in zip(completions, statistics, strict=True)
+        ]
+        for sample, anchors in zip(samples, request.branching.anchors(request, samples), strict=True):
+            for position in anchors:
+                prefix_ids = [*request.prefix_ids.tolist(), *sample.token_ids[:position]]
+                sample.branches[position] = [
+                    self._draw(random.Random(repr((prefix_ids, i))), request.max_new_tokens - position)
+                    for i in range(request.branching.num_rollouts)
+                ]
+        return samples
 
 
 class CountingScorer:
@@ -77,9 +103,11 @@ def make_args(**settings) -> FR3EConfig:
     return FR3EConfig(**defaults | {"per_device_train_batch_size": size} | settings)
 
 
-def grow(args: FR3EConfig, prompts: list[list[int]], budget: int = 12, eos_rate: float = 0.1):
+def grow(
+    args: FR3EConfig, prompts: list[list[int]], budget: int = 12, eos_rate: float = 0.1, sampler_class=FunctionSampler
+):
     trees = [Tree(prompt_ids, budget) for prompt_ids in prompts]
-    sampler, scorer = FunctionSampler(eos_rate), CountingScorer()
+    sampler, scorer = sampler_class(eos_rate), CountingScorer()
     explore(trees, args, sampler, scorer, token_statistics, seed=(0, 0))
     return plain(trees), sampler, scorer
 
@@ -135,6 +163,24 @@ def test_order_and_number_of_prompts_change_no_tree(settings, prompts):
         other = alone[tuple(tree.prompt_ids)]
         assert tree.states == other.states
         assert all(a.equal(b) for a, b in zip(tree.entropies, other.entropies, strict=True))
+
+
+@given(settings_strategy, st.sampled_from([None, 0.6]), st.sampled_from([0.02, 0.3]))
+def test_branches_drawn_with_their_bases_are_those_that_are_asked_for_later(settings, threshold, eos_rate):
+    if threshold is not None:
+        settings |= {"anchor_threshold": threshold, "anchor_score": "entropy", "anchor_quantile": None}
+    args = make_args(**settings)
+    expected, asked, scorer = grow(args, PROMPTS, eos_rate=eos_rate)
+    trees, asked_once, their_scorer = grow(args, PROMPTS, eos_rate=eos_rate, sampler_class=BranchingSampler)
+    for rollout in (rollout for tree in trees for state in tree.states for rollout in state.rollouts):
+        rollout.logprobs = None  # which the other sampler does not tell
+    assert [tree.states for tree in trees] == [tree.states for tree in expected]
+    assert sorted(their_scorer.scored) == sorted(scorer.scored)
+    prompts = [request.prefix_ids.tolist() for request in asked_once.requests]
+    if args.base_selection == "all" and args.reuse_base:
+        assert all(prompt in PROMPTS for prompt in prompts)  # but for anchors that a short trajectory has no place for
+    else:
+        assert prompts == [request.prefix_ids.tolist() for request in asked.requests]
 
 
 @pytest.mark.parametrize("num_generations", [2, 3, 4, 7, 8, 16])

@@ -3,12 +3,14 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import is_peft_model
 from transformers import (
+    Cache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -23,6 +25,15 @@ GenerationModel = Callable[[], AbstractContextManager[Any]]
 
 # How many logits are kept until log-probs and entropies are made of them, beside those of one step: 64 MiB
 MAX_LOGITS = 2**24
+
+# Settings that rollouts can leave a row under while it grows, where they have these values: no state of a row's own
+BY_ROW: dict[str, tuple[Any, ...]] = {
+    "cache_implementation": (None, "dynamic", "dynamic_full"),
+    "guidance_scale": (None, 1),
+    "repetition_penalty": (None, 1),
+    "use_cache": (None, True),
+    "watermarking_config": (None,),
+}
 
 
 class GenerateSampler:
@@ -50,11 +61,12 @@ class GenerateSampler:
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         rows = [request for request in requests for _ in range(request.num_samples)]
-        drawn = iter(self._generate(rows) if rows else [])
+        shares = [share for request in requests for share in _shares(request)]
+        drawn = iter(self._generate(rows, shares) if rows else [])
         return [[next(drawn) for _ in range(request.num_samples)] for request in requests]
 
-    def _generate(self, rows: list[SamplingRequest]) -> list[Sample]:
-        """One continuation for each row."""
+    def _generate(self, rows: list[SamplingRequest], shares: list[int]) -> list[Sample]:
+        """One continuation for each row, and of each as many anchors' rollouts as its share, or fewer."""
         config = copy.deepcopy(self.generation_config)
         width = _initial_width(rows, config.eos_token_id)
         begins = [max(width, len(row.prefix_ids)) for row in rows]  # the columns at which sampling begins
@@ -77,21 +89,30 @@ class GenerateSampler:
             torch.tensor(config.eos_token_id, device=self.device),
         )
         is_known = known_ids[:, :width] >= 0
+        row_ends = _RowEnds(torch.tensor(ends, device=self.device))
+        inputs = {
+            "input_ids": known_ids[:, :width].where(is_known, config.pad_token_id).to(self.device),
+            "attention_mask": is_known.long().to(self.device),
+            "generation_config": config,
+            "logits_processor": LogitsProcessorList([processor]),
+        }
+        if any(shares) and all(getattr(config, name) in allowed for name, allowed in BY_ROW.items()):
+            growing = _GrowingRows(rows, shares, begins, processor, row_ends)
+            inputs["stopping_criteria"] = StoppingCriteriaList([row_ends])
+            with self.generation_model() as model:
+                model.generate(**inputs, custom_generate=growing)
+            return growing.samples()
         record = _PolicyRecord(temperatures)
+        inputs["stopping_criteria"] = StoppingCriteriaList([row_ends, record])
         with self.generation_model() as model, record.of(model):
-            output_ids = model.generate(
-                input_ids=known_ids[:, :width].where(is_known, config.pad_token_id).to(self.device),
-                attention_mask=is_known.long().to(self.device),
-                generation_config=config,
-                logits_processor=LogitsProcessorList([processor]),
-                stopping_criteria=StoppingCriteriaList([_RowEnds(torch.tensor(ends, device=self.device), record)]),
-            )
-        logprobs, entropies = record.statistics()
+            output_ids = model.generate(**inputs)
+        statistics = record.statistics()
         samples = []
         for i, (of_row, begin, end) in enumerate(zip(output_ids.cpu().numpy(), begins, ends, strict=True)):
             token_ids = _until_eos(of_row[begin:end], config.eos_token_id)
             columns = slice(begin - width, begin - width + len(token_ids))
-            samples.append(Sample(token_ids, logprobs[i, columns].copy(), entropies[i, columns].copy()))
+            logprobs, entropies = (of_row[columns].copy() for of_row in statistics[i])
+            samples.append(Sample(token_ids, logprobs, entropies))
         return samples
 
 
@@ -105,6 +126,13 @@ def _initial_width(rows: list[SamplingRequest], eos_token_ids: list[int]) -> int
     width = max(len(row.prefix_ids) + row.max_new_tokens for row in rows) - max(row.max_new_tokens for row in rows)
     eos_positions = [np.flatnonzero(np.isin(row.prefix_ids, eos_token_ids)) for row in rows]
     return max([width, *(int(positions[-1]) + 1 for positions in eos_positions if positions.size)])
+
+
+def _shares(request: SamplingRequest) -> Sequence[int]:
+    """The most anchors of each sample that rollouts may leave while it grows."""
+    if request.branching is None or request.branching.threshold is None:
+        return [0] * request.num_samples
+    return request.branching.shares
 
 
 def _until_eos(token_ids: np.ndarray, eos_token_ids: list[int]) -> np.ndarray:
@@ -157,25 +185,28 @@ class _RowSampling(LogitsProcessor):
         score = scores.gather(1, index).masked_fill(is_known, 0.0)
         return scores.masked_fill_(is_known, -torch.inf).scatter_(1, index, score)
 
+    def select(self, rows: torch.Tensor) -> None:
+        """Go on with these of the present rows."""
+        self.known_ids, self.min_lengths = self.known_ids[rows], self.min_lengths[rows]
+        self.temperatures = self.temperatures[rows]
+
 
 class _RowEnds(StoppingCriteria):
-    """Stops each row of a batch at its own number of columns, `ends` (B,), and tells the record of each step."""
+    """Stops each row of a batch at its own number of columns, `ends` (B,)."""
 
-    def __init__(self, ends: torch.Tensor, record: "_PolicyRecord"):
+    def __init__(self, ends: torch.Tensor):
         self.ends = ends
-        self.record = record
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        self.record.note(input_ids)
         return input_ids.shape[1] >= self.ends
 
 
-class _PolicyRecord:
+class _PolicyRecord(StoppingCriteria):
     """
     Keeps how likely each token was that a row went on with, and the entropy there: two numbers a token.
 
     They are the policy's, at the row's temperature: of logits that no penalty has changed and nothing has cut off. So
-    they are taken from the model, and not where logits are processed.
+    they are taken from the model, and not where logits are processed. Nothing stops for it: it is told the tokens.
 
     Args:
         temperatures (`torch.Tensor`):
@@ -184,8 +215,9 @@ class _PolicyRecord:
 
     def __init__(self, temperatures: torch.Tensor):
         self.temperatures = temperatures
+        self.never = torch.zeros_like(temperatures, dtype=torch.bool)
         self.logits: list[torch.Tensor] = []  # of the last steps, of shape (B, V)
-        self.columns: list[torch.Tensor] = []  # of the steps before, of shape (2, B, n)
+        self.columns: list[torch.Tensor] = []  # of the steps before, of shape (B, 2, n)
 
     @contextmanager
     def of(self, model: Any) -> Iterator[None]:
@@ -199,27 +231,177 @@ class _PolicyRecord:
         finally:
             hook.remove()
 
-    def note(self, input_ids: torch.Tensor) -> None:
-        """Take note of the tokens that were sampled last; `input_ids` (B, L) ends with them."""
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         self.input_ids = input_ids
         if len(self.logits) * self.logits[0].numel() >= MAX_LOGITS:
             self._reduce()
+        return self.never
 
     def _reduce(self) -> None:
         """Two numbers in the place of each vocabulary. Many at a time: where they are small, it is calls that cost."""
-        logits = torch.stack(self.logits, 1).to(self.input_ids.device).float() / self.temperatures[:, None, None]
-        token_ids = self.input_ids[:, -len(self.logits) :, None]
+        logits = torch.stack(self.logits, 1).to(self.input_ids.device)
+        token_ids = self.input_ids[:, -len(self.logits) :]
         self.logits = []
-        logprobs = logits.log_softmax(2)
-        entropies = torch.special.entr(logprobs.exp()).sum(2)
-        self.columns.append(torch.stack([logprobs.gather(2, token_ids).squeeze(2), entropies]))
+        self.columns.append(_statistics(*_policy(logits, self.temperatures), token_ids))
 
-    def statistics(self) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probabilities and entropies in nats, of shape (B, L), of all columns that were generated."""
+    def statistics(self) -> np.ndarray:
+        """Of shape (B, 2, L): log-probabilities, and entropies in nats, of all columns that were generated."""
         if self.logits:
             self._reduce()
-        logprobs, entropies = torch.cat(self.columns, dim=2).cpu().numpy()
-        return logprobs, entropies
+        return torch.cat(self.columns, dim=2).cpu().numpy()
+
+
+def _policy(logits: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities (B, L, V) and entropies (B, L) of the policy, from its logits, at each row's temperature."""
+    logprobs = (logits.float() / temperatures[:, None, None]).log_softmax(2)
+    return logprobs, torch.special.entr(logprobs.exp()).sum(2)
+
+
+def _statistics(logprobs: torch.Tensor, entropies: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """What is kept of them, of shape (B, 2, L), once the tokens (B, L) are known."""
+    return torch.stack([logprobs.gather(2, token_ids[:, :, None]).squeeze(2), entropies], 1)
+
+
+@dataclass(eq=False)
+class _GrowingRow:
+    """A row while it grows: where its sampling began and how, how many anchors it may have, and what left it where."""
+
+    request: SamplingRequest
+    begin: int
+    temperature: float
+    share: int = 0
+    branches: dict[int, list["_GrowingRow"]] = field(default_factory=dict)
+    sample: Sample | None = None
+
+    def finished(self) -> Sample:
+        """Its sample, with those of what left it."""
+        assert self.sample is not None
+        branches = {position: [row.finished() for row in rows] for position, rows in self.branches.items()}
+        return replace(self.sample, branches=branches)
+
+
+class _GrowingRows:
+    """
+    A decoding loop for `generate` in which rollouts leave their base trajectories while these grow.
+
+    A rollout that leaves is one more row of the batch from that column on, and a row that has ended is none any more:
+    the loop takes as many steps as the longest row, and computes no other rows than those.
+
+    Args:
+        rows (`list[SamplingRequest]`):
+            Of each row, its request.
+        shares, begins (`list[int]`):
+            Of each row, how many anchors it may have, and the column at which sampling begins.
+        processor ([`_RowSampling`]), ends ([`_RowEnds`]):
+            Those parts of processing and stopping that know the rows.
+    """
+
+    def __init__(
+        self,
+        rows: list[SamplingRequest],
+        shares: list[int],
+        begins: list[int],
+        processor: _RowSampling,
+        ends: _RowEnds,
+    ):
+        self.roots = [
+            _GrowingRow(row, begin, row.temperature, share)
+            for row, begin, share in zip(rows, begins, shares, strict=True)
+        ]
+        self.live = list(self.roots)
+        self.processor = processor
+        self.ends = ends
+        thresholds = [
+            row.branching.threshold if row.branching is not None and share else torch.inf
+            for row, share in zip(rows, shares, strict=True)
+        ]
+        self.thresholds = torch.tensor(thresholds, device=ends.ends.device)
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        width = input_ids.shape[1]
+        statistics = torch.empty(len(input_ids), 2, 0, device=input_ids.device)
+        inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
+        while True:
+            outputs = model(**inputs, return_dict=True)
+            model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+            logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
+            logprobs, entropies = _policy(logits[:, None], self.processor.temperatures)
+            leaving = self._leave(input_ids.shape[1], entropies[:, 0])
+            if leaving:
+                rows = torch.tensor([*range(len(input_ids)), *leaving], device=input_ids.device)
+                input_ids, statistics, logits = input_ids[rows], statistics[rows], logits[rows]
+                model_kwargs = self._select(rows, model_kwargs)
+                self.thresholds[-len(leaving) :] = torch.inf
+                temperatures = [row.temperature for row in self.live[-len(leaving) :]]
+                self.processor.temperatures[-len(leaving) :] = torch.tensor(temperatures, device=input_ids.device)
+                logprobs, entropies = _policy(logits[:, None], self.processor.temperatures)
+            token_ids = torch.multinomial(logits_processor(input_ids, logits).softmax(1), 1)
+            input_ids = torch.cat([input_ids, token_ids], 1)
+            statistics = torch.cat([statistics, _statistics(logprobs, entropies, token_ids)], 2)
+            is_done = stopping_criteria(input_ids, None)
+            if is_done.any():
+                self._end(is_done.nonzero().flatten().tolist(), input_ids, statistics, width, generation_config)
+                rows = (~is_done).nonzero().flatten()
+                if not len(rows):
+                    return input_ids
+                input_ids, statistics = input_ids[rows], statistics[rows]
+                model_kwargs = self._select(rows, model_kwargs)
+            inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
+
+    def _leave(self, column: int, entropies: torch.Tensor) -> list[int]:
+        """The rows that rollouts leave before this column's token, as often as they do; these rollouts are added."""
+        leaving = []
+        for i in (entropies > self.thresholds).nonzero().flatten().tolist():
+            row, position = self.live[i], column - self.live[i].begin
+            branching = row.request.branching
+            assert branching is not None
+            if position <= 0 or row.request.max_new_tokens - position < branching.min_budget:
+                continue
+            if row.branches and position - max(row.branches) < branching.min_gap:
+                continue
+            row.branches[position] = [
+                _GrowingRow(row.request, column, branching.temperature) for _ in range(branching.num_rollouts)
+            ]
+            self.live += row.branches[position]
+            leaving += [i] * branching.num_rollouts
+            if len(row.branches) == row.share:
+                self.thresholds[i] = torch.inf
+        return leaving
+
+    def _select(self, rows: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Go on with these of the present rows, and what the model is called with."""
+        num_rows = len(self.thresholds)
+        self.thresholds, self.ends.ends = self.thresholds[rows], self.ends.ends[rows]
+        self.processor.select(rows)
+        for value in model_kwargs.values():
+            if isinstance(value, Cache):
+                value.reorder_cache(rows)
+        return {
+            name: value[rows] if isinstance(value, torch.Tensor) and value.shape[:1] == (num_rows,) else value
+            for name, value in model_kwargs.items()
+        }
+
+    def _end(
+        self, ended: list[int], input_ids: torch.Tensor, statistics: torch.Tensor, width: int, config: GenerationConfig
+    ) -> None:
+        """Take down what has ended, and go on without."""
+        for i in ended:
+            row = self.live[i]
+            token_ids = _until_eos(input_ids[i, row.begin :].cpu().numpy(), config.eos_token_id)
+            self.live[i].sample = Sample(token_ids, *statistics[i, :, row.begin - width :].cpu().numpy().copy())
+        self.live = [row for row in self.live if row.sample is None]
+
+    def samples(self) -> list[Sample]:
+        """What each row went on with, with what branches off it."""
+        return [row.finished() for row in self.roots]
 
 
 class ContinuousBatchingSampler:

@@ -1,13 +1,45 @@
 """How completions are drawn: what is asked of a sampler, and how several processes keep in step."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 from accelerate.utils import gather_object
 
 from ..method.tree import TokenIds, as_ids
+
+
+@dataclass(frozen=True)
+class Branching:
+    """
+    Where rollouts branch off the samples of a request, for a sampler that draws them without being asked again.
+
+    Args:
+        num_rollouts (`int`):
+            How many from each anchor.
+        temperature (`float`):
+            Of theirs.
+        anchors (`Callable`):
+            Finds the anchors of each of a request's samples, whose entropies are known.
+        shares (`Sequence[int]`):
+            The most anchors of each sample.
+        threshold (`float`, *optional*):
+            If the anchors are the first positions with an entropy above it, in nats: whether one is depends on nothing
+            that follows, and a rollout may leave while its base trajectory still grows.
+        min_gap (`int`):
+            Least distance of two such anchors, in tokens.
+        min_budget (`int`):
+            Least number of tokens that one leaves of the request's budget.
+    """
+
+    num_rollouts: int
+    temperature: float
+    anchors: "Callable[[SamplingRequest, Sequence[Sample]], list[list[int]]]"
+    shares: Sequence[int]
+    threshold: float | None
+    min_gap: int
+    min_budget: int
 
 
 @dataclass(frozen=True)
@@ -26,6 +58,8 @@ class SamplingRequest:
             Sampling temperature.
         num_prompt_tokens (`int`, *optional*):
             How many of `prefix_ids` are the prompt; the others were sampled before. If `None`, all.
+        branching ([`Branching`], *optional*):
+            What will be asked for next. A sampler that can draws it with the samples; one that cannot does not look.
     """
 
     prefix_ids: TokenIds
@@ -33,6 +67,7 @@ class SamplingRequest:
     max_new_tokens: int
     temperature: float
     num_prompt_tokens: int | None = None
+    branching: Branching | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix_ids", as_ids(self.prefix_ids))
@@ -56,11 +91,14 @@ class Sample:
             transformers' `generate` the policy's own, by vLLM of what `top_p`, `top_k` and `min_p` leave.
         entropies (`Sequence[float]` or `np.ndarray`, *optional*):
             Entropy of the policy before each token, in nats, at that temperature, where the backend has them.
+        branches (`dict[int, list[Sample]]`):
+            Rollouts that branch off it, by the number of its tokens that they begin with; if some were drawn.
     """
 
     token_ids: Sequence[int] | TokenIds
     logprobs: Any = None
     entropies: Any = None
+    branches: "dict[int, list[Sample]]" = field(default_factory=dict)
 
 
 class Sampler(Protocol):
@@ -101,7 +139,7 @@ class InStepSampler:
         for temperature in sorted(set(gather_object([request.temperature for request in requests]))):
             own = [i for i, request in enumerate(requests) if request.temperature == temperature]
             idle = SamplingRequest(np.zeros(1, np.int32), 1, 1, temperature)
-            drawn = self.sampler.sample([requests[i] for i in own] or [idle])
+            drawn = self.sampler.sample([replace(requests[i], branching=None) for i in own] or [idle])
             for i, of_request in zip(own, drawn, strict=False):
                 samples[i] = of_request
         return samples

@@ -10,8 +10,9 @@ import hashlib
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from ..config import FR3EConfig
-from ..generation.sampler import Sampler, SamplingRequest
+from ..generation.sampler import Branching, Sample, Sampler, SamplingRequest
 from .anchors import (
     anchor_scores,
     eligible_positions,
@@ -40,6 +41,9 @@ TokenStatistics = Callable[[list[TokenIds], list[TokenIds]], list[tuple[torch.Te
 
 # Calls a function in every process, and returns what it returned in each.
 InEveryProcess = Callable[[Callable[[], Any]], list[Any]]
+
+# Rollouts that were drawn with their base trajectory: of each (tree, base), by the position of the anchor
+Drawn = dict[tuple[int, int], dict[int, list[Sample]]]
 
 # Ways to select base trajectories that look at what these scored
 BY_SCORE = ("mixed", "best", "worst")
@@ -111,21 +115,29 @@ def explore(
             Calls a function in every process.
     """
     deal = deal or Deal(len(trees) * args.num_generations)
+    drawn: Drawn = {}
 
     def first_return() -> list[Survey]:
-        bases = _first_return(trees, args, sampler, deal)
+        bases = _first_return(trees, args, sampler, seed, deal, drawn)
         if args.base_selection in BY_SCORE:
             _score([(i, trees[i].states[0], trees[i].bases[b]) for i, b in bases], score)
         return _survey(trees, bases, args, token_statistics, seed, deal) if args.num_anchors else []
 
     surveys = [survey for of_process in in_every_process(first_return) for survey in of_process]
     _branch(trees, args, surveys, seed, deal)
-    outcomes = in_every_process(lambda: _explore(trees, args, sampler, score, deal))
+    outcomes = in_every_process(lambda: _explore(trees, args, sampler, score, deal, drawn))
     _know_all(trees, outcomes)
 
 
-def _first_return(trees: list[Tree], args: FR3EConfig, sampler: Sampler, deal: Deal) -> list[tuple[int, int]]:
-    """Sample this process's base trajectories, and return which these are: (tree, base) each."""
+def _first_return(
+    trees: list[Tree], args: FR3EConfig, sampler: Sampler, seed: tuple[int, ...], deal: Deal, drawn: Drawn
+) -> list[tuple[int, int]]:
+    """
+    Sample this process's base trajectories, and return which these are: (tree, base) each.
+
+    What branches off them is asked for too, where that depends on nothing but the prompt's own base trajectories, and
+    all its rows are this process's. What the sampler had of it goes into `drawn`.
+    """
     group = args.num_generations
     # The first rows of a group; more than it has rows only where they are thrown away
     bases = [
@@ -134,8 +146,25 @@ def _first_return(trees: list[Tree], args: FR3EConfig, sampler: Sampler, deal: D
         for b in range(args.num_bases)
         if deal.owner(i * group + b % group) == deal.process
     ]
+    branching = None
+    if args.num_anchors and args.reuse_base and args.base_selection == "all":
+        branching = Branching(
+            args.num_rollouts,
+            args.temperature * args.explore_temperature_scale,
+            partial(_anchors, args, seed),
+            even_shares(args.num_anchors, args.num_bases),
+            args.anchor_threshold,
+            args.anchor_min_gap,
+            args.anchor_min_budget,
+        )
     requests = [
-        SamplingRequest(trees[i].prompt_ids, num_samples, trees[i].budget, args.temperature)
+        SamplingRequest(
+            trees[i].prompt_ids,
+            num_samples,
+            trees[i].budget,
+            args.temperature,
+            branching=None if _straddles(i, args, deal) else branching,
+        )
         for i, num_samples in Counter(i for i, _ in bases).items()
     ]
     for tree in trees:
@@ -147,6 +176,7 @@ def _first_return(trees: list[Tree], args: FR3EConfig, sampler: Sampler, deal: D
         trees[i].bases[b] = Rollout(as_ids(sample.token_ids), sample.logprobs)
         if sample.entropies is not None:
             trees[i].entropies[b] = torch.tensor(sample.entropies)
+        drawn[i, b] = sample.branches
     return bases
 
 
@@ -170,18 +200,11 @@ def _survey(
         trees[i].entropies[b] = entropies.clone()  # a view would keep what it was taken from
     surveys = []
     for i, b in bases:
-        tree, group = trees[i], i * args.num_generations
+        tree = trees[i]
         rollout, entropies = tree.bases[b], tree.entropies[b]
-        digest = hashlib.blake2b(tree.prompt_ids.tobytes() + b"|" + rollout.token_ids.tobytes(), digest_size=8)
-        eligible = eligible_positions(entropies, tree.budget, args.anchor_min_budget, args.anchor_quantile)
-        most = (args.num_anchors or 0, args.anchor_min_gap)
-        if args.anchor_threshold is None:
-            rng = random.Random(repr((seed, b, digest.digest())))
-            logprobs = torch.as_tensor(logprobs_of[i, b])
-            positions = rank_anchors(anchor_scores(args.anchor_score, entropies, logprobs, rng), eligible, *most)
-        else:
-            positions = first_anchors(entropies, eligible, args.anchor_threshold, *most)
-        straddles = deal.owner(group) != deal.owner(group + args.num_generations - 1)
+        digest = _digest(tree.prompt_ids, rollout.token_ids)
+        logprobs = torch.as_tensor(logprobs_of[i, b])
+        positions = _ranked(entropies, logprobs, args, tree.budget, (seed, b, digest.digest()))
         surveys.append(
             Survey(
                 tree=i,
@@ -191,10 +214,53 @@ def _survey(
                 anchors=dict(zip(positions, entropies[positions].tolist(), strict=True)),
                 digest=digest.hexdigest(),
                 score=replace(rollout.score, logs={}),
-                token_ids=rollout.token_ids if straddles else as_ids(),
+                token_ids=rollout.token_ids if _straddles(i, args, deal) else as_ids(),
             )
         )
     return surveys
+
+
+def _straddles(tree: int, args: FR3EConfig, deal: Deal) -> bool:
+    """Whether several processes have rows of a tree."""
+    group = tree * args.num_generations
+    return deal.owner(group) != deal.owner(group + args.num_generations - 1)
+
+
+def _digest(prompt_ids: TokenIds, token_ids: TokenIds) -> Any:
+    """Of a base trajectory and its prompt."""
+    return hashlib.blake2b(prompt_ids.tobytes() + b"|" + token_ids.tobytes(), digest_size=8)
+
+
+def _ranked(entropies: torch.Tensor, logprobs: torch.Tensor, args: FR3EConfig, budget: int, seed: Any) -> list[int]:
+    """Positions of a base trajectory that may become anchors, best first, no more than the prompt has."""
+    eligible = eligible_positions(entropies, budget, args.anchor_min_budget, args.anchor_quantile)
+    most = (args.num_anchors or 0, args.anchor_min_gap)
+    if args.anchor_threshold is not None:
+        return first_anchors(entropies, eligible, args.anchor_threshold, *most)
+    scores = anchor_scores(args.anchor_score, entropies, logprobs, random.Random(repr(seed)))
+    return rank_anchors(scores, eligible, *most)
+
+
+def _anchors(
+    args: FR3EConfig, seed: tuple[int, ...], request: SamplingRequest, samples: Sequence[Sample]
+) -> list[list[int]]:
+    """Anchors of all base trajectories of a prompt, as they are sampled."""
+    ranked = []
+    for b, sample in enumerate(samples):
+        digest = _digest(request.prefix_ids, as_ids(sample.token_ids))
+        entropies, logprobs = (torch.as_tensor(values) for values in (sample.entropies, sample.logprobs))
+        ranked.append(_ranked(entropies, logprobs, args, request.max_new_tokens, (seed, b, digest.digest())))
+    return _shared(ranked, args)
+
+
+def _shared(ranked: list[list[int]], args: FR3EConfig) -> list[list[int]]:
+    """Anchors of each of a prompt's base trajectories that are explored, in order, of those that it may have."""
+    if args.credit == "tree" or args.anchor_threshold is not None:
+        # Tree credit: how many rows a tree has must not depend on its tokens. What one cannot use goes to none, nor is
+        # it known in time where rollouts leave while it grows
+        shares = even_shares(args.num_anchors or 0, len(ranked))
+        ranked = [positions[:share] for positions, share in zip(ranked, shares, strict=True)]
+    return share_anchors(ranked, args.num_anchors or 0)
 
 
 def _branch(trees: list[Tree], args: FR3EConfig, surveys: list[Survey], seed: tuple[int, ...], deal: Deal) -> None:
@@ -215,11 +281,7 @@ def _branch(trees: list[Tree], args: FR3EConfig, surveys: list[Survey], seed: tu
             rng = random.Random(repr((seed, [survey.digest for survey in of_tree])))
             chosen = select_bases([survey.score.reward for survey in of_tree], args.base_selection, rng)
             ranked = [list(of_tree[b].anchors) for b in chosen]
-            if args.credit == "tree":
-                # How many rows a tree has must not depend on its tokens: what one cannot use goes to none
-                shares = even_shares(args.num_anchors, len(ranked))
-                ranked = [positions[:share] for positions, share in zip(ranked, shares, strict=True)]
-            for b, positions in zip(chosen, share_anchors(ranked, args.num_anchors), strict=True):
+            for b, positions in zip(chosen, _shared(ranked, args), strict=True):
                 tree.branch(b, {position: of_tree[b].anchors[position] for position in positions})
         # Every row has its place. Those of anchors without a position are S_0's
         size = args.num_generations - (len(tree.states) - 1) * args.num_rollouts
@@ -229,10 +291,14 @@ def _branch(trees: list[Tree], args: FR3EConfig, surveys: list[Survey], seed: tu
 
 
 def _explore(
-    trees: list[Tree], args: FR3EConfig, sampler: Sampler, score: Scorer, deal: Deal
+    trees: list[Tree], args: FR3EConfig, sampler: Sampler, score: Scorer, deal: Deal, drawn: Drawn
 ) -> list[tuple[int, list[float], float]]:
     """Sample and score what is missing of this process's rows; return the length, rewards and reward of each row."""
     own = _slots(trees)[deal.own.start : deal.own.stop]
+    for i, state, k in own:
+        if state.base is not None and state.position in drawn.get((i, state.base), {}):
+            sample = drawn[i, state.base][state.position][k]
+            state.rollouts[k] = Rollout(as_ids(sample.token_ids), sample.logprobs)
     missing = [slot for slot in own if slot[1].rollouts[slot[2]].length == 0]
     of_states = [list(slots) for _, slots in groupby(missing, key=lambda slot: id(slot[1]))]
     explore_temperature = args.temperature * args.explore_temperature_scale
