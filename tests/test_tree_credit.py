@@ -1,6 +1,7 @@
 """Tree credit as a setting: advantages of tokens from the trees to the loss, through `train()`."""
 
 import math
+from collections import defaultdict
 
 import pytest
 import torch
@@ -261,11 +262,10 @@ def test_anchors_of_a_run_are_the_first_above_the_threshold(credit):
                 uncertain = [t for t, h in enumerate(tree.entropies[b].tolist()) if t > 0 and h > 1]
                 positions = [state.position for state in tree.states if state.base == b]
                 assert positions == uncertain[: len(positions)]
-                if credit == "tree":  # an even share, whatever the other can use
-                    assert len(positions) == min(len(uncertain), 3)
+                # An even share, whatever the other can use
+                assert len(positions) == min(len(uncertain), 3)
                 counts.add(len(positions))
     assert len(counts) > 1
-    assert (max(counts) > 3) == (credit == "rollout")
 
 
 # The loss
@@ -351,9 +351,10 @@ class KeepsLeftovers(Recorder):
 
     def keep(self, leftovers):
         super().keep(leftovers)
-        self.left_over.append(
-            {(*row.prompt_ids, *row.completion_ids): row.token_credit[:, 1].float() for row in leftovers}
-        )
+        self.left_over.append(defaultdict(list))
+        for row in leftovers:  # of which two may be alike, token by token, and not in what is theirs of it
+            tokens = (*row.prompt_ids, *row.completion_ids)
+            self.left_over[-1][tokens].append(row.token_credit[:, 1].tolist())
 
 
 def test_left_over_rows_keep_their_credit():
@@ -365,8 +366,8 @@ def test_left_over_rows_keep_their_credit():
         for i, mask in enumerate(batch["completion_mask"].bool()):
             prompt = tuple(batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].tolist())
             if prompt not in prompts:
-                advantages = left_over[(*prompt, *batch["completion_ids"][i][mask].tolist())]
-                torch.testing.assert_close(batch["advantages"][i][mask], advantages)
+                of_rows = left_over[(*prompt, *batch["completion_ids"][i][mask].tolist())]
+                assert any(batch["advantages"][i][mask].tolist() == pytest.approx(row, abs=1e-5) for row in of_rows)
                 found += 1
     assert found == num_reused > 0
 

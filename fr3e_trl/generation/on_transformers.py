@@ -17,6 +17,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.cache_utils import DynamicLayer
 
 from .sampler import Sample, SamplingRequest
 
@@ -97,6 +98,7 @@ class GenerateSampler:
             "logits_processor": LogitsProcessorList([processor]),
         }
         if any(shares) and all(getattr(config, name) in allowed for name, allowed in BY_ROW.items()):
+            config.max_new_tokens *= 2  # of columns: a rollout may begin with its prompt where another has ended
             growing = _GrowingRows(rows, shares, begins, processor, row_ends)
             inputs["stopping_criteria"] = StoppingCriteriaList([row_ends])
             with self.generation_model() as model:
@@ -285,7 +287,8 @@ class _GrowingRows:
     A decoding loop for `generate` in which rollouts leave their base trajectories while these grow.
 
     A rollout that leaves is one more row of the batch from that column on, and a row that has ended is none any more:
-    the loop takes as many steps as the longest row, and computes no other rows than those.
+    the loop takes as many steps as the longest row, and computes no other rows than those. If a base trajectory ends
+    before all of its rollouts could leave, these begin with its prompt then, where the cache allows it.
 
     Args:
         rows (`list[SamplingRequest]`):
@@ -328,6 +331,8 @@ class _GrowingRows:
     ) -> torch.Tensor:
         width = input_ids.shape[1]
         statistics = torch.empty(len(input_ids), 2, 0, device=input_ids.device)
+        if model_kwargs.get("attention_mask") is None:  # `generate` drops one that masks nothing
+            model_kwargs["attention_mask"] = torch.ones_like(input_ids)
         inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
         while True:
             outputs = model(**inputs, return_dict=True)
@@ -348,12 +353,19 @@ class _GrowingRows:
             statistics = torch.cat([statistics, _statistics(logprobs, entropies, token_ids)], 2)
             is_done = stopping_criteria(input_ids, None)
             if is_done.any():
-                self._end(is_done.nonzero().flatten().tolist(), input_ids, statistics, width, generation_config)
-                rows = (~is_done).nonzero().flatten()
+                ended = is_done.nonzero().flatten().tolist()
+                for i in ended:
+                    self._end(i, input_ids[i], statistics[i, :, self.live[i].begin - width :], generation_config)
+                anew = self._begin_anew(ended, input_ids.shape[1]) if _can_begin_anew(model_kwargs) else []
+                rows = torch.tensor([*(~is_done).nonzero().flatten().tolist(), *anew], device=input_ids.device)
                 if not len(rows):
                     return input_ids
+                begins = [self.live[i].begin for i in anew]
+                self.live = [row for row in self.live if row.sample is None]
                 input_ids, statistics = input_ids[rows], statistics[rows]
                 model_kwargs = self._select(rows, model_kwargs)
+                if anew:
+                    self._forget(begins, input_ids, model_kwargs)
             inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
 
     def _leave(self, column: int, entropies: torch.Tensor) -> list[int]:
@@ -389,19 +401,54 @@ class _GrowingRows:
             for name, value in model_kwargs.items()
         }
 
-    def _end(
-        self, ended: list[int], input_ids: torch.Tensor, statistics: torch.Tensor, width: int, config: GenerationConfig
-    ) -> None:
-        """Take down what has ended, and go on without."""
+    def _end(self, i: int, input_ids: torch.Tensor, statistics: torch.Tensor, config: GenerationConfig) -> None:
+        """Take down what a row has become."""
+        row = self.live[i]
+        token_ids = _until_eos(input_ids[row.begin :].cpu().numpy(), config.eos_token_id)
+        row.sample = Sample(token_ids, *statistics.cpu().numpy().copy())
+
+    def _begin_anew(self, ended: list[int], column: int) -> list[int]:
+        """Rows that ended without all of their anchors, as often as rollouts are to begin anew; these are added."""
+        anew = []
         for i in ended:
             row = self.live[i]
-            token_ids = _until_eos(input_ids[i, row.begin :].cpu().numpy(), config.eos_token_id)
-            self.live[i].sample = Sample(token_ids, *statistics[i, :, row.begin - width :].cpu().numpy().copy())
-        self.live = [row for row in self.live if row.sample is None]
+            if row.share > len(row.branches) and row.request.branching is not None:
+                num_missing = (row.share - len(row.branches)) * row.request.branching.num_rollouts
+                row.branches[0] = [_GrowingRow(row.request, column, row.temperature) for _ in range(num_missing)]
+                self.live += row.branches[0]
+                anew += [i] * num_missing
+        return anew
+
+    def _forget(self, begins: list[int], input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+        """
+        Have the last rows begin with their prompts again, which they are copies of, and of all that came after.
+
+        What came after leaves their attention. The prompt's last token is the last column: what follows it is sampled
+        next.
+
+        Args:
+            begins (`list[int]`):
+                Of each, the column after its prompt.
+        """
+        self.thresholds[-len(begins) :] = torch.inf
+        mask, position_ids = model_kwargs["attention_mask"], model_kwargs["position_ids"]
+        for i, begin in enumerate(begins, len(input_ids) - len(begins)):
+            mask[i, begin - 1 : -1] = 0
+            input_ids[i, -1] = input_ids[i, begin - 1]
+            position_ids[i, -1] = position_ids[i, begin - 1]
+            self.processor.min_lengths[i] += input_ids.shape[1] - begin
+            self.ends.ends[i] += input_ids.shape[1] - begin
 
     def samples(self) -> list[Sample]:
         """What each row went on with, with what branches off it."""
         return [row.finished() for row in self.roots]
+
+
+def _can_begin_anew(model_kwargs: dict[str, Any]) -> bool:
+    """Whether a row's past can be left out of its attention: not where a layer holds the last columns, or their sum."""
+    caches = [value for value in model_kwargs.values() if isinstance(value, Cache)]
+    layers = [layer for cache in caches for layer in cache.layers]
+    return model_kwargs.get("position_ids") is not None and {type(layer) for layer in layers} == {DynamicLayer}
 
 
 class ContinuousBatchingSampler:

@@ -92,7 +92,8 @@ class Sample:
         entropies (`Sequence[float]` or `np.ndarray`, *optional*):
             Entropy of the policy before each token, in nats, at that temperature, where the backend has them.
         branches (`dict[int, list[Sample]]`):
-            Rollouts that branch off it, by the number of its tokens that they begin with; if some were drawn.
+            Rollouts that branch off it, by the number of its tokens that they begin with; if some were drawn. With 0 of
+            them: those for which it had no anchors.
     """
 
     token_ids: Sequence[int] | TokenIds

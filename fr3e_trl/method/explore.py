@@ -296,9 +296,12 @@ def _explore(
     """Sample and score what is missing of this process's rows; return the length, rewards and reward of each row."""
     own = _slots(trees)[deal.own.start : deal.own.stop]
     for i, state, k in own:
-        if state.base is not None and state.position in drawn.get((i, state.base), {}):
-            sample = drawn[i, state.base][state.position][k]
-            state.rollouts[k] = Rollout(as_ids(sample.token_ids), sample.logprobs)
+        # S_0 has those of all of its tree's base trajectories
+        bases = range(args.num_bases) if state.base is None else [state.base]
+        samples = [sample for b in bases for sample in drawn.get((i, b), {}).get(state.position, [])]
+        number = k - args.num_bases if state.base is None else k
+        if 0 <= number < len(samples):
+            state.rollouts[k] = Rollout(as_ids(samples[number].token_ids), samples[number].logprobs)
     missing = [slot for slot in own if slot[1].rollouts[slot[2]].length == 0]
     of_states = [list(slots) for _, slots in groupby(missing, key=lambda slot: id(slot[1]))]
     explore_temperature = args.temperature * args.explore_temperature_scale
