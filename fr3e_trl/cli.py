@@ -16,6 +16,7 @@ COSTS = {
     "bookkeeping": ("FR3E's own part of a large step.", "fr3e_trl.bench.cost.bookkeeping"),
     "processes": ("Two processes beside one.", "fr3e_trl.bench.cost.processes"),
     "vllm": ("A vLLM server: requests in flight, and the sync of the adapter.", "fr3e_trl.bench.cost.vllm"),
+    "engine": ("Ways to generate, by a model of a large engine.", "fr3e_trl.bench.cost.engine"),
 }
 COMMANDS: dict[str, tuple[str, Any]] = {
     "compare": ("Train arms at equal generated tokens, and report which is best.", "fr3e_trl.bench.compare"),

@@ -1,6 +1,7 @@
 """Sampling with transformers, from real models: what is drawn, and in how many steps."""
 
 import contextlib
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -8,6 +9,8 @@ import accelerate
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
 from peft import LoraConfig, get_peft_model
 from recorder import Recorder
@@ -16,6 +19,7 @@ from trees import plain, rollouts_of
 
 from fr3e_trl import FR3EConfig
 from fr3e_trl.generation.on_transformers import GenerateSampler
+from fr3e_trl.generation.on_vllm import NUM_LOGPROBS, entropies_of
 from fr3e_trl.generation.sampler import Branching, SamplingRequest
 from fr3e_trl.method.anchors import eligible_positions, first_anchors
 
@@ -470,3 +474,16 @@ def test_a_step_with_a_stopping_rule_generates_once(credit, monkeypatch):
                     length = state.position + len(rollout.token_ids)
                     assert length == 12 or rollout.token_ids[-1] == EOS
     assert num_anew > 0
+
+
+@given(st.lists(st.floats(-8, 8), min_size=1, max_size=60), st.booleans())
+def test_entropies_of_the_most_likely_tokens_are_no_more_than_those_of_all(logits, with_sampled):
+    logprobs = torch.tensor(logits, dtype=torch.float64).log_softmax(0).sort(descending=True).values.tolist()
+    known, others = logprobs[:NUM_LOGPROBS], logprobs[NUM_LOGPROBS:]
+    if with_sampled:
+        known, others = known + others[-1:], others[:-1]
+    (entropy,) = entropies_of([known])
+    exact = -sum(math.exp(logprob) * logprob for logprob in logprobs)
+    assert entropy <= exact + 1e-5
+    if not others:
+        assert entropy == pytest.approx(exact, abs=1e-5)

@@ -1,14 +1,37 @@
 """Sampling with vLLM: a server, or an engine in this process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..training.processes import through_main_process
-from .sampler import Sample, SamplingRequest
+from .sampler import Sample, SamplingRequest, branch_requests
 
 if TYPE_CHECKING:
     from .vllm_sync import FR3EVLLMGeneration
+
+
+# Log-probs of a token's distribution that entropies are made of: as many as a server gives by default
+NUM_LOGPROBS = 20
+
+
+def entropies_of(logprobs: Iterable[Iterable[float]]) -> np.ndarray:
+    """
+    Entropies of distributions, in nats, by their most likely tokens' log-probs: no more than they are.
+
+    Each of the other tokens is as likely as the least likely of the first `NUM_LOGPROBS`, or as all others together, at
+    most. That is what the others are taken for. One more may be known: the one that was sampled.
+    """
+    entropies = []
+    for of_token in logprobs:
+        known = -np.sort(-np.fromiter(of_token, np.float64))
+        probs = np.exp(known)
+        rest = max(1 - probs.sum(), 0.0)
+        bound = min(rest, probs[:NUM_LOGPROBS][-1])
+        entropies.append(-(probs * np.where(probs > 0, known, 0)).sum() - (rest * np.log(bound) if bound > 0 else 0.0))
+    return np.array(entropies, dtype=np.float32)
 
 
 class VLLMSampler:
@@ -55,8 +78,19 @@ class VLLMSampler:
             "temperature": request.temperature,
             "n": request.num_samples,
             "max_tokens": request.max_new_tokens,
-            "logprobs": 0,  # the sampled token's alone
+            "logprobs": NUM_LOGPROBS if self.knows_entropies(request) else 0,  # 0: the sampled token's alone
         }
+
+    def knows_entropies(self, request: SamplingRequest) -> bool:
+        """Whether entropies are wanted, and vLLM's log-probs are of the policy's whole distribution."""
+        generation = self.generation
+        is_whole = generation.top_p == 1 and generation.top_k <= 0 and not generation.min_p
+        return (
+            request.with_entropies
+            and is_whole
+            and generation.repetition_penalty == 1
+            and generation.generation_kwargs.keys() <= {"stop_token_ids"}
+        )
 
 
 class VLLMServerSampler(VLLMSampler):
@@ -67,8 +101,8 @@ class VLLMServerSampler(VLLMSampler):
     Attributes:
         hit_rate (`float`, *optional*):
             Of the prefix tokens of the last call, each counted for every sample, how many the server had in its prefix
-            cache. Other clients' requests at the same time count too. `None` if the server does not say, and in other
-            processes.
+            cache, those of branches included. Other clients' requests at the same time count too. `None` if the server
+            does not say, and in other processes.
     """
 
     hit_rate: float | None = None
@@ -76,20 +110,52 @@ class VLLMServerSampler(VLLMSampler):
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         return through_main_process(self.generation.accelerator, self._ask, requests)
 
+    def knows_entropies(self, request: SamplingRequest) -> bool:
+        assert self.generation.server is not None
+        config = self.generation.server.config["model_config"]
+        gives_them = config["logprobs_mode"] == "processed_logprobs" and not 0 <= config["max_logprobs"] < NUM_LOGPROBS
+        return gives_them and super().knows_entropies(request)
+
     def _ask(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
+        if not requests:
+            return []
         server = self.generation.server
         assert server is not None
-        payloads = [{**self.sampling_params(request), "prompt": request.prefix_ids.tolist()} for request in requests]
+        asked = list(requests)
+        branches: list[tuple[Sample, int]] = []  # what the requests after the first are of
+        samples: dict[int, list[Sample]] = {}
+
+        def payload(request: SamplingRequest) -> dict[str, Any]:
+            return {
+                **self.sampling_params(request),
+                "prompt": request.prefix_ids.tolist(),
+                "return_tokens_as_token_ids": True,  # two tokens may have one text
+            }
+
+        def take(i: int, response: dict[str, Any]) -> list[dict[str, Any]]:
+            """Take an answer down, and go on with what branches off it."""
+            samples[i] = [self._sample(asked[i], choice) for choice in response["choices"]]
+            further = branch_requests(asked[i], samples[i])
+            asked.extend(request for _, _, request in further)
+            branches.extend((sample, position) for sample, position, _ in further)
+            return [payload(request) for _, _, request in further]
+
         with self.profiler():
             queries_before, hits_before = server.prefix_cache_counters()
-            responses = server.complete(payloads)
+            server.complete([payload(request) for request in requests], take)
             queries, hits = server.prefix_cache_counters()
         # Counters begin anew when the server is restarted
         self.hit_rate = (hits - hits_before) / (queries - queries_before) if queries > queries_before else None
-        return [
-            [Sample(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in response["choices"]]
-            for response in responses
-        ]
+        for i, (sample, position) in enumerate(branches, len(requests)):
+            sample.branches[position] = samples[i]
+        return [samples[i] for i in range(len(requests))]
+
+    def _sample(self, request: SamplingRequest, choice: dict[str, Any]) -> Sample:
+        logprobs = choice["logprobs"]
+        entropies = None
+        if self.knows_entropies(request):
+            entropies = entropies_of(of_token.values() for of_token in logprobs["top_logprobs"])
+        return Sample(choice["token_ids"], logprobs["token_logprobs"], entropies)
 
 
 class VLLMColocateSampler(VLLMSampler):
@@ -107,8 +173,11 @@ class VLLMColocateSampler(VLLMSampler):
                 Sample(
                     list(sample.token_ids),
                     [of_token[i].logprob for i, of_token in zip(sample.token_ids, sample.logprobs, strict=True)],
+                    entropies_of([known.logprob for known in of_token.values()] for of_token in sample.logprobs)
+                    if self.knows_entropies(request)
+                    else None,
                 )
                 for sample in output.outputs
             ]
-            for output in outputs
+            for request, output in zip(requests, outputs, strict=True)
         ]

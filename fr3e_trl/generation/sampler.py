@@ -58,6 +58,8 @@ class SamplingRequest:
             Sampling temperature.
         num_prompt_tokens (`int`, *optional*):
             How many of `prefix_ids` are the prompt; the others were sampled before. If `None`, all.
+        with_entropies (`bool`):
+            Whether the entropies along the samples are wanted, where the backend has them only if it is asked.
         branching ([`Branching`], *optional*):
             What will be asked for next. A sampler that can draws it with the samples; one that cannot does not look.
     """
@@ -67,6 +69,7 @@ class SamplingRequest:
     max_new_tokens: int
     temperature: float
     num_prompt_tokens: int | None = None
+    with_entropies: bool = False
     branching: Branching | None = None
 
     def __post_init__(self) -> None:
@@ -100,6 +103,40 @@ class Sample:
     logprobs: Any = None
     entropies: Any = None
     branches: "dict[int, list[Sample]]" = field(default_factory=dict)
+
+
+def branch_requests(request: SamplingRequest, samples: Sequence[Sample]) -> list[tuple[Sample, int, SamplingRequest]]:
+    """
+    What branches off the finished samples of a request, each with the sample and its number of tokens that it begins
+    with. Nothing if the request does not say, or the entropies are not known.
+    """
+    branching = request.branching
+    if branching is None or any(sample.entropies is None for sample in samples):
+        return []
+    anchors = [
+        (sample, position)
+        for sample, positions in zip(samples, branching.anchors(request, samples), strict=True)
+        for position in positions
+    ]
+    requests = [
+        (
+            sample,
+            position,
+            SamplingRequest(
+                np.concatenate([request.prefix_ids, as_ids(sample.token_ids)[:position]]),
+                branching.num_rollouts,
+                request.max_new_tokens - position,
+                branching.temperature,
+                num_prompt_tokens=len(request.prefix_ids),
+            ),
+        )
+        for sample, position in anchors
+    ]
+    num_missing = (sum(branching.shares) - len(anchors)) * branching.num_rollouts
+    if num_missing:
+        anew = replace(request, num_samples=num_missing, with_entropies=False, branching=None)
+        requests.append((samples[0], 0, anew))
+    return requests
 
 
 class Sampler(Protocol):

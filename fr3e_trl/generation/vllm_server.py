@@ -1,11 +1,12 @@
 """vLLM's own server (`vllm serve`): requests that outlive its faults, and adapters that it loads from a directory."""
 
+import collections
 import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -150,13 +151,20 @@ class VLLMServer:
             return queries, hits
         return 0.0, 0.0
 
-    def complete(self, payloads: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def complete(
+        self,
+        payloads: Sequence[dict[str, Any]],
+        follow: Callable[[int, dict[str, Any]], list[dict[str, Any]]] | None = None,
+    ) -> list[dict[str, Any]]:
         """
         Send requests for completions, all in flight together.
 
         Args:
             payloads (`Sequence[dict]`):
                 Bodies of `/v1/completions`, one prompt of token ids each. The model is filled in.
+            follow (`Callable`, *optional*):
+                Called once with each response and its index, one at a time, as soon as it is there. Returns further
+                payloads, which are sent while others are still under way.
 
         Returns:
             `list[dict]`: The response to each, with its choices in the order of their `index`.
@@ -164,16 +172,23 @@ class VLLMServer:
         Raises:
             VLLMServerError: A request is refused, or the server does not recover.
         """
+        payloads = list(payloads)
         responses: list[dict[str, Any] | None] = [None] * len(payloads)
+        lock = threading.Lock()
 
-        def send(i: int) -> None:
+        def send(i: int) -> Iterable[int]:
             named = {**payloads[i], "model": self.model, "return_token_ids": True}
             response = self._request("POST", "/v1/completions", timeout=self.request_timeout, json=named)
             body = self._checked(response).json()
             body["choices"].sort(key=lambda choice: choice["index"])
             if any(choice["finish_reason"] == "abort" for choice in body["choices"]):
                 raise ServerFault("it aborted the request")
-            responses[i] = body
+            with lock:
+                further = follow(i, body) if follow else []
+                responses[i] = body
+                payloads.extend(further)
+                responses.extend([None] * len(further))
+                return range(len(payloads) - len(further), len(payloads))
 
         def send_pending() -> None:
             self._check_weights()
@@ -284,32 +299,33 @@ class VLLMServer:
             )
 
 
-def in_parallel(action: Callable[[Any], None], items: Sequence[Any]) -> None:
+def in_parallel(action: Callable[[Any], Iterable[Any]], items: Sequence[Any]) -> None:
     """
-    Call `action` on every item, up to `MAX_IN_FLIGHT` at a time, and raise what the first that failed raised.
+    Call `action` on every item, and on those that it returns, up to `MAX_IN_FLIGHT` at a time, and raise what the first
+    that failed raised.
 
     The threads are daemons: an interrupt ends the program at once, not when the server has answered.
     """
-    todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-    for item in items:
-        todo.put(item)
+    outcomes: queue.SimpleQueue[Iterable[Any] | Exception] = queue.SimpleQueue()
+    todo, num_open = collections.deque(items), 0
+    errors: list[Exception] = []
 
-    def work() -> None:
-        while True:
-            try:
-                item = todo.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                action(item)
-                outcomes.put(None)
-            except Exception as error:
-                outcomes.put(error)
+    def work(item: Any) -> None:
+        try:
+            outcomes.put(action(item))
+        except Exception as error:
+            outcomes.put(error)
 
-    for _ in range(min(MAX_IN_FLIGHT, len(items))):
-        threading.Thread(target=work, daemon=True, name="fr3e-vllm-request").start()
-    errors = [error for error in [outcomes.get() for _ in items] if error is not None]
+    while todo or num_open:
+        while todo and num_open < MAX_IN_FLIGHT:
+            threading.Thread(target=work, args=[todo.popleft()], daemon=True, name="fr3e-vllm-request").start()
+            num_open += 1
+        outcome = outcomes.get()
+        num_open -= 1
+        if isinstance(outcome, Exception):
+            errors.append(outcome)
+        else:
+            todo.extend(outcome)
     for error in errors:
         if not isinstance(error, ServerFault):
             raise error

@@ -163,6 +163,7 @@ def _first_return(
             num_samples,
             trees[i].budget,
             args.temperature,
+            with_entropies=bool(args.num_anchors),
             branching=None if _straddles(i, args, deal) else branching,
         )
         for i, num_samples in Counter(i for i, _ in bases).items()

@@ -101,6 +101,54 @@ def test_logprobs_equal_the_trainers(server):
     assert len(set(seen)) == 3
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_entropies_are_the_trainers(server, temperature):
+    """But for what the tokens beyond the most likely ones have, of which a lower bound is known."""
+    trainer = make_trainer(server, temperature=temperature)
+    with_adapter(trainer.model, scale=0.1)
+    trainer.vllm_generation.sync_weights()
+    prompts = [ids[:60] for ids in trainer.tokenize_prompts(list(make_dataset(4)["prompt"]))]
+    requests = [SamplingRequest(prompt, 4, 40, temperature, with_entropies=True) for prompt in prompts]
+    rows = [
+        (prompt, sample)
+        for prompt, samples in zip(prompts, trainer.sampler.sample(requests), strict=True)
+        for sample in samples
+    ]
+    statistics = trainer.token_statistics([prompt for prompt, _ in rows], [sample.token_ids for _, sample in rows])
+    errors = torch.cat([h - torch.tensor(s.entropies) for (_, s), (_, h) in zip(rows, statistics, strict=True)])
+    assert errors.min() > -1e-3 and errors.max() < 0.1 and errors.abs().mean() < 0.01
+
+
+@pytest.mark.parametrize("settings", [{}, {"anchor_threshold": 0.3, "credit": "tree"}, {"anchor_score": "surprisal"}])
+def test_branches_are_asked_for_as_soon_as_their_base_trajectories_are_there(server, settings):
+    """No forward pass, no second round; and the trees are those that two rounds would have."""
+    trainer = make_trainer(server, **settings)
+    calls, statistics = [], trainer.token_statistics
+    sample = trainer.sampler.sample
+    trainer.sampler.sample = lambda requests: calls.append(len(requests)) or sample(requests)
+    trainer.token_statistics = lambda prompts, completions: (
+        calls.append(f"{len(prompts)} passed") or statistics(prompts, completions)
+    )
+    trainer.train()
+    assert calls == [2, "0 passed", 0] * 3  # prompts; nothing is missing then
+    for batch, trees in trainer.batches:
+        assert (ratios(batch) - 1).abs().max() < 1e-3
+        check_budgets(trees, trainer.max_completion_length)
+        check_rows(batch, trees)
+        for tree in trees:
+            assert sum(len(state.rollouts) for state in tree.states) == 8 and len(tree.states) > 1
+            for state in tree.states[1:]:
+                assert tree.bases[state.base].token_ids[: state.position].tolist() == state.prefix_ids.tolist()
+
+
+def test_where_entropies_are_unknown_there_are_two_rounds(server):
+    trainer = make_trainer(server, top_p=0.9, max_steps=1)
+    calls, sample = [], trainer.sampler.sample
+    trainer.sampler.sample = lambda requests: calls.append(len(requests)) or sample(requests)
+    trainer.train()
+    assert calls[0] == 2 and calls[1] >= 2
+
+
 def test_nothing_stale_comes_from_the_prefix_cache(server):
     trainer = make_trainer(server)
     request = SamplingRequest(trainer.tokenize_prompts(list(make_dataset(1)["prompt"]))[0], 1, 4, 1.0)
@@ -122,9 +170,11 @@ def test_anchors_are_served_from_the_prefix_cache(server):
             for tree, state, _ in rollouts_of(trees)
             if state.parent is not None
         ]
-        # What a cache of whole blocks can have: the last token's logits are computed anew
+        # What a cache of whole blocks can have: the last token's logits are computed anew. So it is for the second of
+        # a prompt's base trajectories, if the first is not just being computed
         most = sum((length - 1) // BLOCK_SIZE * BLOCK_SIZE for length in lengths)
-        assert 0.9 * most < hit_rate * sum(lengths) <= most + 1e-6
+        prompts = [len(tree.prompt_ids) for tree in trees]
+        assert 0.9 * most < hit_rate * (sum(lengths) + 2 * sum(prompts)) <= most + sum(prompts)
 
 
 def test_samples_have_the_distribution_of_transformers(server):
