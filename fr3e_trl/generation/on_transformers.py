@@ -225,16 +225,20 @@ class _PolicyRecord(StoppingCriteria):
     def of(self, model: Any) -> Iterator[None]:
         """Keep them while `model` generates."""
         model = model.get_base_model() if is_peft_model(model) else model
-        hook = model.register_forward_hook(
-            lambda module, args, output: self.logits.append(output.logits[:, -1].clone())
-        )
+        hook = model.register_forward_hook(self._take)
         try:
             yield
         finally:
             hook.remove()
 
+    def _take(self, module: Any, args: Any, output: Any) -> None:
+        # Kept once a token is sampled from them: a process may go on computing for the sake of others
+        self.last = output.logits[:, -1]
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         self.input_ids = input_ids
+        self.logits.append(self.last.clone())
+        del self.last
         if len(self.logits) * self.logits[0].numel() >= MAX_LOGITS:
             self._reduce()
         return self.never

@@ -103,7 +103,7 @@ def test_logprobs_equal_the_trainers(server):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_entropies_are_the_trainers(server, temperature):
-    """But for what the tokens beyond the most likely ones have, of which a lower bound is known."""
+    """But for what the tokens beyond the most likely ones have, of which there is a lower bound. A flat policy."""
     trainer = make_trainer(server, temperature=temperature)
     with_adapter(trainer.model, scale=0.1)
     trainer.vllm_generation.sync_weights()
@@ -116,7 +116,7 @@ def test_entropies_are_the_trainers(server, temperature):
     ]
     statistics = trainer.token_statistics([prompt for prompt, _ in rows], [sample.token_ids for _, sample in rows])
     errors = torch.cat([h - torch.tensor(s.entropies) for (_, s), (_, h) in zip(rows, statistics, strict=True)])
-    assert errors.min() > -1e-3 and errors.max() < 0.1 and errors.abs().mean() < 0.01
+    assert errors.min() > -1e-3 and errors.max() < 0.1 and errors.abs().mean() < 0.03
 
 
 @pytest.mark.parametrize("settings", [{}, {"anchor_threshold": 0.3, "credit": "tree"}, {"anchor_score": "surprisal"}])
