@@ -416,7 +416,6 @@ def test_what_generation_knows_is_not_computed_again(settings):
             passes.append(module)
 
     model = AutoModelForCausalLM.from_pretrained(model_on_disk())
-    model.register_forward_hook(count, with_kwargs=True)
     sizes = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 2}
     trainer = Recorder(
         model,
@@ -425,6 +424,8 @@ def test_what_generation_knows_is_not_computed_again(settings):
         train_dataset=make_dataset(),
         processing_class=make_tokenizer(),
     )
+    assert trainer.shares_prefixes  # it is tried out on first use, by passes of its own
+    model.register_forward_hook(count, with_kwargs=True)
     trainer.train()
     assert not passes and trainer.batches
     args, num_checked = trainer.args, 0
