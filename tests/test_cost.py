@@ -51,10 +51,11 @@ def test_each_moment_counts_once(monkeypatch):
     assert Work.step is original
 
 
-def test_step(capsys):
+@pytest.mark.parametrize("settings", ["{}", '{"anchor_threshold": 0.1, "credit": "tree"}'])
+def test_step(settings, capsys):
     generate = GenerationMixin.generate
     sizes = ["--num_turns=1", "--num_steps=2", "--num_prompts=4", "--num_generations=4", "--max_completion_length=8"]
-    cli.main(["cost", "step", f"--policy={model_on_disk()}", *sizes])
+    cli.main(["cost", "step", f"--policy={model_on_disk()}", f"--settings={settings}", *sizes])
     output = capsys.readouterr().out
     assert "2 steps each of 4 prompts x 4 rows" in output
     assert "FR3E: 1 base trajectories and 3 anchors a prompt" in output

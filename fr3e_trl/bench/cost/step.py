@@ -31,6 +31,7 @@ from trl import GRPOTrainer
 from ...generation.on_transformers import GenerateSampler
 from ...trainer import FR3ETrainer
 from ...training.trl_seams import RowsGRPOTrainer
+from ..arms import read_settings
 from ..runs import be_quiet
 from .common import add_task_options, count, make_parser, make_table, make_task_trainer
 
@@ -109,6 +110,9 @@ def main(argv: list[str]) -> None:
         num_turns=(5, "turns of each trainer, beside a first one that is not counted"),
     )
     parser.add_argument("--max_completion_length", type=count, help="in tokens; by default the task's")
+    parser.add_argument(
+        "--settings", type=read_settings, default={}, help="of FR3E, in JSON, for example '{\"anchor_threshold\": 0.3}'"
+    )
     add_task_options(parser)
     options = parser.parse_args(argv)
     be_quiet()
@@ -117,8 +121,8 @@ def main(argv: list[str]) -> None:
         settings["max_completion_length"] = options.max_completion_length
     with tempfile.TemporaryDirectory() as output_dir:
         trainers = {
-            name: make_task_trainer(options, output_dir, trainer=name, max_steps=options.num_steps, **settings)
-            for name in ("fr3e", "grpo")
+            name: make_task_trainer(options, output_dir, trainer=name, max_steps=options.num_steps, **of_trainer)
+            for name, of_trainer in {"fr3e": settings | options.settings, "grpo": settings}.items()
         }
         seconds, tokens = measure(trainers, options.num_turns)
     num_steps = options.num_steps * options.num_turns
