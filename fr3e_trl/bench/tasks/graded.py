@@ -14,11 +14,13 @@ KEEP, BET = "keep", "bet"
 KEPT = (0.6, 0.8)
 WON = (0.5, 1.0)
 
+PHRASE = "then round it goes and on from there the loop is read anew"  # after each step
+
 
 @dataclass(frozen=True)
 class GradedMachine(StateMachine):
     """
-    The states of a machine that goes through a loop of five letters, 56 steps, and a bet.
+    The states of a machine that goes through a loop of five letters, 23 steps with much talk between them, and a bet.
 
     After the last step the completion says `keep` or `bet`. The reward is the share of the steps in which the
     demonstrator is not careful, up to the first wrong state, times what the last word earns: `keep` .6 where the right
@@ -28,19 +30,18 @@ class GradedMachine(StateMachine):
     """
 
     name: str = "graded"
-    max_completion_length: int = 56 * 9 + 2
-    policy_steps: int = 900
+    max_completion_length: int = 508
+    policy_steps: int = 750
     policy_batch_size: int = 8
-    num_steps: int = 56
-    num_careful: int = 44
 
-    words: ClassVar = [*StateMachine.words, *(f"s{i}" for i in range(24, 57)), KEEP, BET]
+    words: ClassVar = [*StateMachine.words, *PHRASE.split(), KEEP, BET]
     letters: ClassVar = LETTERS[:4]  # long completions are dear: a small table takes few of them to learn
 
     def demonstrate(self, problem: dict[str, Any], rng: random.Random, is_noisy: bool = True) -> str:
-        steps = super().demonstrate(problem, rng, is_noisy)
+        words, length = super().demonstrate(problem, rng, is_noisy).split(), 4 + self.loop_length
+        steps = [" ".join([*words[i : i + length], PHRASE]) for i in range(0, len(words), length)]
         best = KEEP if int(problem["answer"].split()[-1]) % 2 else BET
-        return f"{steps} {rng.choice([KEEP, BET]) if is_noisy else best}"
+        return f"{' '.join(steps)} {rng.choice([KEEP, BET]) if is_noisy else best}"
 
     def score(self, completion: str, problem: dict[str, Any]) -> float:
         right, written = problem["answer"].split(), states_of(completion)
