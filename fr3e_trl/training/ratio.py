@@ -65,9 +65,10 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
     def _known_logprobs(self, row: Row) -> torch.Tensor | None:
         """
         Log-probs of a row's tokens, of shape (L,), under the policy that it was sampled from, if they were told: by
-        generation, which vLLM's is not, or for a row left over by the step before. 0 for a prefix, not in the loss.
+        generation in float32, or for a row left over by the step before. 0 for a prefix, not in the loss. In half
+        precision decoding rounds otherwise than training does, and the ratio would not be 1 where nothing has changed.
         """
-        if row.old_logprobs is not None or self.use_vllm or row.rollout.logprobs is None:
+        if row.old_logprobs is not None or row.rollout.logprobs is None or self.use_vllm or not self.in_float32:
             return row.old_logprobs
         return torch.cat([torch.zeros(len(row.prefix_ids)), torch.from_numpy(row.rollout.logprobs)])
 

@@ -75,6 +75,11 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         """Whether the policy's forward pass is a collective call, which all processes must make together."""
         return self._dist.is_fsdp or self._dist.is_zero3
 
+    @property
+    def in_float32(self) -> bool:
+        """Whether two ways to compute the same agree to the rounding of float32."""
+        return self.model.dtype == torch.float32 and self.accelerator.mixed_precision == "no"
+
     def deal(self, num_rows: int) -> Deal:
         """How rows are dealt out to the processes."""
         return Deal(num_rows, self.accelerator.num_processes, self.accelerator.process_index)
@@ -257,7 +262,6 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         # Some models have more to them than attention: what recurrent layers make of a token depends on the row
         input_ids = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8], [0, 2, 3, 4, 5, 6]])
         input_ids, mask = input_ids.to(self.accelerator.device), (input_ids != 0).to(self.accelerator.device)
-        is_exact = self.model.dtype == torch.float32 and self.accelerator.mixed_precision == "no"
         # Without dropout; linear layers are left alone, since quantized ones change their weights for evaluation
         training = [part for part in self.model.modules() if part.training and not isinstance(part, nn.Linear)]
         try:
@@ -272,7 +276,7 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
             for part in training:
                 part.training = True
         difference = (apart - shared).abs().mean().item()
-        if not difference <= (1e-3 if is_exact else 5e-2):
+        if not difference <= (1e-3 if self.in_float32 else 5e-2):
             return f"it changes log-probs of {type(self.model).__name__} by {difference:.2g} nats a token"
         return None
 
