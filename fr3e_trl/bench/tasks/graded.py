@@ -31,7 +31,7 @@ class GradedMachine(StateMachine):
 
     name: str = "graded"
     max_completion_length: int = 508
-    policy_steps: int = 750
+    policy_steps: int = 1300
     policy_batch_size: int = 8
 
     words: ClassVar = [*StateMachine.words, *PHRASE.split(), KEEP, BET]
