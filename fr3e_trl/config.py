@@ -19,6 +19,7 @@ PAPER: dict[str, Any] = {
     "anchor_score": "entropy",
     "anchor_quantile": None,
     "anchor_threshold": None,
+    "anchor_positions": "any",
     "anchor_min_gap": 1,
     "anchor_min_budget": 1,
     "base_selection": "mixed",
@@ -99,6 +100,8 @@ class FR3EConfig(GRPOConfig):
             Quantile of a trajectory's entropies that anchors are above.
         anchor_threshold (`float`, *optional*):
             Entropy, in nats, that makes the first positions above it anchors.
+        anchor_positions (`str`, *optional*, defaults to `"any"`):
+            Where anchors may be: at `"any"` token that the policy wrote, or at those that begin its `"turns"`.
         anchor_min_gap (`int`, *optional*, defaults to `1`):
             Least distance of two anchors of a trajectory, in tokens.
         anchor_min_budget (`int`, *optional*, defaults to `1`):
@@ -151,6 +154,13 @@ class FR3EConfig(GRPOConfig):
         vllm_request_timeout (`float`, *optional*, defaults to `1800.0`):
             Seconds for a server's answer.
 
+        > Parameters for tools and environments
+
+        tool_timeout (`float`, *optional*):
+            Seconds for a tool's answer.
+        replay_mismatch (`str`, *optional*, defaults to `"raise"`):
+            What follows when an environment answers otherwise when it is asked again: `"raise"` or `"skip"`.
+
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`] while exploring:
     > - `epsilon_high`: Defaults to `0.28` instead of `epsilon`.
@@ -189,6 +199,14 @@ class FR3EConfig(GRPOConfig):
             "help": "The first positions of a trajectory whose entropy is above this many nats become anchors, as many "
             "as it gets, for example 0.3. If `None`, those with the highest scores. A stopping rule, which does not "
             "look at what follows: with it `credit='tree'` is unbiased."
+        },
+    )
+    anchor_positions: str = field(
+        default="any",
+        metadata={
+            "choices": ["any", "turns"],
+            "help": "Where anchors may be: 'any' token that the policy wrote, or the first token of each of its "
+            "'turns' but the first, after the answers of tools. 'turns' needs tools or environments.",
         },
     )
     anchor_min_gap: int = field(
@@ -347,6 +365,26 @@ class FR3EConfig(GRPOConfig):
         metadata={"help": "Seconds that a vLLM server may take to answer a request before it is sent again."},
     )
 
+    # Tools and environments
+
+    tool_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds that a tool, or a method of an environment, may take. The policy then reads of an error "
+            "in place of an answer. If `None`, any time. A tool that is no coroutine cannot be stopped, and goes on "
+            "in its thread; an environment with such a method is not used again."
+        },
+    )
+    replay_mismatch: str = field(
+        default="raise",
+        metadata={
+            "choices": ["raise", "skip"],
+            "help": "A rollout that branches off a later turn needs an environment in the state of its prefix, and "
+            "one without a method `fork` gets there by the same actions after a reset. What follows if it answers "
+            "otherwise: 'raise' an error, or 'skip' the rollout, which then leaves the loss.",
+        },
+    )
+
     # GRPO's own, where the paper has others
 
     epsilon_high: float | None = field(
@@ -467,8 +505,10 @@ class FR3EConfig(GRPOConfig):
 
     def _resolve(self) -> None:
         """Check each of FR3E's fields, and fill in those that were left to be chosen."""
-        for name in ("anchor_score", "base_selection", "credit", "modulation"):
-            _require_choice(self, name, self.__dataclass_fields__[name].metadata["choices"])
+        for name in _own_fields():
+            choices = self.__dataclass_fields__[name].metadata.get("choices")
+            if choices is not None:
+                _require_choice(self, name, choices)
         _require_type(self, "num_generations", int, "for example 8")
         for name in _own_fields():
             default = self.__dataclass_fields__[name].default
@@ -494,6 +534,9 @@ class FR3EConfig(GRPOConfig):
         _require(self, "modulation_clip", self.modulation_clip > 0, "above 0, for example 5.0")
         _require(self, "negative_advantage_scale", self.negative_advantage_scale >= 0, "0 or more, for example 1.0")
         _require(self, "max_refills", self.max_refills >= 0, "0 or more, for example 2")
+        _require(
+            self, "tool_timeout", self.tool_timeout is None or self.tool_timeout > 0, "None or above 0, for example 60"
+        )
         _require(self, "vllm_request_timeout", self.vllm_request_timeout > 0, "above 0, for example 1800")
         if self.value_prior_strength is None and not self.value_memory:
             has_prior = self.num_anchors != 0 and self.scale_rewards not in ("group", True)

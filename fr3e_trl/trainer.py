@@ -1,6 +1,7 @@
 """FR3E in the place of GRPO."""
 
 import logging
+import math
 import textwrap
 from collections.abc import Callable
 from functools import partial
@@ -25,13 +26,14 @@ from .config import FR3EConfig
 from .generation.on_transformers import ContinuousBatchingSampler, GenerateSampler
 from .generation.on_vllm import VLLMColocateSampler, VLLMServerSampler
 from .generation.sampler import InStepSampler, Sampler
+from .generation.tool_calling import EnvironmentFailure, Instance, ToolCallingSampler
 from .generation.vllm_server import VLLMServerError
-from .method.batch import Row, remember, rows_of, set_advantages
-from .method.explore import explore
+from .method.batch import Deal, Row, remember, rows_of, set_advantages
+from .method.explore import explore, own_bases
 from .method.memory import ValueMemory, prompt_key
 from .method.metrics import tree_metrics
 from .method.refill import Refill, hand_over
-from .method.tree import Score, TokenIds, Tree, as_ids
+from .method.tree import Dialogue, Score, TokenIds, Tree, as_ids
 from .training.card import add_settings
 from .training.checks import (
     check_dataset,
@@ -82,8 +84,9 @@ class FR3ETrainer(RatioGRPOTrainer):
         args ([`FR3EConfig`] or [`~trl.GRPOConfig`], *optional*):
             Configuration. To a plain `GRPOConfig`, FR3E's settings are added. If `None`, a default one is used.
 
-        All others are those of [`~trl.GRPOTrainer`]. While exploring, `tools`, `rollout_func`, `environment_factory`
-        and images are not supported.
+        All others are those of [`~trl.GRPOTrainer`]. While exploring, `rollout_func` and images are not supported. An
+        environment that has a method `_fork(self)`, which returns a copy that goes on by itself in the same state, is
+        copied where rollouts branch off a later turn; any other does the turns before it again.
 
     Attributes:
         sampler ([`Sampler`]):
@@ -137,11 +140,11 @@ class FR3ETrainer(RatioGRPOTrainer):
         elif not isinstance(args, FR3EConfig):
             args = FR3EConfig.from_grpo(args)
         if not args.is_plain_grpo:
-            refuse_unsupported(args, tools, rollout_func, environment_factory)
+            refuse_unsupported(args, rollout_func, has_tools=bool(tools or environment_factory))
             check_generation_kwargs(args)
             warn_of_single_prompt(args)
             if train_dataset is not None:
-                check_dataset(train_dataset, args)
+                check_dataset(train_dataset, args, has_environments=environment_factory is not None)
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,
@@ -160,6 +163,8 @@ class FR3ETrainer(RatioGRPOTrainer):
         )
         self.trees: list[Tree] = []
         self.sampler = self._make_sampler()
+        if self.tools and not args.is_plain_grpo:
+            self.sampler = ToolCallingSampler(self, self.sampler, skip_mismatches=args.replay_mismatch == "skip")
         self._refill: Refill | None = None
         self._memory = ValueMemory() if args.value_memory else None
         if args.is_plain_grpo:
@@ -172,7 +177,7 @@ class FR3ETrainer(RatioGRPOTrainer):
         context = context_length(self.model.config)
         if self.use_vllm:
             example = None if train_dataset is None else next(iter(train_dataset))
-            prompt = [] if example is None else self.tokenize_prompts([example["prompt"]])[0]
+            prompt = [] if example is None else self.tokenize_prompts(self.prepare([example]))[0]
             context = self.vllm_generation.checked_context(context, len(prompt), self.max_completion_length)
             warn_of_unscored_sampling(args)
         self._budget = CompletionBudget(self.max_completion_length, context, self.processing_class)
@@ -220,7 +225,7 @@ class FR3ETrainer(RatioGRPOTrainer):
             if self.args.is_plain_grpo or not self.model.training:
                 return super()._generate_and_score_completions(inputs)
             return self._explore_and_assemble(inputs)
-        except VLLMServerError as error:
+        except (VLLMServerError, EnvironmentFailure) as error:
             self._save_before(error)
             raise
 
@@ -238,13 +243,21 @@ class FR3ETrainer(RatioGRPOTrainer):
             else:
                 rows, refill_metrics = self._refill.fill(partial(self._explore_drawn, rows), num_prompts, num_rows)
                 hand_over(rows, self.deal(num_rows), in_every_process, self.train_dataset)
-        batch = self.assemble(rows)
+        tool_counts = (0, 0)
+        if isinstance(self.sampler, ToolCallingSampler):
+            tool_counts = self.sampler.num_calls, self.sampler.num_failures
+            self.sampler.num_calls = self.sampler.num_failures = 0
+        batch = self.assemble(rows, tool_counts)
         advantages = torch.tensor([row.advantage for row in rows], dtype=torch.float64)
         in_loss = torch.tensor([row.in_loss for row in rows])
         self.set_advantages(batch, advantages, in_loss)
         if self.args.credit == "tree":
             self.set_token_advantages(batch, rows)
         metrics = tree_metrics(self.trees, advantages[in_loss], num_rows)
+        if self.args.replay_mismatch == "skip":
+            dialogues = [row.rollout.dialogue for row in self.own_rows(rows)]
+            is_broken = [dialogue is not None and dialogue.is_broken for dialogue in dialogues]
+            metrics["fr3e/tools/skipped"] = sum(map(sum, in_every_process(lambda: is_broken))) / num_rows
         if self._memory is not None:
             metrics |= remember(self.trees, self.args, self._memory)
         if self._refill is not None:
@@ -285,31 +298,85 @@ class FR3ETrainer(RatioGRPOTrainer):
         trees = [Tree(as_ids(), 0) for _ in range(num_prompts)]
 
         def set_prompts() -> dict[int, int]:
-            check_prompts(list(examples.values()))
-            prompts = self.tokenize_prompts([example["prompt"] for example in examples.values()]) if examples else []
+            if self.tools:
+                prompts = self._provide_tools(examples, deal)
+                check_prompts(list(examples.values()))
+            else:
+                check_prompts(list(examples.values()))
+                texts = [example["prompt"] for example in examples.values()]
+                prompts = self.tokenize_prompts(texts) if texts else []
             for i, prompt_ids in zip(examples, prompts, strict=True):
                 trees[i] = Tree(as_ids(prompt_ids), self._budget(prompt_ids))
             return {i: prompt_key(trees[i].prompt_ids) for i in examples}
 
-        def score(owners: list[int], completion_ids: list[TokenIds]) -> list[Score]:
-            return self.score([examples[i] for i in owners], [trees[i].prompt_ids for i in owners], completion_ids)
+        def score(owners: list[int], completion_ids: list[TokenIds], dialogues: list[Dialogue | None]) -> list[Score]:
+            whole = [k for k, dialogue in enumerate(dialogues) if dialogue is None or not dialogue.is_broken]
+            scores = [Score([math.nan] * len(self.reward_funcs), math.nan)] * len(owners)
+            scored = self.score(
+                [examples[owners[k]] for k in whole],
+                [trees[owners[k]].prompt_ids for k in whole],
+                [completion_ids[k] for k in whole],
+                [dialogues[k] for k in whole],
+            )
+            for k, of_rollout in zip(whole, scored, strict=True):
+                scores[k] = of_rollout
+            return scores
 
         for keys in in_every_process(set_prompts):
             for i, key in keys.items():
                 trees[i].key = key
         seed = (self.args.seed, self.state.global_step)
         explore(trees, self.args, self.sampler, score, self.token_statistics, seed, deal, in_every_process)
+        for dialogue in (rollout.dialogue for tree in trees for state in tree.states for rollout in state.rollouts):
+            if dialogue is not None:
+                dialogue.environment, dialogue.snapshots = None, []  # for the next rollouts
         self.trees += trees
         explore_temperature = self.temperature * self.args.explore_temperature_scale
         return rows_of(trees, deal, self.temperature, explore_temperature, examples, indices or [None] * num_prompts)
 
-    def _save_before(self, error: VLLMServerError) -> None:
+    def _provide_tools(self, examples: dict[int, dict[str, Any]], deal: Deal) -> list[list[int]]:
+        """
+        Provide the sampler with what this process's rollouts call tools in: each with an environment of its own.
+
+        Args:
+            examples (`dict[int, dict]`):
+                The dataset's example of each tree that has rows in this process, which gets its prompt here.
+            deal ([`Deal`]):
+                Which rows these are.
+
+        Returns:
+            `list[list[int]]`: Token ids of the prompts of the examples.
+        """
+        assert isinstance(self.sampler, ToolCallingSampler)
+        owners = list(examples)
+        if self.environment_factories is not None:
+            owners = [row // self.num_generations for row in deal.own]
+            if not self.args.reuse_base:
+                owners += [i for i, _ in own_bases(deal.num_rows // self.num_generations, self.args, deal)]
+        instances: dict[int, list[Instance]] = {i: [] for i in examples}
+        if owners:
+            try:
+                prompts = self.prepare([examples[i] for i in owners])
+            except Exception as error:
+                raise EnvironmentFailure(f"While rollouts were prepared: {type(error).__name__}: {error}") from error
+            prompt_ids = self.tokenize_prompts(prompts)
+            for k, i in enumerate(owners):
+                instance = Instance(prompt_ids[k], (self._sync_tool_dicts[k], self._async_tool_dicts[k]))
+                if self.environments is not None:
+                    instance.name, instance.environment = self._batch_environments[k], self.environments[k]
+                if not instances[i]:
+                    examples[i] = examples[i] | {"prompt": prompts[k]}
+                instances[i].append(instance)
+        self.sampler.provide(instances)
+        return [instances[i][0].prompt_ids for i in examples]
+
+    def _save_before(self, error: Exception) -> None:
         """Save a checkpoint of the last step before a run ends with `error`."""
         if self.state.global_step > 0:
             self._save_checkpoint(self.model_wrapped, trial=None)
             error.add_note(
                 f"Step {self.state.global_step}, the last that was trained, is saved in {self.args.output_dir}. When "
-                "the server is up, go on with trainer.train(resume_from_checkpoint=True)."
+                "that is mended, go on with trainer.train(resume_from_checkpoint=True)."
             )
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None):

@@ -81,7 +81,7 @@ class CountingScorer:
     def __init__(self):
         self.scored = []
 
-    def __call__(self, owners, completion_ids):
+    def __call__(self, owners, completion_ids, dialogues):
         self.scored += zip(owners, plain(completion_ids), strict=True)
         return [Score([float(sum(ids) % 2 == 0)], float(sum(ids) % 2 == 0)) for ids in completion_ids]
 

@@ -6,8 +6,9 @@ from typing import Any, Protocol
 
 import numpy as np
 from accelerate.utils import gather_object
+from numpy.typing import NDArray
 
-from ..method.tree import TokenIds, as_ids
+from ..method.tree import Dialogue, TokenIds, as_ids
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,10 @@ class SamplingRequest:
             Whether the entropies along the samples are wanted, where the backend has them only if it is asked.
         branching ([`Branching`], *optional*):
             What will be asked for next. A sampler that can draws it with the samples; one that cannot does not look.
+        tree (`int`, *optional*):
+            Index of the tree that the samples are for, where its rollouts have something of their own.
+        dialogue ([`Dialogue`], *optional*):
+            The completion whose first tokens they continue, where there are tools.
     """
 
     prefix_ids: TokenIds
@@ -71,6 +76,8 @@ class SamplingRequest:
     num_prompt_tokens: int | None = None
     with_entropies: bool = False
     branching: Branching | None = None
+    tree: int | None = None
+    dialogue: Dialogue | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix_ids", as_ids(self.prefix_ids))
@@ -97,12 +104,18 @@ class Sample:
         branches (`dict[int, list[Sample]]`):
             Rollouts that branch off it, by the number of its tokens that they begin with; if some were drawn. With 0 of
             them: those for which it had no anchors.
+        mask (`np.ndarray` of shape (L,), *optional*):
+            Which tokens the policy wrote, and no tool. If `None`, all. The others have NaN for an entropy.
+        dialogue ([`Dialogue`], *optional*):
+            The whole completion's turns, where there are tools.
     """
 
     token_ids: Sequence[int] | TokenIds
     logprobs: Any = None
     entropies: Any = None
     branches: "dict[int, list[Sample]]" = field(default_factory=dict)
+    mask: NDArray[np.bool_] | None = None
+    dialogue: Dialogue | None = None
 
 
 def branch_requests(request: SamplingRequest, samples: Sequence[Sample]) -> list[tuple[Sample, int, SamplingRequest]]:

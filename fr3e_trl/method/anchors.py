@@ -71,28 +71,36 @@ def anchor_scores(score: str, entropies: torch.Tensor, logprobs: torch.Tensor, r
 
 
 def eligible_positions(
-    entropies: torch.Tensor, budget: int, min_budget: int = 1, quantile: float | None = None
+    entropies: torch.Tensor,
+    budget: int,
+    min_budget: int = 1,
+    quantile: float | None = None,
+    starts: list[int] | None = None,
 ) -> torch.Tensor:
     """
     Positions of a trajectory that may become anchors.
 
     Args:
         entropies (`torch.Tensor` of shape (L,)):
-            Entropy of the next-token distribution at each position, in nats.
+            Entropy of the next-token distribution at each position, in nats; NaN at tokens of tools.
         budget (`int`):
             Longest completion allowed, in tokens.
         min_budget (`int`):
             Least number of tokens that an anchor must leave of `budget`.
         quantile (`float`, *optional*):
             Only positions whose entropy is above this quantile of `entropies` are eligible.
+        starts (`list[int]`, *optional*):
+            Only these are eligible.
 
     Returns:
-        `torch.Tensor` of shape (L,): Boolean mask. Position 0 is never eligible.
+        `torch.Tensor` of shape (L,): Boolean mask. Position 0 is never eligible, nor is a token of a tool.
     """
     positions = torch.arange(len(entropies))
-    eligible = (positions > 0) & (budget - positions >= min_budget)
+    eligible = (positions > 0) & (budget - positions >= min_budget) & ~entropies.isnan()
     if quantile is not None:
-        eligible &= entropies > torch.quantile(entropies, quantile)
+        eligible &= entropies > torch.nanquantile(entropies, quantile)
+    if starts is not None:
+        eligible &= torch.isin(positions, torch.tensor(starts))
     return eligible
 
 

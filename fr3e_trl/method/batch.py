@@ -92,8 +92,20 @@ class Row:
 
     @property
     def loss_mask(self) -> list[int]:
-        """Of length L: 1 for each token of the continuation, 0 for those of the prefix, which are only context."""
-        return [0] * len(self.prefix_ids) + [1] * self.rollout.length
+        """Of length L: 1 for each token that was sampled, 0 for those of the prefix and of tools, which are context."""
+        mask = self.rollout.mask
+        own = [1] * self.rollout.length if mask is None else mask.astype(int).tolist()
+        return [0] * len(self.prefix_ids) + own
+
+    @property
+    def path_mask(self) -> list[int]:
+        """Of length L: 1 for each token of the prefix and the continuation that the policy wrote, 0 for tools'."""
+        if self.rollout.dialogue is None:
+            return [1] * len(self.prefix_ids) + self.loss_mask[len(self.prefix_ids) :]
+        mask = np.zeros(len(self.prefix_ids) + self.rollout.length, int)
+        for start, end in self.rollout.dialogue.turns:
+            mask[start:end] = 1
+        return mask.tolist()
 
     @property
     def token_credit(self) -> torch.Tensor:

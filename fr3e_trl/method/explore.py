@@ -31,10 +31,10 @@ from .anchors import (
     share_anchors,
 )
 from .batch import Deal
-from .tree import Rollout, Score, State, TokenIds, Tree, as_ids
+from .tree import Dialogue, Rollout, Score, State, TokenIds, Tree, as_ids
 
-# Scores completions: (index of each one's tree, their whole token ids) to what they scored.
-Scorer = Callable[[list[int], list[TokenIds]], list[Score]]
+# Scores completions: (index of each one's tree, their whole token ids, their turns) to what they scored.
+Scorer = Callable[[list[int], list[TokenIds], list[Dialogue | None]], list[Score]]
 
 # The policy's view of completions: (prompts, completions) to log-probs and entropies of their tokens, each (L,).
 TokenStatistics = Callable[[list[TokenIds], list[TokenIds]], list[tuple[torch.Tensor, torch.Tensor]]]
@@ -67,8 +67,12 @@ class Survey:
             Of its tokens and the prompt's, which random choices are seeded by.
         score ([`Score`]):
             What it scored, if it was scored already.
+        num_written (`int`):
+            How many of its tokens the policy wrote.
         token_ids (`TokenIds`):
             Its tokens, if other processes have rows that may branch from it; else none.
+        dialogue ([`Dialogue`], *optional*):
+            Likewise, its turns.
     """
 
     tree: int
@@ -78,7 +82,9 @@ class Survey:
     anchors: dict[int, float]
     digest: str
     score: Score
+    num_written: int
     token_ids: TokenIds
+    dialogue: Dialogue | None
 
 
 def explore(
@@ -129,6 +135,18 @@ def explore(
     _know_all(trees, outcomes)
 
 
+def own_bases(num_trees: int, args: FR3EConfig, deal: Deal) -> list[tuple[int, int]]:
+    """The base trajectories that a process samples: (tree, base) each."""
+    group = args.num_generations
+    # The first rows of a group; more than it has rows only where they are thrown away
+    return [
+        (i, b)
+        for i in range(num_trees)
+        for b in range(args.num_bases)
+        if deal.owner(i * group + b % group) == deal.process
+    ]
+
+
 def _first_return(
     trees: list[Tree], args: FR3EConfig, sampler: Sampler, seed: tuple[int, ...], deal: Deal, drawn: Drawn
 ) -> list[tuple[int, int]]:
@@ -138,14 +156,7 @@ def _first_return(
     What branches off them is asked for too, where that depends on nothing but the prompt's own base trajectories, and
     all its rows are this process's. What the sampler had of it goes into `drawn`.
     """
-    group = args.num_generations
-    # The first rows of a group; more than it has rows only where they are thrown away
-    bases = [
-        (i, b)
-        for i in range(len(trees))
-        for b in range(args.num_bases)
-        if deal.owner(i * group + b % group) == deal.process
-    ]
+    bases = own_bases(len(trees), args, deal)
     branching = None
     if args.num_anchors and args.reuse_base and args.base_selection == "all":
         branching = Branching(
@@ -165,6 +176,7 @@ def _first_return(
             args.temperature,
             with_entropies=bool(args.num_anchors),
             branching=None if _straddles(i, args, deal) else branching,
+            tree=i,
         )
         for i, num_samples in Counter(i for i, _ in bases).items()
     ]
@@ -174,11 +186,15 @@ def _first_return(
         tree.mean_entropies = [math.nan] * args.num_bases
     samples = (sample for of_request in sampler.sample(requests) for sample in of_request)
     for (i, b), sample in zip(bases, samples, strict=True):
-        trees[i].bases[b] = Rollout(as_ids(sample.token_ids), sample.logprobs)
+        trees[i].bases[b] = _rollout(sample)
         if sample.entropies is not None:
             trees[i].entropies[b] = torch.tensor(sample.entropies)
         drawn[i, b] = sample.branches
     return bases
+
+
+def _rollout(sample: Sample) -> Rollout:
+    return Rollout(as_ids(sample.token_ids), sample.logprobs, mask=sample.mask, dialogue=sample.dialogue)
 
 
 def _survey(
@@ -198,24 +214,29 @@ def _survey(
     logprobs_of: dict[tuple[int, int], Any] = {(i, b): trees[i].bases[b].logprobs for i, b in bases}
     for (i, b), (logprobs, entropies) in zip(unknown, statistics, strict=True):
         logprobs_of[i, b] = logprobs
-        trees[i].entropies[b] = entropies.clone()  # a view would keep what it was taken from
+        mask = trees[i].bases[b].mask
+        written = torch.ones(len(entropies), dtype=torch.bool) if mask is None else torch.from_numpy(mask)
+        trees[i].entropies[b] = torch.where(written, entropies, math.nan)
     surveys = []
     for i, b in bases:
         tree = trees[i]
         rollout, entropies = tree.bases[b], tree.entropies[b]
         digest = _digest(tree.prompt_ids, rollout.token_ids)
         logprobs = torch.as_tensor(logprobs_of[i, b])
-        positions = _ranked(entropies, logprobs, args, tree.budget, (seed, b, digest.digest()))
+        positions = _ranked(entropies, logprobs, args, tree.budget, (seed, b, digest.digest()), rollout.dialogue)
+        is_wanted = _straddles(i, args, deal)
         surveys.append(
             Survey(
                 tree=i,
                 base=b,
                 length=rollout.length,
-                mean_entropy=entropies.mean().item(),
+                mean_entropy=entropies.nanmean().item(),
                 anchors=dict(zip(positions, entropies[positions].tolist(), strict=True)),
                 digest=digest.hexdigest(),
                 score=replace(rollout.score, logs={}),
-                token_ids=rollout.token_ids if _straddles(i, args, deal) else as_ids(),
+                num_written=rollout.num_written,
+                token_ids=rollout.token_ids if is_wanted else as_ids(),
+                dialogue=rollout.dialogue.without_environment() if is_wanted and rollout.dialogue else None,
             )
         )
     return surveys
@@ -232,9 +253,19 @@ def _digest(prompt_ids: TokenIds, token_ids: TokenIds) -> Any:
     return hashlib.blake2b(prompt_ids.tobytes() + b"|" + token_ids.tobytes(), digest_size=8)
 
 
-def _ranked(entropies: torch.Tensor, logprobs: torch.Tensor, args: FR3EConfig, budget: int, seed: Any) -> list[int]:
+def _ranked(
+    entropies: torch.Tensor,
+    logprobs: torch.Tensor,
+    args: FR3EConfig,
+    budget: int,
+    seed: Any,
+    dialogue: Dialogue | None = None,
+) -> list[int]:
     """Positions of a base trajectory that may become anchors, best first, no more than the prompt has."""
-    eligible = eligible_positions(entropies, budget, args.anchor_min_budget, args.anchor_quantile)
+    starts = None
+    if args.anchor_positions == "turns" and dialogue is not None:
+        starts = [start for start, _ in dialogue.turns]
+    eligible = eligible_positions(entropies, budget, args.anchor_min_budget, args.anchor_quantile, starts)
     most = (args.num_anchors or 0, args.anchor_min_gap)
     if args.anchor_threshold is not None:
         return first_anchors(entropies, eligible, args.anchor_threshold, *most)
@@ -274,7 +305,13 @@ def _branch(trees: list[Tree], args: FR3EConfig, surveys: list[Survey], seed: tu
             tree.mean_entropies[survey.base] = survey.mean_entropy
             if len(tree.bases[survey.base].token_ids) == 0:
                 token_ids = survey.token_ids if len(tree.prompt_ids) else as_ids()
-                tree.bases[survey.base] = Rollout(token_ids, None, survey.score, survey.length)
+                tree.bases[survey.base] = Rollout(
+                    token_ids,
+                    score=survey.score,
+                    length=survey.length,
+                    num_written=survey.num_written,
+                    dialogue=survey.dialogue,
+                )
         if args.reuse_base:
             tree.states[0].rollouts = list(tree.bases)
         if args.num_anchors:
@@ -293,8 +330,8 @@ def _branch(trees: list[Tree], args: FR3EConfig, surveys: list[Survey], seed: tu
 
 def _explore(
     trees: list[Tree], args: FR3EConfig, sampler: Sampler, score: Scorer, deal: Deal, drawn: Drawn
-) -> list[tuple[int, list[float], float]]:
-    """Sample and score what is missing of this process's rows; return the length, rewards and reward of each row."""
+) -> list[tuple[int, int, list[float], float]]:
+    """Sample and score what is missing of this process's rows; return lengths, rewards and reward of each row."""
     own = _slots(trees)[deal.own.start : deal.own.stop]
     for i, state, k in own:
         # S_0 has those of all of its tree's base trajectories
@@ -302,7 +339,7 @@ def _explore(
         samples = [sample for b in bases for sample in drawn.get((i, b), {}).get(state.position, [])]
         number = k - args.num_bases if state.base is None else k
         if 0 <= number < len(samples):
-            state.rollouts[k] = Rollout(as_ids(samples[number].token_ids), samples[number].logprobs)
+            state.rollouts[k] = _rollout(samples[number])
     missing = [slot for slot in own if slot[1].rollouts[slot[2]].length == 0]
     of_states = [list(slots) for _, slots in groupby(missing, key=lambda slot: id(slot[1]))]
     explore_temperature = args.temperature * args.explore_temperature_scale
@@ -313,16 +350,20 @@ def _explore(
             max_new_tokens=trees[i].budget - state.position,
             temperature=args.temperature if state.parent is None else explore_temperature,
             num_prompt_tokens=len(trees[i].prompt_ids),
+            tree=i,
+            dialogue=None if state.base is None else trees[i].bases[state.base].dialogue,
         )
         for slots in of_states
         for i, state, _ in slots[:1]
     ]
     for slots, samples in zip(of_states, sampler.sample(requests), strict=True):
         for (_, state, k), sample in zip(slots, samples, strict=True):
-            state.rollouts[k] = Rollout(as_ids(sample.token_ids), sample.logprobs)
+            state.rollouts[k] = _rollout(sample)
     rows = [(i, state, state.rollouts[k]) for i, state, k in own]
     _score([row for row in rows if not row[2].score.rewards], score)
-    return [(rollout.length, rollout.score.rewards, rollout.score.reward) for _, _, rollout in rows]
+    return [
+        (rollout.length, rollout.num_written, rollout.score.rewards, rollout.score.reward) for _, _, rollout in rows
+    ]
 
 
 def _slots(trees: list[Tree]) -> list[tuple[int, State, int]]:
@@ -333,15 +374,15 @@ def _slots(trees: list[Tree]) -> list[tuple[int, State, int]]:
 def _score(rollouts: list[tuple[int, State, Rollout]], score: Scorer) -> None:
     """Score rollouts, given with their tree's index and their state, and keep what they got."""
     completions = [np.concatenate([state.prefix_ids, rollout.token_ids]) for _, state, rollout in rollouts]
-    scores = score([i for i, _, _ in rollouts], completions)
+    scores = score([i for i, _, _ in rollouts], completions, [rollout.dialogue for _, _, rollout in rollouts])
     for (_, _, rollout), rollout_score in zip(rollouts, scores, strict=True):
         rollout.score = rollout_score
 
 
-def _know_all(trees: list[Tree], outcomes: list[list[tuple[int, list[float], float]]]) -> None:
+def _know_all(trees: list[Tree], outcomes: list[list[tuple[int, int, list[float], float]]]) -> None:
     """Take down what other processes told of their rows."""
     of_rows = (outcome for of_process in outcomes for outcome in of_process)
-    for (_, state, k), (length, rewards, reward) in zip(_slots(trees), of_rows, strict=True):
+    for (_, state, k), (length, num_written, rewards, reward) in zip(_slots(trees), of_rows, strict=True):
         rollout = state.rollouts[k]
         if not rollout.score.rewards:
-            rollout.length, rollout.score = length, Score(rewards, reward)
+            rollout.length, rollout.num_written, rollout.score = length, num_written, Score(rewards, reward)

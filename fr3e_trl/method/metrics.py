@@ -84,7 +84,7 @@ def _num_generated(tree: Tree) -> int:
     rollouts = [rollout for state in tree.states for rollout in state.rollouts]
     kept = {id(rollout) for rollout in rollouts}
     rollouts += [base for base in tree.bases if id(base) not in kept]
-    return sum(rollout.length for rollout in rollouts)
+    return sum(rollout.num_written for rollout in rollouts)
 
 
 def _all_scorable(state: State, right: bool) -> bool:

@@ -173,6 +173,7 @@ def state_of(row: Row, with_tokens: bool = True) -> dict[str, Any]:
         "holder": row.holder,
         "index": row.index,
         "length": row.rollout.length,
+        "num_written": row.rollout.num_written,
         "rewards": row.rollout.score.rewards,
         "reward": row.rollout.score.reward,
         "credit": row.rollout.credit,
@@ -183,10 +184,15 @@ def state_of(row: Row, with_tokens: bool = True) -> dict[str, Any]:
     }
     if not with_tokens:
         return state
-    tokens = {"prompt_ids": row.prompt_ids, "prefix_ids": row.prefix_ids, "token_ids": row.rollout.token_ids}
+    arrays = {
+        "prompt_ids": row.prompt_ids,
+        "prefix_ids": row.prefix_ids,
+        "token_ids": row.rollout.token_ids,
+        "logprobs": row.rollout.logprobs,
+        "mask": row.rollout.mask,
+    }
     return state | {
-        **{name: torch.from_numpy(ids.copy()) for name, ids in tokens.items()},
-        "logprobs": None if row.rollout.logprobs is None else torch.from_numpy(row.rollout.logprobs.copy()),
+        **{name: None if array is None else torch.from_numpy(array.copy()) for name, array in arrays.items()},
         "old_logprobs": row.old_logprobs,
     }
 
@@ -195,13 +201,14 @@ def row_from(state: dict[str, Any], train_dataset: Dataset) -> Row:
     """The row that [`state_of`] was told of."""
     score = Score(state["rewards"], state["reward"])
     row = Row(
-        Rollout(score=score, length=state["length"], credit=state["credit"]),
+        Rollout(score=score, length=state["length"], credit=state["credit"], num_written=state["num_written"]),
         **{name: state[name] for name in ("holder", "temperature", "index", "advantage", "in_loss", "is_left_over")},
     )
     if "token_ids" in state:
-        logprobs = state["logprobs"]
         row.rollout.token_ids = state["token_ids"].numpy()
-        row.rollout.logprobs = None if logprobs is None else logprobs.numpy()
+        row.rollout.logprobs, row.rollout.mask = (
+            None if state[name] is None else state[name].numpy() for name in ("logprobs", "mask")
+        )
         row.prompt_ids, row.prefix_ids = state["prompt_ids"].numpy(), state["prefix_ids"].numpy()
         row.old_logprobs = state["old_logprobs"]
         row.example = train_dataset[state["index"]]

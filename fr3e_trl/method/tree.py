@@ -6,7 +6,7 @@ its own rows and of the base trajectories that these branch from. Tokens that it
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,22 +40,61 @@ class Score:
 
 
 @dataclass(eq=False)
+class Dialogue:
+    """
+    A completion in which tools may have been called.
+
+    Args:
+        messages (`list[dict]`):
+            The completion's messages, the policy's and the tools'.
+        turns (`list[tuple[int, int]]`):
+            Where the policy wrote, in tokens of the completion: the first of each turn, and the one after its last.
+        environment (`Any`, *optional*):
+            The instance that it went through, in the process that sampled it.
+        snapshots (`list[Any]`):
+            Copies of that before each turn, if the environment can be copied.
+        is_broken (`bool`):
+            Whether it could not go on from its prefix, whose tools answered otherwise when they were asked again.
+    """
+
+    messages: list[dict[str, Any]]
+    turns: list[tuple[int, int]]
+    environment: Any = None
+    snapshots: list[Any] = field(default_factory=list)
+    is_broken: bool = False
+
+    def turn_at(self, position: int) -> int:
+        """Index of the turn that the token at `position` belongs to."""
+        return max(i for i, (start, _) in enumerate(self.turns) if start <= position)
+
+    def without_environment(self) -> "Dialogue":
+        """What other processes are told of it."""
+        return replace(self, environment=None, snapshots=[])
+
+
+@dataclass(eq=False)
 class Rollout:
     """
     A continuation of a state's prefix.
 
     Args:
         token_ids (`TokenIds`):
-            The tokens that were sampled, at least one, without the prefix.
+            Its tokens, at least one, without the prefix: what was sampled, and what tools answered.
         logprobs (`np.ndarray` of shape (L,), *optional*):
             Their log-probabilities, if the sampler gave them, see [`~fr3e_trl.generation.sampler.Sample`].
         score ([`Score`]):
             What its whole completion scored, prefix included.
         length (`int`):
-            How many tokens were sampled. Taken from `token_ids` where these are held.
+            How many tokens there are. Taken from `token_ids` where these are held.
         credit (`list[tuple[int, float, float]]`):
             Under tree credit, its tokens by stretches of equal credit, in order: how many there are, how many each
             counts for, and the advantage of each.
+        mask (`np.ndarray` of shape (L,), *optional*):
+            Which tokens the policy wrote, and no tool. If `None`, all.
+        num_written (`int`):
+            How many these are.
+        dialogue ([`Dialogue`], *optional*):
+            Its whole completion's turns, where there are tools.
     """
 
     token_ids: TokenIds = field(default_factory=as_ids)
@@ -63,10 +102,14 @@ class Rollout:
     score: Score = Score([], float("nan"))
     length: int = 0
     credit: list[tuple[int, float, float]] = field(default_factory=list)
+    mask: NDArray[np.bool_] | None = None
+    num_written: int = 0
+    dialogue: Dialogue | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = as_ids(self.token_ids)
         self.length = len(self.token_ids) or self.length
+        self.num_written = self.num_written or (self.length if self.mask is None else int(self.mask.sum()))
         if self.logprobs is not None:
             self.logprobs = np.asarray(self.logprobs, dtype=np.float32)
 
@@ -121,7 +164,8 @@ class Tree:
         bases (`list[Rollout]`):
             Base trajectories. They are S_0's first rollouts too, unless they were thrown away.
         entropies (`list[torch.Tensor]`):
-            Entropies along each base trajectory, of shape (L,), in nats, in the process that sampled it.
+            Entropies along each base trajectory, of shape (L,), in nats, in the process that sampled it; NaN at tokens
+            that the policy did not write.
         mean_entropies (`list[float]`):
             Their means.
         states (`list[State]`):

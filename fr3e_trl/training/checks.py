@@ -48,11 +48,14 @@ HARMLESS_KWARGS = (("do_sample", True), ("num_beams", 1))
 UNSCORED_SAMPLING = {"allowed_token_ids", "bad_words", "logit_bias", "min_p", "repetition_penalty", "top_k", "top_p"}
 
 
-def refuse_unsupported(args: FR3EConfig, tools: Any, rollout_func: Any, environment_factory: Any) -> None:
+def refuse_unsupported(args: FR3EConfig, rollout_func: Any, has_tools: bool) -> None:
+    if args.anchor_positions == "turns" and not has_tools:
+        raise ValueError(
+            "anchor_positions='turns' is not allowed without tools or environments, whose answers begin turns: it must "
+            "be 'any'."
+        )
     unsupported = [
-        ("tools", bool(tools), "Leave them out"),
         ("a rollout_func", rollout_func is not None, "Leave it out"),
-        ("an environment_factory", environment_factory is not None, "Leave it out"),
         ("vllm_structured_outputs_regex", args.vllm_structured_outputs_regex is not None, "Leave it out"),
         (
             f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} in colocate mode",
@@ -129,7 +132,7 @@ def warn_of_single_prompt(args: FR3EConfig) -> None:
         )
 
 
-def check_dataset(dataset: Dataset | IterableDataset, args: FR3EConfig) -> None:
+def check_dataset(dataset: Dataset | IterableDataset, args: FR3EConfig, has_environments: bool = False) -> None:
     """Refuse a training set that cannot be trained on, as far as its size and first example tell."""
     if args.max_refills > 0 and not isinstance(dataset, Dataset):
         raise ValueError(
@@ -139,9 +142,10 @@ def check_dataset(dataset: Dataset | IterableDataset, args: FR3EConfig) -> None:
     example = next(iter(dataset), None)
     if example is None:
         raise ValueError("train_dataset is empty. It must have at least one example, with a 'prompt'.")
-    if "prompt" not in example:
+    if "prompt" not in example and not has_environments:
         raise ValueError(f"train_dataset has the columns {sorted(example)}. It must have one named 'prompt'.")
-    check_prompts([example])
+    if "prompt" in example:
+        check_prompts([example])
     num_prompts = args.generation_batch_size // args.num_generations
     if isinstance(dataset, Dataset) and len(dataset) < num_prompts:
         raise ValueError(

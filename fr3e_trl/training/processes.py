@@ -90,3 +90,49 @@ def _portable(error: Exception | None) -> Exception | None:
         return error
     except Exception:
         return RuntimeError(f"{type(error).__name__} in another process: {error}")
+
+
+class Turns:
+    """
+    Has every process make a collective call equally often, though each has its own number of turns to make it in.
+
+    Within the context, each process makes its calls by [`take`]. One that has no more joins in the others' when it
+    leaves; an error in one is raised in all.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            Knows the processes.
+        join (`Callable`):
+            Makes the call for nothing of this process's own.
+    """
+
+    def __init__(self, accelerator: Accelerator, join: Callable[[], Any]):
+        self.is_alone = accelerator.num_processes == 1
+        self.join = join
+        self._has_failed = False
+
+    def take(self, call: Callable[[], R]) -> R:
+        """Make a call when all processes do."""
+        self._tell(True)
+        return call()
+
+    def __enter__(self) -> "Turns":
+        return self
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if isinstance(error, Exception) and not self._has_failed:
+            self._tell(error)
+        elif error is None:
+            while self._tell(False):
+                self.join()
+
+    def _tell(self, what: Any) -> bool:
+        """Tell the others whether this process makes a call, or its error, and return whether any does."""
+        if self.is_alone:
+            return False
+        told = gather_object([_portable(what) if isinstance(what, Exception) else what])
+        errors = [of_process for of_process in told if isinstance(of_process, Exception)]
+        if errors and not isinstance(what, Exception):
+            self._has_failed = True
+            raise errors[0]
+        return any(told)

@@ -30,17 +30,17 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
     # How to score the old policy in TRL's place, set until TRL asks for it
     _score_old: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
 
-    def assemble(self, batch_rows: list[Row]) -> dict[str, torch.Tensor]:
+    def assemble(self, batch_rows: list[Row], tool_counts: tuple[int, int] = (0, 0)) -> dict[str, torch.Tensor]:
         off_temperature = any(row.temperature != self.temperature for row in batch_rows)
         if self.use_vllm and self.vllm_importance_sampling_correction:
-            return self._assemble_corrected(batch_rows, off_temperature)
+            return self._assemble_corrected(batch_rows, off_temperature, tool_counts)
         own = self.own_rows(batch_rows)
         known = [self._known_logprobs(row) for row in own]
         # Where updates are of batches sampled before other updates, as TRL decides it
         wants_old = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
         if wants_old and all(logprobs is not None for logprobs in known):
             self._score_old = partial(_write, known)
-        batch = super().assemble(batch_rows)
+        batch = super().assemble(batch_rows, tool_counts)
         if off_temperature or any(row.is_left_over for row in batch_rows):
             self._set_old_logprobs(batch, own, known)
         return batch
@@ -130,7 +130,9 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
 
     # vLLM's log-probs
 
-    def _assemble_corrected(self, batch_rows: list[Row], off_temperature: bool) -> dict[str, torch.Tensor]:
+    def _assemble_corrected(
+        self, batch_rows: list[Row], off_temperature: bool, tool_counts: tuple[int, int]
+    ) -> dict[str, torch.Tensor]:
         """
         Have TRL correct for the difference between the two engines, and for that alone.
 
@@ -144,7 +146,7 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
         if truncated or off_temperature:
             temperatures = [row.temperature for row in own]
             self._score_old = partial(self._fill_in, temperatures=temperatures, truncated=truncated)
-        batch = super().assemble(batch_rows)
+        batch = super().assemble(batch_rows, tool_counts)
         self._check_same_policy(batch)
         if truncated:
             # What the loss scores is not truncated

@@ -8,7 +8,7 @@ that moves any of it fails there first.
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +30,10 @@ from ..config import FR3EConfig
 from ..generation.vllm_sync import FR3EVLLMGeneration
 from ..method.advantages import weighted_rewards
 from ..method.batch import Deal, Row
-from ..method.tree import Score, TokenIds
+from ..method.tree import Dialogue, Score, TokenIds
 from .packing import IMPLEMENTATIONS, Trie, fold, share
 from .resume import ResumableGRPOTrainer
+from .tools import limited
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +58,30 @@ def _replaced(name: str, value: Any, module: Any = grpo_trainer) -> Iterator[Non
         setattr(module, name, original)
 
 
+# In the place of a prompt that the environment alone gives, for TRL's logs
+NO_PROMPT = {"prompt": [{"role": "user", "content": ""}]}
+
+
+class _Prepared(Exception):
+    """Carries prompts out of TRL's step, at the point where it generates."""
+
+    def __init__(self, prompts: list[Any]):
+        self.prompts = prompts
+
+
+# Writes the next turns of completions: prompts and completions so far to the tokens of each
+TurnWriter = Callable[[list[list[int]]], list[list[int]]]
+
+
 class RowsGRPOTrainer(ResumableGRPOTrainer):
     """[`~trl.GRPOTrainer`] that can train on rows generated and scored before it assembles a batch."""
 
     beta: float
     rollout_func: RolloutFunc | None
+    environment_factories: dict[str | None, Any] | None
+    environments: list[Any] | None
+    _sync_tool_dicts: list[dict[str, Callable[..., Any]]]
+    _async_tool_dicts: list[dict[str, Callable[..., Any]]]
     _last_loaded_step: int
 
     def __init__(self, *, args: FR3EConfig, **kwargs: Any):
@@ -69,6 +89,9 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
             super().__init__(args=args, **kwargs)
         self._assembled: tuple[list[Row], torch.Tensor] | None = None  # set while a batch is assembled from these
         self._loss_mask: torch.Tensor | None = None  # set while a loss is computed over these tokens alone
+        self._prepares = False  # set while prompts are prepared
+        self._write_turns: TurnWriter | None = None  # set while completions over several turns are sampled
+        self._tool_counts = (0, 0)  # calls and failures of a batch that is assembled
 
     @property
     def is_sharded(self) -> bool:
@@ -133,24 +156,128 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
                 generation.llm.sleep(level=2)
                 generation._llm_weights_sleeping = True
 
+    def prepare(self, inputs: list[dict[str, Any]]) -> list[Any]:
+        """
+        Have TRL do what it does with the examples of rows before it generates.
+
+        Each row gets an environment of its own, reset, if there are any (`environments`), and its tools
+        (`_sync_tool_dicts`, `_async_tool_dicts`).
+
+        Returns:
+            `list`: The prompt of each row, with what its environment says to begin with.
+        """
+        self._prepares = True
+        try:
+            super()._generate_and_score_completions(inputs)
+        except _Prepared as prepared:
+            return prepared.prompts
+        finally:
+            self._prepares = False
+        raise AssertionError("TRL did not generate.")
+
+    def run_tools(
+        self, prompt_ids: list[list[int]], first_turns: list[list[int]], write_turns: TurnWriter
+    ) -> tuple[list[list[int]], list[list[dict[str, Any]]], int, int]:
+        """
+        Have TRL's loop call the tools of completions, turn after turn, by the tool dicts of their rows.
+
+        Args:
+            prompt_ids, first_turns (`list[list[int]]`):
+                Token ids of the prompts, and of what the policy wrote first.
+            write_turns (`Callable`):
+                Writes the turns that follow. Prompts and completions so far are a prompt's list plus others.
+
+        Returns:
+            `tuple`: Token ids and messages of the completions, how many calls were made, and how many failed.
+        """
+        messages = [
+            [parse_response(self._tokenizer, ids, prefix=prompt, tools=self._tools_of(row))]
+            for row, (prompt, ids) in enumerate(zip(prompt_ids, first_turns, strict=True))
+        ]
+        self._write_turns = write_turns
+        try:
+            _, messages, completion_ids, _, num_calls, num_failures, images = self._tool_call_loop(
+                [[] for _ in prompt_ids], prompt_ids, list(first_turns), messages, None, None, {}
+            )
+        finally:
+            self._write_turns = None
+        if any(images):
+            raise NotImplementedError(
+                "A tool returned an image, which FR3ETrainer does not support while exploring. Have it return text, "
+                "or set num_anchors=0 to train with plain GRPO."
+            )
+        return completion_ids, messages, num_calls, num_failures
+
+    def _tools_of(self, row: int) -> list[Any]:
+        """The tools that a row's prompt was rendered with."""
+        return self.tools if self.environment_factories is None else self._env_tools[self._batch_environments[row]]
+
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self._write_turns is None:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        return self._write_turns(prompt_ids), None
+
+    def _tool_call_loop(self, *args: Any) -> tuple[Any, ...]:
+        if self._assembled is not None:
+            _, _, completion_ids, completions, logprobs, *_ = args
+            masks = [row.path_mask for row in self._assembled[0]]
+            return masks, completions, completion_ids, logprobs, *self._tool_counts, []
+        if self._write_turns is None:
+            self._sync_tool_dicts, self._async_tool_dicts = (
+                [self.limited(of_row) for of_row in dicts] for dicts in (self._sync_tool_dicts, self._async_tool_dicts)
+            )
+        return super()._tool_call_loop(*args)
+
+    def limited(self, tools: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+        """Tools that fail where they take longer than `tool_timeout`."""
+        seconds = self.args.tool_timeout
+        if seconds is None:
+            return tools
+        return {name: limited(name, tool, seconds, self._abandon) for name, tool in tools.items()}
+
+    def _abandon(self, tool: Callable[..., Any]) -> None:
+        """Do not use the environment of a tool again that still goes on in its thread."""
+        for pool in getattr(self, "_environment_pool", {}).values():
+            pool[:] = [environment for environment in pool if environment is not getattr(tool, "__self__", None)]
+
     def tokenize_prompts(self, prompts: list[Any]) -> list[list[int]]:
         """Token ids of prompts, standard or conversational."""
         return self._tokenize_prompts(prompts)[0]
 
     def score(
-        self, inputs: list[dict[str, Any]], prompt_ids: list[TokenIds], completion_ids: list[TokenIds]
+        self,
+        inputs: list[dict[str, Any]],
+        prompt_ids: list[TokenIds],
+        completion_ids: list[TokenIds],
+        dialogues: Sequence[Dialogue | None] = (),
     ) -> list[Score]:
-        """Score completions with the trainer's reward functions, by one call of each, in this process alone."""
+        """
+        Score completions with the trainer's reward functions, by one call of each, in this process alone.
+
+        Args:
+            inputs (`list[dict]`):
+                The dataset's example of each, with the prompt as it was rendered.
+            prompt_ids, completion_ids (`list[TokenIds]`):
+                The tokens.
+            dialogues (`Sequence[Dialogue | None]`):
+                The turns of each, if there are tools.
+        """
         num_own = len(inputs)
         if num_own == 0:
             if not (self.is_sharded and any(isinstance(func, nn.Module) for func in self.reward_funcs)):
                 return []
             # A reward model whose weights are sharded runs in all processes together
             inputs, completion_ids = [next(iter(self.train_dataset))], [np.array(self.eos_token_ids[:1])]
+            inputs[0] = inputs[0] | {"prompt": self.prepare(inputs)[0]}
             prompt_ids = [np.array(self.tokenize_prompts([inputs[0]["prompt"]])[0])]
         prompts = [example["prompt"] for example in inputs]
         ids = [row.tolist() for row in completion_ids]
-        completions = self._decode(prompts, [row.tolist() for row in prompt_ids], ids)
+        if any(dialogues):
+            completions: list[Any] = [dialogue.messages for dialogue in dialogues if dialogue is not None]
+            if self.environment_factories is not None:
+                self.environments = [dialogue.environment for dialogue in dialogues if dialogue is not None]
+        else:
+            completions = self._decode(prompts, [row.tolist() for row in prompt_ids], ids)
         with _replaced("gather", lambda tensor: tensor):  # TRL's last step, which wants as many rows of each process
             rewards_per_func = self._calculate_rewards(inputs, prompts, completions, ids)
         rewards = weighted_rewards(rewards_per_func, self.reward_weights.to(rewards_per_func.device)).tolist()
@@ -351,13 +478,15 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
 
     # The batch
 
-    def assemble(self, batch_rows: list[Row]) -> dict[str, torch.Tensor]:
+    def assemble(self, batch_rows: list[Row], tool_counts: tuple[int, int] = (0, 0)) -> dict[str, torch.Tensor]:
         """
         Have TRL make its batch of finished rows: padding, log-probs of the old and the reference policy, logs.
 
         Args:
             batch_rows (`list[Row]`):
                 The rows of all processes, each of which holds its own.
+            tool_counts (`tuple[int, int]`):
+                Calls of tools that this process made for the batch, and how many of them failed.
 
         Returns:
             `dict[str, torch.Tensor]`: This process's part of TRL's batch.
@@ -374,17 +503,23 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
             "logprobs": logprobs if len(logprobs) == len(own) else None,
         }
         self.rollout_func = lambda prompts, trainer: output
+        # What was generated needs no environment any more
+        environment_factories, self.environment_factories, self.environments = self.environment_factories, None, None
         rewards = [row.rollout.score.rewards for row in batch_rows]
+        self._tool_counts = tool_counts
         self._assembled = own, torch.tensor(rewards, device=self.accelerator.device)
         columns = {column for row in own for column in row.rollout.score.logs}
         self._pending_extra_logs.update({c: [row.rollout.score.logs.get(c) for row in own] for c in columns})
         try:
-            return super()._generate_and_score_completions([row.example for row in own])
+            return super()._generate_and_score_completions([NO_PROMPT | row.example for row in own])
         finally:
             self._assembled = None
             self.rollout_func = None
+            self.environment_factories = environment_factories
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        if self._prepares:
+            raise _Prepared(prompts)
         output = super()._generate(prompts)
         if self._assembled is None:
             return output

@@ -53,7 +53,7 @@ class InstantSampler:
         return samples
 
 
-def score(owners: list[int], completion_ids: list[TokenIds]) -> list[Score]:
+def score(owners: list[int], completion_ids: list[TokenIds], dialogues: list[Any]) -> list[Score]:
     return [Score([float(ids[-1] % 3 == 0)], float(ids[-1] % 3 == 0)) for ids in completion_ids]
 
 

@@ -1,0 +1,346 @@
+"""
+Completions over several turns: a sampler writes each turn, and TRL's loop calls the tools.
+
+A rollout that branches off a later turn is the loop run once more, with a script. The turns before its own are not
+sampled but read from the completion that it branches off, and so are the answers of tools. Environments are another
+matter, since theirs must be in the state of the prefix: one that can be copied is copied, and any other is asked again.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..method.tree import Dialogue, TokenIds, as_ids
+from ..training.processes import Turns
+from .sampler import Sample, Sampler, SamplingRequest
+
+# Functions and coroutine functions, by their names
+ToolDicts = tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]
+
+
+class EnvironmentFailure(RuntimeError):
+    """An environment does not do what exploration needs."""
+
+
+class _Prompt(list[int]):
+    """Token ids of a prompt. A list that begins with it says which rollout it is of."""
+
+    def __init__(self, ids: Sequence[int], rollout: int):
+        super().__init__(ids)
+        self.rollout = rollout
+
+    def __add__(self, ids: Any) -> "_Prompt":  # type: ignore[override]
+        return _Prompt([*self, *ids], self.rollout)
+
+
+@dataclass(eq=False)
+class Instance:
+    """
+    What one rollout calls its tools in.
+
+    Args:
+        prompt_ids (`list[int]`):
+            The prompt, with what the environment said when it was reset.
+        tools (`ToolDicts`):
+            Its tools.
+        name (`str`, *optional*):
+            Which environment it is, where there are several.
+        environment (`Any`, *optional*):
+            The environment.
+    """
+
+    prompt_ids: list[int]
+    tools: ToolDicts
+    name: str | None = None
+    environment: Any = None
+
+    def copied(self, snapshot: Any) -> "Instance":
+        """The same with a copy of an environment in the place of its own."""
+        environment = snapshot._fork()
+        sync_tools, async_tools = (
+            {
+                name: getattr(environment, name) if self.is_of_environment(tool) else tool
+                for name, tool in of_kind.items()
+            }
+            for of_kind in self.tools
+        )
+        return replace(self, tools=(sync_tools, async_tools), environment=environment)
+
+    def is_of_environment(self, tool: Callable[..., Any]) -> bool:
+        return self.environment is not None and getattr(tool, "__self__", None) is self.environment
+
+
+@dataclass(eq=False)
+class _Rollout:
+    """
+    A completion that is being written.
+
+    Args:
+        request ([`SamplingRequest`]):
+            What it was asked for by.
+        instance ([`Instance`]):
+            What it calls its tools in.
+        branch_turn (`int`):
+            The turn that it begins to write in. Those before it are its script.
+        is_copied (`bool`):
+            Whether its environment is in that turn's state already.
+        turns (`list[tuple[int, int]]`):
+            Where the policy wrote, in tokens of the completion.
+        samples (`list[tuple[int, Sample]]`):
+            What was sampled for it, each with the position of its first token.
+        snapshots (`list[Any]`):
+            Copies of its environment before each turn, if branches may want them.
+        is_broken (`bool`):
+            Whether it could not go on from its prefix.
+        num_retold (`int`):
+            Calls that were not made again.
+    """
+
+    request: SamplingRequest
+    instance: Instance
+    branch_turn: int = 0
+    is_copied: bool = False
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    samples: list[tuple[int, Sample]] = field(default_factory=list)
+    snapshots: list[Any] = field(default_factory=list)
+    is_broken: bool = False
+    num_retold: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.request.prefix_ids) - self.request.num_sampled_before
+        self.given: list[int] = self.request.prefix_ids[self.num_prompt_tokens :].tolist()
+        self.end = len(self.given) + self.request.max_new_tokens
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.request.prefix_ids[: self.num_prompt_tokens].tolist()
+
+    @property
+    def script(self) -> list[tuple[int, int]]:
+        """Its turns that are not its own to write."""
+        return [] if self.request.dialogue is None else self.request.dialogue.turns[: self.branch_turn]
+
+    def retold_tools(self) -> ToolDicts:
+        """Its tools in the turns of its script: they only tell again what they told, but for an environment's."""
+        assert self.request.dialogue is not None
+        answers: dict[str, deque[str]] = {}
+        for message in self.request.dialogue.messages:
+            if message["role"] == "tool":
+                answers.setdefault(message["name"], deque()).append(message["content"])
+        sync_tools: dict[str, Callable[..., Any]] = {}
+        async_tools: dict[str, Callable[..., Any]] = {}
+        for name in answers:  # of tools that there are not, too: the answer was an error
+            of_kind = 1 if name in self.instance.tools[1] else 0
+            tool = self.instance.tools[of_kind].get(name)
+            if tool is not None and self.instance.is_of_environment(tool) and not self.is_copied:
+                (sync_tools, async_tools)[of_kind][name] = tool
+            elif of_kind == 0:
+                sync_tools[name] = partial(self._retell, answers[name])
+            else:
+                async_tools[name] = partial(self._retell_async, answers[name])
+        return sync_tools, async_tools
+
+    def _retell(self, answers: deque[str], **arguments: Any) -> str:
+        self.num_retold += 1
+        return answers.popleft()
+
+    async def _retell_async(self, answers: deque[str], **arguments: Any) -> str:
+        return self._retell(answers)
+
+    def keep_snapshot(self) -> None:
+        """Keep a copy of the environment, as it is before a turn, if there may be branches of that turn."""
+        environment = self.instance.environment
+        if self.request.with_entropies and hasattr(environment, "_fork"):
+            self.snapshots.append(environment._fork())
+
+    def sample_of(self, completion_ids: list[int], messages: list[dict[str, Any]], eos_token_id: int) -> Sample:
+        """What became of it, without its prefix."""
+        dialogue = Dialogue(messages, self.turns, self.instance.environment, self.snapshots, self.is_broken)
+        if self.is_broken:
+            return Sample([eos_token_id], mask=np.ones(1, bool), dialogue=dialogue)
+        size, start = len(completion_ids), len(self.given)
+        mask, logprobs, entropies = np.zeros(size, bool), np.zeros(size, np.float32), np.full(size, np.nan, np.float32)
+        for first, end in self.turns:
+            mask[first:end] = True
+        for first, sample in self.samples:
+            end = first + len(sample.token_ids)
+            logprobs[first:end] = np.nan if sample.logprobs is None else np.asarray(sample.logprobs, np.float32)
+            if sample.entropies is not None:
+                entropies[first:end] = sample.entropies
+        samples = [sample for _, sample in self.samples]
+        return Sample(
+            completion_ids[start:],
+            None if any(sample.logprobs is None for sample in samples) else logprobs[start:],
+            None if any(sample.entropies is None for sample in samples) else entropies[start:],
+            mask=mask[start:],
+            dialogue=dialogue,
+        )
+
+
+class ToolCallingSampler:
+    """
+    Has the policy call tools.
+
+    Args:
+        trainer ([`~fr3e_trl.training.trl_seams.RowsGRPOTrainer`]):
+            Knows the tools, and TRL's loop.
+        sampler ([`Sampler`]):
+            Writes the turns.
+        skip_mismatches (`bool`):
+            Whether rollouts whose environment answers otherwise than it did are given up. If not, it is an error.
+
+    Attributes:
+        num_calls, num_failures (`int`):
+            Calls of tools that were made, and how many of them failed.
+    """
+
+    def __init__(self, trainer: Any, sampler: Sampler, skip_mismatches: bool):
+        self.trainer = trainer
+        self.sampler = sampler
+        self.skip_mismatches = skip_mismatches
+        self.num_calls = self.num_failures = 0
+        self._instances: dict[int, deque[Instance]] = {}
+
+    @property
+    def hit_rate(self) -> float | None:
+        return getattr(self.sampler, "hit_rate", None)
+
+    def provide(self, instances: dict[int, list[Instance]]) -> None:
+        """Take what rollouts will call tools in, those of each tree. One without an environment serves all of them."""
+        self._instances = {tree: deque(of_tree) for tree, of_tree in instances.items()}
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
+        with Turns(self.trainer.accelerator, lambda: self.sampler.sample([])) as turns:
+            rollouts = [self._begun(request) for request in requests for _ in range(request.num_samples)]
+            first_turns = self._first_turns(requests, rollouts, turns)
+            samples = self._with_tools(rollouts, first_turns, turns) if rollouts else []
+        remaining = iter(samples)
+        return [[next(remaining) for _ in range(request.num_samples)] for request in requests]
+
+    def _begun(self, request: SamplingRequest) -> _Rollout:
+        assert request.tree is not None
+        instances = self._instances[request.tree]
+        instance = instances[0] if instances[0].environment is None else instances.popleft()
+        rollout = _Rollout(request, instance)
+        dialogue = request.dialogue
+        if dialogue is not None:
+            rollout.branch_turn = dialogue.turn_at(len(rollout.given))
+        if dialogue is not None and dialogue.snapshots:
+            rollout.instance = instance.copied(dialogue.snapshots[rollout.branch_turn])
+            rollout.is_copied = True
+        elif instance.prompt_ids != rollout.prompt_ids:
+            raise EnvironmentFailure(
+                f"The environment {type(instance.environment).__name__} says one thing and another when it is reset "
+                f"for one example: {self._text(rollout.prompt_ids)!r} and {self._text(instance.prompt_ids)!r}. All "
+                "rollouts of a tree have one prompt. Have reset(**example) depend on nothing but the example's "
+                "columns, for example by a column 'seed', or set num_anchors=0 to train with plain GRPO."
+            )
+        rollout.keep_snapshot()
+        return rollout
+
+    def _first_turns(
+        self, requests: Sequence[SamplingRequest], rollouts: list[_Rollout], turns: Turns
+    ) -> list[list[int]]:
+        """The first turn of each rollout: sampled, or from its script."""
+        remaining = iter(rollouts)
+        of_requests = [[next(remaining) for _ in range(request.num_samples)] for request in requests]
+        asked = [of_request for of_request in of_requests if of_request[0].branch_turn == 0]
+        drawn = turns.take(
+            lambda: self.sampler.sample(
+                [replace(of_request[0].request, branching=None, dialogue=None) for of_request in asked]
+            )
+        )
+        for of_request, samples in zip(asked, drawn, strict=True):
+            for rollout, sample in zip(of_request, samples, strict=True):
+                rollout.samples.append((len(rollout.given), sample))
+        first_turns = []
+        for rollout in rollouts:
+            sampled = [token for _, sample in rollout.samples for token in sample.token_ids]
+            ids = rollout.given + sampled if rollout.branch_turn == 0 else rollout.given[: rollout.script[0][1]]
+            rollout.turns.append((0, len(ids)))
+            first_turns.append(ids)
+        return first_turns
+
+    def _with_tools(self, rollouts: list[_Rollout], first_turns: list[list[int]], turns: Turns) -> list[Sample]:
+        """The rollouts in full."""
+        trainer = self.trainer
+
+        def set_tools(i: int, dicts: ToolDicts) -> None:
+            trainer._sync_tool_dicts[i], trainer._async_tool_dicts[i] = map(trainer.limited, dicts)
+
+        def write_turns(prompts_and_completions: list[Any]) -> list[list[int]]:
+            going_on = [rollouts[ids.rollout] for ids in prompts_and_completions]
+            written: list[list[int]] = []
+            asked: list[tuple[int, SamplingRequest]] = []
+            for i, (rollout, ids) in enumerate(zip(going_on, prompts_and_completions, strict=True)):
+                completion_ids = ids[rollout.num_prompt_tokens :]
+                written.append(self._from_script(rollout, completion_ids))
+                if rollout.is_broken or len(rollout.turns) < rollout.branch_turn:
+                    continue
+                rollout.keep_snapshot()
+                budget = rollout.end - len(completion_ids) - len(written[i])
+                if budget > 0:
+                    request = replace(
+                        rollout.request,
+                        prefix_ids=as_ids([*ids, *written[i]]),
+                        num_samples=1,
+                        max_new_tokens=budget,
+                        num_prompt_tokens=rollout.num_prompt_tokens,
+                        branching=None,
+                        dialogue=None,
+                    )
+                    asked.append((i, request))
+            drawn = turns.take(lambda: self.sampler.sample([request for _, request in asked]))
+            for (i, request), (sample,) in zip(asked, drawn, strict=True):
+                going_on[i].samples.append((request.num_sampled_before, sample))
+                written[i] = [*written[i], *sample.token_ids]
+            for rollout, ids, of_turn in zip(going_on, prompts_and_completions, written, strict=True):
+                start = len(ids) - rollout.num_prompt_tokens
+                if rollout.branch_turn == len(rollout.turns):
+                    set_tools(ids.rollout, rollout.instance.tools)
+                if of_turn:
+                    rollout.turns.append((start, start + len(of_turn)))
+            return written
+
+        trainer._sync_tool_dicts, trainer._async_tool_dicts = ([{} for _ in rollouts] for _ in range(2))
+        trainer._batch_environments = [rollout.instance.name for rollout in rollouts]
+        for i, rollout in enumerate(rollouts):
+            set_tools(i, rollout.retold_tools() if rollout.branch_turn else rollout.instance.tools)
+        prompt_ids: list[list[int]] = [_Prompt(rollout.prompt_ids, i) for i, rollout in enumerate(rollouts)]
+        completion_ids, messages, num_calls, num_failures = trainer.run_tools(prompt_ids, first_turns, write_turns)
+        self.num_calls += num_calls - sum(rollout.num_retold for rollout in rollouts)
+        self.num_failures += num_failures
+        eos_token_id = trainer.eos_token_ids[0]
+        return [
+            rollout.sample_of(ids, of_completion, eos_token_id)
+            for rollout, ids, of_completion in zip(rollouts, completion_ids, messages, strict=True)
+        ]
+
+    def _from_script(self, rollout: _Rollout, completion_ids: list[int]) -> list[int]:
+        """What a rollout's prefix has of its next turn, after a look at whether all before it is as it was."""
+        turn = len(rollout.turns)
+        if turn > rollout.branch_turn:
+            return []
+        assert rollout.request.dialogue is not None
+        start, end = rollout.request.dialogue.turns[turn]
+        if completion_ids == rollout.given[:start]:
+            return rollout.given[start : end if turn < rollout.branch_turn else None]
+        if not self.skip_mismatches:
+            before, name = rollout.turns[-1][1], type(rollout.instance.environment).__name__
+            raise EnvironmentFailure(
+                f"The environment {name} answered the same actions with {self._text(completion_ids[before:])!r} where "
+                f"it had answered {self._text(rollout.given[before:start])!r}. A rollout that branches off a later "
+                "turn needs an environment in the state of its prefix. Give the environment a method _fork(self), "
+                "which returns a copy that goes on by itself, in the same state; or have it depend on "
+                "nothing but the example and the actions; or set replay_mismatch='skip', with which such rollouts are "
+                "given up."
+            )
+        rollout.is_broken = True
+        return []
+
+    def _text(self, ids: Sequence[int] | TokenIds) -> str:
+        return str(self.trainer._tokenizer.decode(ids))[-300:]

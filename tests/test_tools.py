@@ -1,0 +1,546 @@
+"""Trees over completions of several turns, in which tools are called and environments change."""
+
+import asyncio
+import math
+import re
+import time
+
+import pytest
+import torch
+from datasets import Dataset
+from models import CPU
+from peft import LoraConfig
+from tool_policy import (
+    CALLS,
+    WORDS,
+    ForkingWalk,
+    MoodyWalk,
+    Walk,
+    look,
+    make_tool_dataset,
+    make_tool_policy,
+    make_tool_tokenizer,
+    right,
+)
+from trees import rollouts_of
+from trl import GRPOConfig, GRPOTrainer
+
+from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.generation.sampler import Sample
+from fr3e_trl.generation.tool_calling import EnvironmentFailure
+
+TOKENIZER = make_tool_tokenizer()
+SIZES = {"num_generations": 8, "per_device_train_batch_size": 32, "max_completion_length": 24, "max_steps": 2}
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    CALLS.clear()
+    Walk.instances.clear()
+    Walk.looks.clear()
+
+
+def make_trainer(cls=FR3ETrainer, config=FR3EConfig, dataset=None, peft_config=None, reward_funcs=right, **settings):
+    names = [name for name in ("tools", "environment_factory") if name in settings]
+    given = {name: settings.pop(name) for name in names} or {"tools": [look]}
+    return cls(
+        make_tool_policy(),
+        reward_funcs,
+        config(**{"output_dir": "output", "learning_rate": 1e-3} | CPU | SIZES | settings),
+        train_dataset=make_tool_dataset() if dataset is None else dataset,
+        processing_class=make_tool_tokenizer(),
+        peft_config=peft_config,
+        **given,
+    )
+
+
+def explored(trainer):
+    """The trees of each step of a training, and its batches."""
+    steps = []
+    explore = trainer._explore_and_assemble
+
+    def record(inputs):
+        batch = explore(inputs)
+        steps.append((trainer.trees, batch))
+        return batch
+
+    trainer._explore_and_assemble = record
+    trainer.train()
+    return steps
+
+
+def own_calls(state, rollout):
+    """How many calls a rollout made: those of its prefix were made before."""
+    first = sum(end <= state.position for _, end in rollout.dialogue.turns)
+    of_turns = [message.get("tool_calls") or [] for message in rollout.dialogue.messages if message["role"] != "tool"]
+    return sum(map(len, of_turns[first:]))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"credit": "tree", "anchor_threshold": 0.3},
+        {"reuse_base": False, "base_selection": "mixed", "num_generations": 12, "per_device_train_batch_size": 24},
+        {"anchor_positions": "turns"},
+    ],
+    ids=["defaults", "tree", "published", "turns"],
+)
+def test_branches_go_on_amid_a_dialogue(settings):
+    """A rollout is its prefix, what the policy wrote and what the tool said to that; the prefix's calls stand."""
+    trainer = make_trainer(**settings)
+    depths, num_calls = set(), 0
+    for trees, batch in explored(trainer):
+        rows = list(rollouts_of(trees))
+        for (_, state, rollout), tool_mask in zip(rows, batch["tool_mask"].tolist(), strict=True):
+            completion = state.prefix_ids + rollout.token_ids
+            turns = rollout.dialogue.turns
+            # By hand: the policy's words end with <eos>, the tool's are "<|tool|>", its answer, <eos> and "<|assistant|>"
+            expected = [True] * len(completion)
+            for (_, end), (start, _) in zip(turns, turns[1:], strict=False):
+                told, asked = completion[end:start], completion[:end]
+                assert TOKENIZER.decode(told[:1]) == "<|tool|>" and TOKENIZER.decode(told[-1:]) == "<|assistant|>"
+                keys = re.findall(r"<call>(\d+)</call>", TOKENIZER.decode(asked).rpartition("<|assistant|>")[2])
+                answers = re.findall(r"<\|tool\|>(\d+)<eos>", TOKENIZER.decode(told))
+                assert answers == [look(key) for key in keys] or "error" in TOKENIZER.decode(told)
+                expected[end:start] = [False] * (start - end)
+            size = len(state.prefix_ids)
+            assert rollout.mask == expected[size:]
+            if any(tool_mask):  # or else it is rejected
+                assert tool_mask[: len(completion)] == [False] * size + expected[size:]
+            assert [message["role"] for message in rollout.dialogue.messages[::2]] == ["assistant"] * len(turns)
+            assert len(completion) <= 24
+        for tree in trees:
+            for base, entropies in zip(tree.bases, tree.entropies, strict=True):
+                assert entropies.isnan().tolist() == [not written for written in base.mask]
+            for state in tree.states[1:]:
+                base = tree.bases[state.base]
+                assert base.mask[state.position] and state.entropy == pytest.approx(
+                    tree.entropies[state.base][state.position].item()
+                )
+                depths.add(base.dialogue.turn_at(state.position))
+                if settings.get("anchor_positions") == "turns":
+                    assert state.position in [start for start, _ in base.dialogue.turns[1:]]
+    assert {1, 2} <= depths  # branches of later turns there were
+    trainer = make_trainer(**settings)
+    CALLS.clear()
+    steps = explored(trainer)
+    for trees, _ in steps:
+        thrown_away = [] if trainer.args.reuse_base else [base for tree in trees for base in tree.bases]
+        made = sum(own_calls(state, rollout) for _, state, rollout in rollouts_of(trees))
+        num_calls += made + sum(own_calls(trees[0].states[0], base) for base in thrown_away)
+    assert len(CALLS) == num_calls
+    logged = sum(logs["tools/call_frequency"] for logs in trainer.state.log_history[:-1])
+    assert logged * len(rows) == pytest.approx(num_calls)
+
+
+def test_the_entropies_of_turns_are_the_policy_s():
+    """Those that generation tells are those of a forward pass over the whole completion."""
+    trainer = make_trainer(max_steps=1, learning_rate=0.0)
+    ((trees, _),) = explored(trainer)
+    for tree in trees:
+        for base, entropies in zip(tree.bases, tree.entropies, strict=True):
+            ids = torch.tensor([[*tree.prompt_ids.tolist(), *base.token_ids.tolist()]])
+            with torch.no_grad():
+                logprobs = trainer.model(ids).logits[0, len(tree.prompt_ids) - 1 : -1].log_softmax(-1)
+            expected = -(logprobs.exp() * logprobs).sum(-1)
+            written = torch.from_numpy(base.mask)
+            torch.testing.assert_close(entropies[written], expected[written], rtol=1e-4, atol=1e-4)
+            sampled = logprobs.gather(1, torch.tensor(base.token_ids.astype("int64"))[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(base.logprobs)[written], sampled[written], rtol=1e-4, atol=1e-4)
+
+
+def test_without_exploration_it_is_grpo():
+    theirs = make_trainer(GRPOTrainer, GRPOConfig)
+    theirs.train()
+    calls = list(CALLS)
+    CALLS.clear()
+    ours = make_trainer(num_anchors=0)
+    ours.train()
+    assert calls == CALLS and calls
+    for mine, their in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        assert mine.equal(their)
+
+
+class Scripted:
+    """Writes what it is told to: by the words that a rollout's completion has so far, the words that follow."""
+
+    def __init__(self, lines):
+        self.lines = {tuple(TOKENIZER(key)["input_ids"]): TOKENIZER(line)["input_ids"] for key, line in lines.items()}
+        self.requests = []
+
+    def sample(self, requests):
+        self.requests += requests
+        return [[self.write(request)] * request.num_samples for request in requests]
+
+    def write(self, request):
+        so_far = tuple(request.prefix_ids[request.num_prompt_tokens :].tolist()) if request.num_prompt_tokens else ()
+        ids = self.lines[so_far][: request.max_new_tokens]
+        return Sample(ids, [-1.0] * len(ids), [3.0 if WORDS[token].isdigit() else 0.1 for token in ids])
+
+
+TURN = "<|tool|>{}<eos><|assistant|>"
+
+
+def test_a_dialogue_by_hand():
+    """Budgets, masks and anchors of one tree, worked out."""
+    first, second = "<call>1</call><eos>" + TURN.format(4), "<call>4</call><eos>" + TURN.format(3)
+    sampler = Scripted(
+        {
+            "": "<call>1</call><eos>",
+            first: "<call>4</call><eos>",
+            first + second: "3<eos>",
+            "<call>": "2</call><eos>",  # the branch of the first turn, which writes the rest of its call
+            "<call>2</call><eos>" + TURN.format(7): "7<eos>",
+            first + "<call>": "5</call><eos>",
+            first + "<call>5</call><eos>" + TURN.format(6): "6<eos>",
+        }
+    )
+    trainer = make_trainer(
+        **{"num_generations": 4, "per_device_train_batch_size": 4, "num_base_trajectories": 1, "max_steps": 1},
+        max_completion_length=20,
+        reject_degenerate_states=False,
+    )
+    trainer.sampler.sampler = sampler
+    ((trees, batch),) = explored(trainer)
+    (tree,) = trees
+    # Digits are uncertain: the tokens 1 and 9, and 16, whose branch is the base again
+    assert [state.position for state in tree.states] == [0, 1, 9, 16]
+    texts = [TOKENIZER.decode(state.rollouts[0].token_ids) for state in tree.states]
+    assert texts == [
+        first + second + "3<eos>",
+        "2</call><eos>" + TURN.format(7) + "7<eos>",
+        "5</call><eos>" + TURN.format(6) + "6<eos>",
+        "3<eos>",
+    ]
+    masks = ["".join(str(int(bit)) for bit in state.rollouts[0].mask) for state in tree.states]
+    assert masks == ["111100001111000011", "111000011", "111000011", "11"]
+    assert ["".join(map(str, row)) for row in batch["tool_mask"].tolist()] == [
+        "111100001111000011",
+        "011100001111111111",  # padding, which completion_mask leaves out
+        "000000000111000011",
+        "000000000000000011",
+    ]
+    # Of 20 tokens, each request has what is left: first turns, then those after 8 and 16
+    budgets = [(request.num_sampled_before, request.max_new_tokens) for request in sampler.requests]
+    assert budgets == [(0, 20), (8, 12), (16, 4), (1, 19), (8, 12), (9, 11), (16, 4), (16, 4)]
+    assert CALLS == ["1", "4", "2", "5"]
+
+
+def test_a_budget_that_ends_amid_a_turn():
+    """Of ten tokens, the second turn has two, and the answer to it none."""
+    first = "<call>1</call><eos>" + TURN.format(4)
+    lines = {
+        "": "<call>1</call><eos>",
+        first: "<call>4</call><eos>",
+        "<call>": "2<eos>",
+        first + "<call>": "5</call><eos>",
+    }
+    trainer = make_trainer(
+        num_generations=4, per_device_train_batch_size=4, num_base_trajectories=1, max_steps=1, max_completion_length=10
+    )
+    trainer.sampler.sampler = Scripted(lines | {"<call>1": "</call><eos>", first + "<call>4": "</call><eos>"})
+    ((trees, _),) = explored(trainer)
+    lengths = [state.position + state.rollouts[0].length for state in trees[0].states]
+    base = trees[0].bases[0]
+    assert max(lengths) == 10 and TOKENIZER.decode(base.token_ids) == first + "<call>4"
+    assert [message["role"] for message in base.dialogue.messages] == ["assistant", "tool", "assistant"]
+
+
+def test_max_tool_calling_iterations_counts_those_of_the_prefix():
+    trainer = make_trainer(max_tool_calling_iterations=1)
+    for trees, _ in explored(trainer):
+        for _, _, rollout in rollouts_of(trees):
+            assert len(rollout.dialogue.turns) <= 2
+
+
+def failing(key: str) -> str:
+    """
+    Look a digit up.
+
+    Args:
+        key: The digit.
+    """
+    raise OSError("error!")
+
+
+def huge(key: str) -> str:
+    """
+    Look a digit up.
+
+    Args:
+        key: The digit.
+    """
+    CALLS.append(key)
+    return "7" * 1000
+
+
+def hanging(key: str) -> str:
+    """
+    Look a digit up.
+
+    Args:
+        key: The digit.
+    """
+    CALLS.append(key)
+    time.sleep(3600)
+    return "7"
+
+
+async def hanging_coroutine(key: str) -> str:
+    """
+    Look a digit up.
+
+    Args:
+        key: The digit.
+    """
+    await asyncio.sleep(3600)
+    return "7"
+
+
+async def look_later(key: str) -> str:
+    """
+    Look a digit up.
+
+    Args:
+        key: The digit.
+    """
+    await asyncio.sleep(0.001)
+    return look(key)
+
+
+def named_look(tool):
+    tool.__name__ = "look"
+    return tool
+
+
+@pytest.mark.parametrize("num_anchors", [0, None])
+def test_a_tool_that_fails_is_an_answer(num_anchors):
+    trainer = make_trainer(tools=[named_look(failing)], num_anchors=num_anchors, max_completion_length=60)
+    trainer.train()
+    assert trainer.state.log_history[0]["tools/failure_frequency"] == 1
+    for _, _, rollout in rollouts_of(trainer.trees):
+        told = [message["content"] for message in rollout.dialogue.messages if message["role"] == "tool"]
+        assert set(told) <= {"{'error': 'error!'}"}
+
+
+@pytest.mark.parametrize("tool", [hanging, hanging_coroutine])
+@pytest.mark.parametrize("num_anchors", [0, None])
+def test_a_tool_that_hangs_is_an_error_after_a_while(tool, num_anchors):
+    sizes = {"num_generations": 4, "per_device_train_batch_size": 4, "max_steps": 1, "max_completion_length": 100}
+    trainer = make_trainer(tools=[named_look(tool)], tool_timeout=0.05, num_anchors=num_anchors, **sizes)
+    began = time.monotonic()
+    trainer.train()
+    assert time.monotonic() - began < 60
+    assert trainer.state.log_history[0]["tools/failure_frequency"] == 1
+    for _, _, rollout in rollouts_of(trainer.trees):
+        for message in rollout.dialogue.messages:
+            assert message["role"] != "tool" or message["content"] == "{'error': 'look took longer than 0.05 seconds.'}"
+
+
+def test_an_answer_too_long_for_the_budget_ends_the_completion():
+    """As in TRL: the call stays, and its answer is dropped."""
+    trainer = make_trainer(tools=[named_look(huge)])
+    for trees, _ in explored(trainer):
+        for _, _, rollout in rollouts_of(trees):
+            assert all(rollout.mask) and len(rollout.dialogue.messages) == 1
+    assert CALLS
+
+
+def test_coroutines():
+    trainer = make_trainer(tools=[named_look(look_later)])
+    steps = explored(trainer)
+    made = sum(own_calls(state, rollout) for trees, _ in steps for _, state, rollout in rollouts_of(trees))
+    assert len(CALLS) == made > 0
+
+
+# Environments
+
+
+def owned(environments, **kwargs):
+    """How many looks an instance has seen."""
+    return [float(len(environment.keys)) for environment in environments]
+
+
+def check_rewards(trees):
+    """A rollout's reward is of an environment that has seen its completion's calls, and no others."""
+    for _, _, rollout in rollouts_of(trees):
+        calls = [c for m in rollout.dialogue.messages for c in m.get("tool_calls") or []]
+        keys = [call["function"]["arguments"]["key"] for call in calls]
+        assert rollout.score.rewards == [float(len(keys)), float(len(set(keys)))]
+        assert rollout.dialogue.environment is None and not rollout.dialogue.snapshots
+
+
+def test_an_environment_is_replayed():
+    """Once for each branch of a later turn, from a reset, and what it tells is what it told."""
+    trainer = make_trainer(environment_factory=Walk, reward_funcs=[owned], max_steps=1)
+    ((trees, _),) = explored(trainer)
+    check_rewards(trees)
+    replayed = 0
+    for tree, state, rollout in rollouts_of(trees):
+        if state.base is not None:
+            replayed += tree.bases[state.base].dialogue.turn_at(state.position)
+    made = sum(own_calls(state, rollout) for _, state, rollout in rollouts_of(trees))
+    assert replayed > 0 and len(Walk.looks) == made + replayed
+    assert len(Walk.instances) <= 1 + 32  # the one that TRL tries, and one for each row at most
+    assert trainer.state.log_history[0]["tools/call_frequency"] * 32 == pytest.approx(len(Walk.looks))
+
+
+def test_an_environment_is_forked():
+    """One that cannot be replayed, since what it tells depends on its instance."""
+    trainer = make_trainer(environment_factory=ForkingWalk, reward_funcs=[owned])
+    for trees, _ in explored(trainer):
+        check_rewards(trees)
+        made = sum(own_calls(state, rollout) for _, state, rollout in rollouts_of(trees))
+        assert any(state.position > 4 for tree in trees for state in tree.states)
+    assert sum(tree.states[-1].position > 0 for tree in trees) and made > 0
+
+
+def test_an_environment_that_tells_otherwise_is_an_error(tmp_path):
+    settings = {"environment_factory": MoodyWalk, "reward_funcs": [owned], "output_dir": str(tmp_path)}
+    with pytest.raises(EnvironmentFailure, match=r"MoodyWalk answered .* where it had answered .*_fork\(self\)"):
+        make_trainer(**settings).train()
+
+
+def test_rollouts_that_cannot_go_on_leave_the_loss():
+    trainer = make_trainer(environment_factory=MoodyWalk, reward_funcs=[owned], replay_mismatch="skip")
+    for trees, batch in explored(trainer):
+        broken = [rollout.dialogue.is_broken for _, _, rollout in rollouts_of(trees)]
+        in_loss = batch["in_loss"].tolist()
+        assert any(broken) and not any(b and kept for b, kept in zip(broken, in_loss, strict=True))
+        for _, _, rollout in rollouts_of(trees):
+            assert rollout.dialogue.is_broken == math.isnan(rollout.score.reward)
+    assert trainer.state.log_history[0]["fr3e/tools/skipped"] == pytest.approx(sum(broken) / 32, abs=0.2)
+
+
+class Greeting(Walk):
+    """Owns the data: the question comes from its reset."""
+
+    def reset(self, digit: int = 0, **example):
+        super().reset(**example)
+        return f"{digit}?"
+
+
+class Greetings(Greeting):
+    """Asks another question each time."""
+
+    def reset(self, **example):
+        return super().reset(digit=self.number % 10)
+
+
+class Fails(Walk):
+    def reset(self, **example):
+        super().reset(**example)
+        if len(Walk.instances) > 8 or Walk.looks:
+            raise OSError("no such world")
+
+
+def test_an_environment_owns_the_data():
+    dataset = Dataset.from_dict({"digit": [1, 2, 3, 4], "environment": ["a", "b", "a", "b"]})
+    prompts_seen = []
+
+    def reward(prompts, completions, environments, **kwargs):
+        prompts_seen.extend(prompt[-1]["content"] for prompt in prompts)
+        return owned(environments)
+
+    trainer = make_trainer(
+        environment_factory={"a": Greeting, "b": ForkingGreeting}, reward_funcs=[reward], dataset=dataset, max_steps=1
+    )
+    ((trees, _),) = explored(trainer)
+    texts = {TOKENIZER.decode(tree.prompt_ids) for tree in trees}
+    assert texts == {f"<|user|>{digit}?<eos><|assistant|>" for digit in (1, 2, 3, 4)}
+    assert set(prompts_seen) == {"1?", "2?", "3?", "4?"}
+
+
+class ForkingGreeting(Greeting):
+    def _fork(self):
+        copied = type(self)()
+        copied.keys, copied.answer = list(self.keys), self.answer
+        return copied
+
+
+def test_a_reset_that_asks_something_else_each_time_is_an_error():
+    with pytest.raises(EnvironmentFailure, match="Greetings says one thing and another"):
+        make_trainer(environment_factory=Greetings, reward_funcs=[owned]).train()
+
+
+def test_a_reset_that_fails_loses_nothing(tmp_path):
+    """The last step is saved, and training goes on from it."""
+    sizes = {"num_generations": 4, "per_device_train_batch_size": 4, "max_steps": 3, "output_dir": str(tmp_path)}
+    trainer = make_trainer(environment_factory=Fails, reward_funcs=[owned], **sizes)
+    fails = Fails.reset
+
+    def later(self, **example):
+        Walk.reset(self, **example)
+        if trainer.state.global_step == 2:
+            raise OSError("no such world")
+
+    Fails.reset = later
+    try:
+        with pytest.raises(EnvironmentFailure, match="OSError: no such world") as error:
+            trainer.train()
+        assert "Step 2, the last that was trained, is saved" in "".join(error.value.__notes__)
+        Fails.reset = Walk.reset
+        again = make_trainer(environment_factory=Fails, reward_funcs=[owned], **sizes)
+        again.train(resume_from_checkpoint=True)
+        assert again.state.global_step == 3
+    finally:
+        Fails.reset = fails
+
+
+# Everything else goes on as it did
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo"])
+@pytest.mark.parametrize("given", [{"tools": [look]}, {"environment_factory": Walk}], ids=["tools", "environment"])
+def test_a_run_that_was_cut_goes_on(given, loss_type, tmp_path):
+    settings = given | {"max_steps": 4, "loss_type": loss_type, "max_refills": 1, "num_anchors": 3}
+    settings |= {"value_prior_strength": 0.0, "save_strategy": "steps", "save_steps": 2}
+    whole = make_trainer(output_dir=str(tmp_path / "whole"), **settings)
+    whole.train()
+    resumed = make_trainer(output_dir=str(tmp_path / "whole"), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    for mine, their in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert mine.equal(their)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"peft_config": LoraConfig(target_modules="all-linear"), "learning_rate": 1e-2},
+        {"num_iterations": 2},
+        {"share_prefixes": False},
+        {"use_transformers_continuous_batching": True, "bf16": False},
+    ],
+    ids=["lora", "iterations", "apart", "continuous"],
+)
+def test_other_settings(settings, tmp_path):
+    trainer = make_trainer(output_dir=str(tmp_path), **settings)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    trainer.train()
+    assert any(not a.equal(b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+def test_shared_prefixes_change_nothing(tmp_path):
+    weights = []
+    for share in (True, False):
+        trainer = make_trainer(share_prefixes=share, max_steps=3)
+        trainer.train()
+        weights.append([parameter.detach().clone() for parameter in trainer.model.parameters()])
+    for shared, apart in zip(*weights, strict=True):
+        torch.testing.assert_close(shared, apart, rtol=1e-4, atol=1e-5)
+
+
+def test_turns_need_tools():
+    from models import make_dataset, make_model, make_tokenizer
+
+    args = FR3EConfig("output", **CPU, num_generations=8, per_device_train_batch_size=8, anchor_positions="turns")
+    with pytest.raises(ValueError, match="anchor_positions='turns' is not allowed without tools"):
+        FR3ETrainer(make_model(), right, args, train_dataset=make_dataset(), processing_class=make_tokenizer())
+
+
+@pytest.mark.parametrize("setting", [{"tool_timeout": 0}, {"replay_mismatch": "ignore"}, {"anchor_positions": "calls"}])
+def test_impossible_settings(setting):
+    (name,) = setting
+    with pytest.raises(ValueError, match=f"{name}=.* is not allowed: it must be"):
+        FR3EConfig("output", **CPU, **setting)

@@ -1,0 +1,180 @@
+"""A tiny policy that calls a tool: what it is asked takes two looks into a table."""
+
+import functools
+
+import torch
+from datasets import Dataset
+from models import make_model
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+WORDS = ["<pad>", "<eos>", "<|user|>", "<|assistant|>", "<|tool|>", "<call>", "</call>", *"0123456789?!{}:'", "error"]
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>"
+    "{% if message.get('content') %}{{ message['content'] }}{% endif %}"
+    # The one tool's name and its argument's go without saying
+    "{% for call in message.get('tool_calls') or [] %}<call>"
+    "{% if call['function']['name'] != 'look' %}{{ call['function']['name'] }}{% endif %}"
+    "{% for key, value in call['function']['arguments'].items() %}"
+    "{% if key != 'key' %}{{ key }}{% endif %}{{ value }}{% endfor %}</call>{% endfor %}"
+    "<eos>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+# What the policy writes, as messages
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "tool_calls": {
+            "open": "<call>",
+            "close_pattern": "</call>",
+            "repeats": True,
+            "content": "text",
+            "transform": {"type": "function", "function": {"name": "look", "arguments": {"key": "{content}"}}},
+        },
+        "content": {"close_pattern": "<eos>", "content": "text"},
+    },
+}
+
+CALLS: list[str] = []  # the arguments of all calls of `look`
+
+
+def look(key: str) -> str:
+    """
+    Look a digit up.
+
+    Args:
+        key: The digit.
+    """
+    CALLS.append(key)
+    return str((3 * int(key) + 1) % 10)
+
+
+def make_tool_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="!"))
+    special = "|".join(word.replace("|", r"\|") for word in WORDS if len(word) > 1)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{special}|."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        additional_special_tokens=["<|user|>", "<|assistant|>", "<|tool|>"],
+        chat_template=TEMPLATE,
+        padding_side="left",
+    )
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    return tokenizer
+
+
+def make_tool_dataset(num_prompts: int = 16) -> Dataset:
+    """From a digit, two looks on: what is the second answer?"""
+    digits = [i % 10 for i in range(num_prompts)]
+    return Dataset.from_dict(
+        {
+            "prompt": [[{"role": "user", "content": f"{digit}?"}] for digit in digits],
+            "answer": [str((3 * ((3 * digit + 1) % 10) + 1) % 10) for digit in digits],
+        }
+    )
+
+
+class Walk:
+    """An environment: what a look tells depends on those before."""
+
+    instances: "list[Walk]" = []  # all that were made
+    looks: "list[tuple[int, str, int]]" = []  # of all: the instance's number, the key and how many looks came before
+
+    def __init__(self):
+        self.number = len(Walk.instances)
+        Walk.instances.append(self)
+
+    def reset(self, answer: str | None = None, **example) -> str | None:
+        self.keys: list[str] = []
+        self.answer = answer
+        return None
+
+    def look(self, key: str) -> str:
+        """
+        Look a digit up.
+
+        Args:
+            key: The digit.
+        """
+        Walk.looks.append((self.number, key, len(self.keys)))
+        self.keys.append(key)
+        return str((3 * int(key) + len(self.keys)) % 10)
+
+    def get_reward(self) -> float:
+        return float(len(set(self.keys)))
+
+
+class ForkingWalk(Walk):
+    """Cannot be replayed: what it tells depends on its instance. It can be copied."""
+
+    def reset(self, **example) -> str | None:
+        self.mood = self.number
+        return super().reset(**example)
+
+    def look(self, key: str) -> str:
+        """
+        Look a digit up.
+
+        Args:
+            key: The digit.
+        """
+        return str((int(super().look(key)) + self.mood) % 10)
+
+    def _fork(self) -> "ForkingWalk":
+        copied = type(self)()
+        copied.mood, copied.keys, copied.answer = self.mood, list(self.keys), self.answer
+        return copied
+
+
+class MoodyWalk(Walk):
+    """Can be neither."""
+
+    def look(self, key: str) -> str:
+        """
+        Look a digit up.
+
+        Args:
+            key: The digit.
+        """
+        return str((int(super().look(key)) + self.number) % 10)
+
+
+def right(completions, answer, **kwargs):
+    return [float(completion[-1].get("content") == a) for completion, a in zip(completions, answer, strict=True)]
+
+
+@functools.cache
+def _trained():
+    """Knows the form, and is unsure of the digits."""
+    tokenizer, generator = make_tool_tokenizer(), torch.Generator().manual_seed(0)
+    model = make_model(vocab_size=len(tokenizer))
+    model.lm_head.weight.data.div_(20)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(120):
+        texts = []
+        for _ in range(32):
+            digit, *noise = torch.randint(0, 10, (4,), generator=generator).tolist()
+            keep = torch.rand(3, generator=generator) > 0.4
+            text, key = f"<|user|>{digit}?<eos>", digit
+            for turn in range(2):
+                asked = key if keep[turn] else noise[turn]
+                key = (3 * asked + 1) % 10
+                text += f"<|assistant|><call>{asked}</call><eos><|tool|>{key}<eos>"
+            texts.append(f"{text}<|assistant|>{key if keep[2] else noise[2]}<eos>")
+        ids = tokenizer(texts, return_tensors="pt")["input_ids"]
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def make_tool_policy():
+    model = make_model(vocab_size=len(WORDS))
+    model.load_state_dict(_trained())
+    return model
