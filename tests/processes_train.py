@@ -1,11 +1,12 @@
 """
 Train in several processes, and keep what came of it. A script, for `torch.distributed.run`.
 
-    processes_train.py OUTPUT SETTINGS [fake] [fail] [sharded] [reward_model]
+    processes_train.py OUTPUT SETTINGS [fake] [fail] [sharded] [reward_model] [tools | environment | moody]
 
 Each process writes to OUTPUT what it saw: the trees, the logs, the weights, or the error. `fake`: completions do not
 depend on the processes. `fail`: the last process raises in its reward function. `sharded`: accelerate shards the model
-as its configuration says, which without a GPU it does not do by itself.
+as its configuration says, which without a GPU it does not do by itself. `tools`, `environment`, `moody`: completions
+have several turns; an environment that is moody cannot be replayed.
 """
 
 import hashlib
@@ -19,6 +20,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from models import CPU, make_dataset, make_model, make_tokenizer
+from tool_policy import WORDS, MoodyWalk, Walk, look, make_tool_dataset, make_tool_policy, make_tool_tokenizer
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from trees import rollouts_of
 
@@ -26,6 +28,13 @@ from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.generation.sampler import Sample
 
 RANK = int(os.environ.get("RANK", 0))
+
+# What completions of several turns are made with
+DIALOGUES = {
+    "tools": {"tools": [look]},
+    "environment": {"environment_factory": Walk},
+    "moody": {"environment_factory": MoodyWalk},
+}
 
 
 class FakeSampler:
@@ -38,6 +47,20 @@ class FakeSampler:
         seed = hashlib.sha256(repr((request.prefix_ids.tolist(), i)).encode()).hexdigest()
         rng = random.Random(seed)
         return Sample([rng.randrange(5, 40) for _ in range(rng.randint(1, request.max_new_tokens))])
+
+
+class FakeCaller(FakeSampler):
+    """Calls a tool, or answers: the same from a prompt each time, of which processes may have several rollouts each."""
+
+    def draw(self, request, i):
+        seed = hashlib.sha256(repr(request.prefix_ids.tolist()).encode()).hexdigest()
+        rng = random.Random(seed)
+        turn = ["<call>", str(rng.randrange(10)), "</call>", "<eos>"] if rng.random() < 0.7 else ["7", "<eos>"]
+        # A branch amid a turn writes the rest of it
+        written = [WORDS[token] for token in request.prefix_ids.tolist()]
+        begun = written[len(written) - written[::-1].index("<|assistant|>") :]
+        ids = [WORDS.index(word) for word in ([*begun[:1], *turn[1:]] if begun else turn)[len(begun) :] or ["<eos>"]]
+        return Sample(ids[: request.max_new_tokens])
 
 
 def main(output: Path, settings: dict, *options: str) -> None:
@@ -55,19 +78,26 @@ def main(output: Path, settings: dict, *options: str) -> None:
     if "reward_model" in options:  # before DeepSpeed has its say in how models are made
         config = make_model().config.to_dict() | {"num_labels": 1}
         reward_funcs.append(Qwen3ForSequenceClassification(Qwen3Config(**config)))
-    args = FR3EConfig("output", max_completion_length=12, learning_rate=1e-2, **CPU | {"max_steps": 3} | settings)
+    defaults = {"max_completion_length": 12, "learning_rate": 1e-2, "max_steps": 3}
+    args = FR3EConfig("output", **CPU | defaults | settings)
     if "sharded" in options:
         # accelerate asks for a kind of device other than the CPU before it lets FSDP or DeepSpeed have the processes
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    (dialogue,) = [DIALOGUES[option] for option in options if option in DIALOGUES] or [{}]
+    if dialogue:
+        reward_funcs = [lambda completions, **kwargs: [float(len(completion) % 3) for completion in completions]]
     trainer = FR3ETrainer(
-        make_model(),
+        make_tool_policy() if dialogue else make_model(),
         reward_funcs,
         args,
-        train_dataset=make_dataset(16 if settings.get("max_refills") else 6),
-        processing_class=make_tokenizer(),
+        train_dataset=make_tool_dataset(6) if dialogue else make_dataset(16 if settings.get("max_refills") else 6),
+        processing_class=make_tool_tokenizer() if dialogue else make_tokenizer(),
         reward_processing_classes=[None, make_tokenizer()][: len(reward_funcs)],
+        **dialogue,
     )
-    if "fake" in options:
+    if "fake" in options and dialogue:
+        trainer.sampler.sampler = FakeCaller()
+    elif "fake" in options:
         trainer.sampler = FakeSampler()
     trees = []
 

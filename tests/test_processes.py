@@ -114,6 +114,41 @@ def test_sharded_training_is_the_same_as_in_one_process(recipe, tmp_path):
     torch.testing.assert_close(weights_of(tmp_path / "sharded"), weights_of(tmp_path / "alone"), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["tools", "environment"])
+def test_the_same_dialogues_give_the_same_training(kind, tmp_path):
+    """Processes have different numbers of turns, and a branch of a later turn may be another's than its base."""
+    # The first uncertain positions: all digits are about as uncertain, and rounding would choose among them
+    settings = {"num_generations": 8, "max_completion_length": 40, "optim": "sgd", "anchor_threshold": 0.5}
+    alone = launch(tmp_path / "alone", 1, settings | {"per_device_train_batch_size": 24}, "fake", kind)
+    for num_processes in (2, 3):
+        output = tmp_path / str(num_processes)
+        others = launch(
+            output, num_processes, settings | {"per_device_train_batch_size": 24 // num_processes}, "fake", kind
+        )
+        assert same(trees_of(others), trees_of(alone))
+        for mine, theirs in zip(others[0]["logs"], alone[0]["logs"], strict=True):
+            for name in ("loss", "reward", "tools/call_frequency", "fr3e/tokens/generated"):
+                assert name not in theirs or math.isclose(mine[name], theirs[name], rel_tol=1e-5, abs_tol=1e-6), name
+        torch.testing.assert_close(weights_of(output), weights_of(tmp_path / "alone"), atol=1e-6, rtol=1e-6)
+
+
+def test_an_environment_that_cannot_be_replayed_ends_all_processes(tmp_path):
+    settings = {"num_generations": 8, "per_device_train_batch_size": 12, "max_completion_length": 40}
+    run = launch(tmp_path / "run", 2, settings, "fake", "moody", check=False)
+    assert run.returncode != 0
+    for process in range(2):
+        error = (tmp_path / "run" / f"{process}.error").read_text()
+        assert error.startswith("EnvironmentFailure: The environment MoodyWalk answered the same actions")
+
+
+def test_sharded_dialogues(tmp_path):
+    """FSDP2: a forward pass is every process's, however many turns it has."""
+    settings = {"num_generations": 6, "num_anchors": 2, "per_device_train_batch_size": 2, "max_completion_length": 40}
+    of_processes = launch(tmp_path / "run", 3, settings, "sharded", "tools", recipe="fsdp2")
+    assert of_processes[0]["logs"][0]["tools/call_frequency"] > 0
+    assert all(math.isfinite(entry["loss"]) for entry in of_processes[0]["logs"] if "loss" in entry)
+
+
 @pytest.mark.parametrize("recipe", ["fsdp2", pytest.param("zero3", marks=DEEPSPEED)])
 def test_sharded_sampling(recipe, tmp_path):
     """Two base trajectories in the first round, for three processes, and two temperatures in the second."""

@@ -1,6 +1,7 @@
 """A tiny policy that calls a tool: what it is asked takes two looks into a table."""
 
 import functools
+from typing import ClassVar
 
 import torch
 from datasets import Dataset
@@ -82,8 +83,8 @@ def make_tool_dataset(num_prompts: int = 16) -> Dataset:
 class Walk:
     """An environment: what a look tells depends on those before."""
 
-    instances: "list[Walk]" = []  # all that were made
-    looks: "list[tuple[int, str, int]]" = []  # of all: the instance's number, the key and how many looks came before
+    instances: ClassVar = []  # all that were made
+    looks: ClassVar = []  # of all: the instance's number, the key and how many looks came before
 
     def __init__(self):
         self.number = len(Walk.instances)

@@ -40,7 +40,7 @@ def make_trainer(server, model=None, **settings):
         "processing_class": AutoTokenizer.from_pretrained(POLICY),
         "peft_config": None if isinstance(model, PeftModel) else lora(),
     }
-    for name in [*trainer_arguments, "callbacks", "eval_dataset", "quantization_config"]:
+    for name in [*trainer_arguments, "callbacks", "eval_dataset", "quantization_config", "tools"]:
         if name in settings:
             trainer_arguments[name] = settings.pop(name)
     return Recorder(

@@ -141,6 +141,65 @@ def test_branches_are_asked_for_as_soon_as_their_base_trajectories_are_there(ser
                 assert tree.bases[state.base].token_ids[: state.position].tolist() == state.prefix_ids.tolist()
 
 
+# Whatever the policy writes after a 1 is a call of a tool
+CALLING_TEMPLATE = (
+    "{% for message in messages %}{{ message.get('content') or '' }}"
+    "{% for call in message.get('tool_calls') or [] %}1"
+    "{% if call['function']['name'] != 'measure' %}{{ call['function']['name'] }}{% endif %}"
+    "{% for key, value in call['function']['arguments'].items() %}"
+    "{% if key != 'text' %}{{ key }}{% endif %}{{ value }}{% endfor %}{% endfor %}<eos>{% endfor %}"
+    "{% if add_generation_prompt %} ={% endif %}"
+)
+CALL = {"type": "function", "function": {"name": "measure", "arguments": {"text": "{content}"}}}
+CALLING_RESPONSES = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "=",
+    "fields": {
+        "tool_calls": {"open": "1", "close_pattern": "<eos>", "content": "text", "repeats": True, "transform": CALL},
+        "content": {"close_pattern": "<eos>", "content": "text"},
+    },
+}
+
+
+def test_tools(server):
+    """Turn after turn, each continued from its tokens; no call of a prefix is made again; log-probs are in place."""
+    measured = []
+
+    def measure(text: str) -> str:
+        """
+        Measure a text.
+
+        Args:
+            text: The text.
+        """
+        measured.append(text)
+        return str(10 + len(text))
+
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    tokenizer.chat_template, tokenizer.response_template = CALLING_TEMPLATE, CALLING_RESPONSES
+    prompts = [[{"role": "user", "content": prompt}] for prompt in make_dataset(num_terms=5)["prompt"]]
+    trainer = make_trainer(
+        server,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=tokenizer,
+        tools=[measure],
+        reward_funcs=lambda completions, **kwargs: letters([completion[-1]["content"] for completion in completions]),
+    )
+    trainer.train()
+    num_calls = 0
+    for batch, trees in trainer.batches:
+        assert ratios(batch).sub(1).abs().max() < 1e-2
+        for _, state, rollout in rollouts_of(trees):
+            turns = rollout.dialogue.turns
+            calls = [message.get("tool_calls") or [] for message in rollout.dialogue.messages]
+            own = sum(end > state.position for _, end in turns)
+            num_calls += sum(map(len, [of_turn for of_turn in calls if of_turn][len(turns) - own :]))
+            assert all(logprob == 0 for logprob, mine in zip(rollout.logprobs, rollout.mask, strict=True) if not mine)
+            assert all(logprob < 0 for logprob, mine in zip(rollout.logprobs, rollout.mask, strict=True) if mine)
+    assert any(len(rollout.dialogue.turns) > 1 for _, _, rollout in rollouts_of(trees))
+    assert len(measured) == num_calls > 0
+
+
 def test_where_entropies_are_unknown_there_are_two_rounds(server):
     trainer = make_trainer(server, top_p=0.9, max_steps=1)
     calls, sample = [], trainer.sampler.sample
