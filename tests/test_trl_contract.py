@@ -51,6 +51,17 @@ def test_the_constructor_takes_what_grpo_trainer_takes():
         (GRPOTrainer._compute_loss, ["self", "model", "inputs"]),
         (GRPOTrainer._prepare_inputs, ["self", "generation_batch"]),
         (GRPOTrainer._tokenize_prompts, ["self", "prompts"]),
+        (
+            GRPOTrainer._tool_call_loop,
+            [
+                *("self", "prompts", "prompt_ids", "completion_ids", "completions", "logprobs", "images"),
+                "multimodal_fields",
+            ],
+        ),
+        (
+            GRPOTrainer._generate_single_turn,
+            ["self", "prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"],
+        ),
         (_BaseTrainer.create_model_card, ["self", "model_name", "dataset_name", "tags"]),
         (GRPOTrainer._save_checkpoint, ["self", "model", "trial"]),
         (
@@ -207,6 +218,18 @@ def test_the_rollout_func_supplies_finished_completions():
 
     train(Spy, per_device_train_batch_size=8, max_steps=1)
     assert supplied == [8]
+
+
+def test_what_tools_and_environments_are_known_by():
+    """The loop's turns are asked for by prompts that completions are added to, so that each says whose it is."""
+    loop = inspect.getsource(GRPOTrainer._tool_call_loop)
+    assert "prompt_ids[idx_with_tool] + completion_ids[idx_with_tool] + suffix_ids" in loop
+    assert "self._generate_single_turn(\n                prompt_completion_tool_ids," in loop
+    step = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    for name in ("environments", "_batch_environments", "_sync_tool_dicts", "_async_tool_dicts"):
+        assert f"self.{name} = " in step and step.index(f"self.{name} = ") < step.index("self._generate(prompts)")
+    for name in ("_environment_pool", "_env_tools", "environment_factories"):
+        assert f"self.{name} = " in inspect.getsource(GRPOTrainer.__init__)
 
 
 def test_the_fused_head_scores_at_its_temperature():
