@@ -17,6 +17,7 @@ from tool_policy import (
     ForkingWalk,
     MoodyWalk,
     Walk,
+    WordyWalk,
     look,
     make_tool_dataset,
     make_tool_policy,
@@ -406,8 +407,9 @@ def test_an_environment_that_tells_otherwise_is_an_error(tmp_path):
         make_trainer(**settings).train()
 
 
-def test_rollouts_that_cannot_go_on_leave_the_loss():
-    trainer = make_trainer(environment_factory=MoodyWalk, reward_funcs=[owned], replay_mismatch="skip")
+@pytest.mark.parametrize("environment", [MoodyWalk, WordyWalk])
+def test_rollouts_that_cannot_go_on_leave_the_loss(environment):
+    trainer = make_trainer(environment_factory=environment, reward_funcs=[owned], replay_mismatch="skip")
     for trees, batch in explored(trainer):
         broken = [rollout.dialogue.is_broken for _, _, rollout in rollouts_of(trees)]
         in_loss = batch["in_loss"].tolist()

@@ -132,6 +132,21 @@ class ForkingWalk(Walk):
         return copied
 
 
+class WordyWalk(Walk):
+    """Says more than there is room for from the second time on that a world is walked."""
+
+    def look(self, key: str) -> str:
+        """
+        Look a digit up.
+
+        Args:
+            key: The digit.
+        """
+        is_first_time = len([instance for instance in Walk.instances if instance.keys]) < 24
+        answer = super().look(key)
+        return answer if is_first_time else answer * 100
+
+
 class MoodyWalk(Walk):
     """Can be neither."""
 

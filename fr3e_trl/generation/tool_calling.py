@@ -314,6 +314,9 @@ class ToolCallingSampler:
         completion_ids, messages, num_calls, num_failures = trainer.run_tools(prompt_ids, first_turns, write_turns)
         self.num_calls += num_calls - sum(rollout.num_retold for rollout in rollouts)
         self.num_failures += num_failures
+        for rollout, ids in zip(rollouts, completion_ids, strict=True):
+            if len(rollout.turns) <= rollout.branch_turn and not rollout.is_broken:
+                self._give_up(rollout, ids)  # an answer too long for the budget has ended it before
         eos_token_id = trainer.eos_token_ids[0]
         return [
             rollout.sample_of(ids, of_completion, eos_token_id)
@@ -329,18 +332,25 @@ class ToolCallingSampler:
         start, end = rollout.request.dialogue.turns[turn]
         if completion_ids == rollout.given[:start]:
             return rollout.given[start : end if turn < rollout.branch_turn else None]
-        if not self.skip_mismatches:
-            before, name = rollout.turns[-1][1], type(rollout.instance.environment).__name__
-            raise EnvironmentFailure(
-                f"The environment {name} answered the same actions with {self._text(completion_ids[before:])!r} where "
-                f"it had answered {self._text(rollout.given[before:start])!r}. A rollout that branches off a later "
-                "turn needs an environment in the state of its prefix. Give the environment a method _fork(self), "
-                "which returns a copy that goes on by itself, in the same state; or have it depend on "
-                "nothing but the example and the actions; or set replay_mismatch='skip', with which such rollouts are "
-                "given up."
-            )
-        rollout.is_broken = True
+        self._give_up(rollout, completion_ids)
         return []
+
+    def _give_up(self, rollout: _Rollout, completion_ids: list[int]) -> None:
+        """Have a rollout end whose environment does not answer as it did: with an error, unless these are skipped."""
+        rollout.is_broken = True
+        if self.skip_mismatches:
+            return
+        assert rollout.request.dialogue is not None
+        end = rollout.turns[-1][1]
+        start, _ = rollout.request.dialogue.turns[len(rollout.turns)]
+        raise EnvironmentFailure(
+            f"The environment {type(rollout.instance.environment).__name__} answered the same actions with "
+            f"{self._text(completion_ids[end:])!r} where it had answered {self._text(rollout.given[end:start])!r}. A "
+            "rollout that branches off a later turn needs an environment in the state of its prefix. Give the "
+            "environment a method _fork(self), which returns a copy that goes on by itself, in the same state; or have "
+            "it depend on nothing but the example and the actions; or set replay_mismatch='skip', with which such "
+            "rollouts are given up."
+        )
 
     def _text(self, ids: Sequence[int] | TokenIds) -> str:
         return str(self.trainer._tokenizer.decode(ids))[-300:]
