@@ -7,7 +7,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # Each process of the tests, and the demo's tiny model, are faster without more threads
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-vllm lint bench bench-scaling bench-vllm serve clean
+.PHONY: demo test test-vllm lint package bench bench-scaling bench-vllm serve clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -27,6 +27,15 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The wheel and the source distribution, and the wheel in an environment of its own, without extras
+package: $(VENV)/installed
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(PYTHON) -m venv dist/venv
+	dist/venv/bin/pip install --quiet --constraint constraints.txt torch
+	dist/venv/bin/pip install --quiet --constraint constraints.txt dist/*.whl
+	cd tests && HF_HUB_OFFLINE=1 ../dist/venv/bin/python smoke.py
 
 bench: $(VENV)/installed
 	$(BIN)/fr3e cost step
@@ -60,4 +69,4 @@ $(VLLM_VENV)/installed: pyproject.toml overrides-vllm.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) outputs
+	rm -rf $(VENV) $(VLLM_VENV) outputs dist
