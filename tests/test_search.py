@@ -3,6 +3,9 @@
 import json
 import math
 import random
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -430,3 +433,76 @@ def test_a_comparison_by_tool_calls(policy, monkeypatch):
     least = min(run["evaluations"][-1]["tool_calls"] for run in results["runs"])
     assert f"{least:,} tool calls" in report.partition("## pass@1 at equal cost of other kinds")[2]
     assert "tool calls to ½" in report
+
+
+# The example
+
+
+ROOT = Path(__file__).parent.parent
+SHORT = (
+    "--max_steps=1",
+    "--num_train_examples=8",
+    "--num_heldout=4",
+    "--per_device_train_batch_size=16",
+    "--num_generations=4",
+)
+
+
+@pytest.fixture
+def agent(policy, monkeypatch):
+    """The script as a module, with a policy that is made in less time."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import agent
+
+    monkeypatch.setattr(agent, "starting_policy", lambda task: policy)
+    return agent
+
+
+def check_measured_and_saved(output, directory):
+    number = r"([\d.]+)"
+    pattern = rf"Held-out questions (\w+) training: {number}% right, {number} look-ups an answer"
+    before, after = re.findall(pattern, output)
+    assert (before[0], after[0]) == ("before", "after") and float(before[2]) > 0.5 and float(after[2]) > 0.5
+    assert AutoTokenizer.from_pretrained(directory).response_template == TASK.make_tokenizer().response_template
+
+
+def test_agent_trains_the_small_policy(agent, policy, tmp_path, monkeypatch, capsys):
+    lengths = lambda completions, **columns: [float(len(messages)) for messages in completions]  # noqa: E731
+    monkeypatch.setattr(agent, "is_right", lengths)  # the policy is right too seldom
+    agent.main(*agent.make_parser().parse_args_and_config([*SHORT, f"--output_dir={tmp_path}"]))
+    check_measured_and_saved(capsys.readouterr().out, tmp_path)
+    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (policy, tmp_path))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_agent_is_launched_with_a_model(policy, tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "agent.py"), f"--model_name_or_path={policy}", *SHORT]
+    result = subprocess.run([*command, f"--output_dir={tmp_path}"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    check_measured_and_saved(result.stdout, tmp_path)
+
+
+def test_agent_tells_a_model_what_to_do(agent):
+    told, untold = (agent.questions("train", 3, 5, prompt) for prompt in (agent.SYSTEM_PROMPT, None))
+    assert untold.to_list() == TASK.examples("train", 3, 5).to_list()
+    for with_prompt, without in zip(told, untold, strict=True):
+        opening, *question = with_prompt["prompt"]
+        assert opening["role"] == "system" and question == without["prompt"]
+        assert all(relation in opening["content"] for relation in RELATIONS)
+        assert with_prompt["answer"] == without["answer"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reward"),
+    [("= bado", 1.0), ("It is = bado.", 0.0), ("So it is\n= bado ", 1.0), ("bado", 1.0), ("", 0.0)],
+)
+def test_agent_reward(agent, content, reward):
+    assert agent.is_right([[call("keru", "home"), found("town bado"), said(content)]], ["bado"]) == [reward]
+    assert agent.is_right([[call("keru", "home"), found(content)]], ["bado"]) == [0.0]
+
+
+def test_agent_help(agent, capsys):
+    with pytest.raises(SystemExit):
+        agent.make_parser().parse_args_and_config(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "looks things up before it answers" in text and "Questions to train on. (default: 2048)" in text
