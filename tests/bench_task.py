@@ -15,6 +15,8 @@ class Ones:
 
     name: str = "ones"
     max_completion_length: int = 8
+    tools = ()
+    max_tool_calling_iterations = None
 
     def examples(self, split, seed, size):
         first = {"train": 1000 * seed, "heldout": 10**6}[split]

@@ -154,7 +154,8 @@ def make_trainer(
     Raises:
         ValueError: A setting is unknown, missing or impossible.
     """
-    settings = DEFAULTS | {"max_completion_length": task.max_completion_length} | settings | overrides
+    limits = {name: getattr(task, name) for name in ("max_completion_length", "max_tool_calling_iterations")}
+    settings = DEFAULTS | limits | settings | overrides
     trainer_class, _ = TRAINERS[settings["trainer"]]
     trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32),
@@ -162,6 +163,7 @@ def make_trainer(
         args=make_config(settings, output_dir, seed),
         train_dataset=_train_examples(task, seed, settings["num_train_examples"]),
         processing_class=AutoTokenizer.from_pretrained(policy, padding_side="left"),
+        tools=list(task.tools),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

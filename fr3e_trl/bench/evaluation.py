@@ -1,11 +1,13 @@
 """How good a policy is, on prompts that training never sees."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ class Evaluation:
         entropy (`float`):
             Mean entropy of the distributions that the sampled tokens were drawn from, in nats.
         completion_length (`float`):
-            Mean length of the sampled completions, in tokens.
+            Mean length of the sampled completions, in tokens. What tools answer is not counted.
     """
 
     rewards: list[list[float]]
@@ -44,6 +46,7 @@ def evaluate(
     heldout: Dataset,
     num_samples: int,
     batch_size: int,
+    trainer: Any = None,
 ) -> Evaluation:
     """
     Measure a policy, and leave no trace in its training.
@@ -61,12 +64,26 @@ def evaluate(
             Completions of each prompt at temperature 1.
         batch_size (`int`):
             Completions that are generated at once, at least.
+        trainer ([`~trl.GRPOTrainer`], *optional*):
+            The policy's trainer. For a task with tools: they are called in its loop.
     """
     training = model.training
     model.eval()
+    config = GenerationConfig(
+        max_new_tokens=task.max_completion_length,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(HELDOUT_SEED)
-        sampled = _complete(model, tokenizer, task, heldout, num_samples, batch_size)
+        if task.tools:
+            sampled = _converse(trainer, task, heldout, num_samples, batch_size, config)
+        else:
+            sampled = _complete(model, tokenizer, task, heldout, num_samples, batch_size, config)
     model.train(training)
     starts = range(0, len(sampled.rewards), num_samples)
     rewards = [sampled.rewards[start : start + num_samples] for start in starts]
@@ -115,36 +132,75 @@ def _complete(
     heldout: Dataset,
     num_samples: int,
     batch_size: int,
+    config: GenerationConfig,
 ) -> _Completions:
     """`num_samples` completions of each prompt, in order."""
-    config = GenerationConfig(
-        max_new_tokens=task.max_completion_length,
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        num_return_sequences=num_samples,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
     result = _Completions([], [])
     for examples in _batches(heldout, max(1, batch_size // num_samples)):
         inputs = tokenizer(examples["prompt"], padding=True, return_tensors="pt").to(model.device)
         recorder = _EntropyRecorder()
-        sequences = model.generate(**inputs, generation_config=config, logits_processor=[recorder])
+        sequences = model.generate(
+            **inputs, generation_config=config, num_return_sequences=num_samples, logits_processor=[recorder]
+        )
         new_ids = sequences[:, inputs["input_ids"].shape[1] :]
         ended_before = (new_ids == tokenizer.eos_token_id).cumsum(1) - (new_ids == tokenizer.eos_token_id).int() > 0
         result.entropy_sum += torch.stack(recorder.entropies, dim=1)[~ended_before].sum().item()
         result.num_tokens += int((~ended_before).sum())
-        columns = {
-            name: [value for value in values for _ in range(num_samples)]
-            for name, values in examples.items()
-            if name != "prompt"
-        }
         completions = tokenizer.batch_decode(new_ids, skip_special_tokens=True)
         result.texts += completions
-        result.rewards += task.reward(completions=completions, **columns)
+        result.rewards += task.reward(completions=completions, **_columns(examples, num_samples))
     return result
+
+
+def _converse(
+    trainer: Any, task: "Task", heldout: Dataset, num_samples: int, batch_size: int, config: GenerationConfig
+) -> _Completions:
+    """The same in several turns, by TRL's own loop, whatever the trainer samples with when it trains."""
+    settings = {
+        "generation_config": config,
+        "generation_kwargs": config.to_diff_dict(),
+        "max_completion_length": task.max_completion_length,
+        "max_tool_calling_iterations": task.max_tool_calling_iterations,
+    }
+    tools = {tool.__name__: tool for tool in trainer.tools}
+    result = _Completions([], [])
+    for examples in _batches(heldout, max(1, batch_size // num_samples)):
+        prompts = [prompt for prompt in examples["prompt"] for _ in range(num_samples)]
+        with _settings(
+            trainer, _sync_tool_dicts=[tools] * len(prompts), _async_tool_dicts=[{}] * len(prompts), **settings
+        ):
+            prompt_ids, completion_ids, is_own, completions, *_ = trainer._generate(prompts)
+        sequences = [torch.tensor(prompt + ids) for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
+        own = [torch.tensor([0] * len(prompt) + mask) for prompt, mask in zip(prompt_ids, is_own, strict=True)]
+        # What pads them comes behind, and is seen by none of their tokens
+        logits = trainer.model(pad_sequence(sequences, batch_first=True).to(trainer.model.device)).logits[:, :-1]
+        entropies = torch.distributions.Categorical(logits=logits.float()).entropy().cpu()
+        sampled = pad_sequence(own, batch_first=True)[:, 1:].bool()
+        result.entropy_sum += entropies[sampled].sum().item()
+        result.num_tokens += int(sampled.sum())
+        result.texts += map(str, completions)
+        result.rewards += task.reward(completions=completions, **_columns(examples, num_samples))
+    return result
+
+
+@contextmanager
+def _settings(trainer: Any, **settings: Any) -> Iterator[None]:
+    """Have a trainer generate by other settings than its own."""
+    kept = {name: getattr(trainer, name, None) for name in settings}
+    vars(trainer).update(settings)
+    try:
+        yield
+    finally:
+        vars(trainer).update(kept)
+
+
+def _columns(examples: dict[str, list[Any]], num_samples: int) -> dict[str, list[Any]]:
+    """What the reward needs beside the completions of examples, for `num_samples` of each."""
+    return {
+        name: [value for value in values for _ in range(num_samples)]
+        for name, values in examples.items()
+        if name != "prompt"
+    }
 
 
 def _batches(examples: Dataset, size: int) -> Iterator[dict[str, list[Any]]]:

@@ -5,7 +5,9 @@ Notation used for tensor shapes:
     - R: rows of a batch
 """
 
+import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +29,15 @@ class Costs:
             Generation batches.
         generated_tokens (`int`):
             Tokens sampled. Base trajectories that are thrown away count; a prefix that a rollout starts from does not,
-            since another rollout has sampled it.
+            since another rollout has sampled it, nor does what tools answer.
+        tool_calls (`int`):
+            Calls of tools.
         training_rows (`int`):
             Completions in the batches, those included that teach nothing.
         forward_tokens (`int`):
             Tokens that went through the policy without gradients: those that generation reads (a prompt or prefix for
-            each sample of it) or samples, and those whose entropies or old log-probs were computed.
+            each sample of it, and again for each turn of a sample) or samples, and those whose entropies or old
+            log-probs were computed.
         forward_backward_tokens (`int`):
             Tokens that went through the policy in the loss, prompts and prefixes included, as often as they did: once
             where rows share them.
@@ -42,6 +47,7 @@ class Costs:
 
     batches: int = 0
     generated_tokens: int = 0
+    tool_calls: int = 0
     training_rows: int = 0
     forward_tokens: int = 0
     forward_backward_tokens: int = 0
@@ -60,10 +66,20 @@ class MeasuredMixin:
             say of it.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, tools: list[Callable[..., Any]] | None = None, **kwargs: Any):
+        super().__init__(*args, tools=[self._counted(tool) for tool in tools or []], **kwargs)  # type: ignore[call-arg]
         self.costs = Costs()
         self.batches: list[dict[str, float]] = []
+
+    def _counted(self: Any, tool: Callable[..., Any]) -> Callable[..., Any]:
+        """A tool that counts its calls in training."""
+
+        @functools.wraps(tool)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.costs.tool_calls += self.model.training
+            return tool(*args, **kwargs)
+
+        return counted
 
     def _generate_and_score_completions(self: Any, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
@@ -187,8 +203,11 @@ def _tree_tokens(trees: list[Tree]) -> tuple[int, int]:
         kept = {id(rollout) for state in tree.states for rollout in state.rollouts}
         thrown_away = [base for base in tree.bases if id(base) not in kept]
         for position, rollouts in [(0, thrown_away), *((state.position, state.rollouts) for state in tree.states)]:
-            sampled += sum(rollout.length for rollout in rollouts)
-            read += (len(tree.prompt_ids) + position) * len(rollouts)
+            for rollout in rollouts:
+                turns = [] if rollout.dialogue is None else rollout.dialogue.turns
+                starts = [position, *(start for start, _ in turns if start > position)]
+                sampled += rollout.num_written
+                read += sum(len(tree.prompt_ids) + start for start in starts)
     return sampled, read
 
 
@@ -196,7 +215,13 @@ def _row_tokens(trainer: Any, batch: dict[str, torch.Tensor]) -> tuple[int, int]
     """The same where every row is sampled from its prompt."""
     # Not from the completions' mask, which leaves out what is masked for being truncated
     mean_length = trainer._metrics["train"]["completions/mean_length"][-1]
-    return round(mean_length * len(batch["completion_ids"])), int(batch["prompt_mask"].sum())
+    prompt_lengths = batch["prompt_mask"].sum(1, keepdim=True)
+    read = prompt_lengths.sum()
+    if trainer.tools:  # the turns after the first, each from where a tool's answer ends
+        begins = batch["tool_mask"][:, 1:] > batch["tool_mask"][:, :-1]
+        positions = torch.arange(1, batch["tool_mask"].shape[1], device=begins.device)
+        read = read + ((prompt_lengths + positions) * begins).sum()
+    return round(mean_length * len(batch["completion_ids"])), int(read)
 
 
 def _tree_rewards(trees: list[Tree]) -> tuple[torch.Tensor, torch.Tensor]:

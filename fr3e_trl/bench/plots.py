@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from .results import (
-    COSTS,
     SIGNALS,
     Measure,
     Results,
@@ -42,7 +41,7 @@ def plot_all(results: Results, output_dir: Path) -> dict[str, str]:
     """
     accuracy_panels = {
         name: {arm: [(curve(run, cost), accuracies(run)) for run in results.of_arm(arm)] for arm in results.arms}
-        for cost, name in COSTS.items()
+        for cost, name in results.costs().items()
     }
     k = max(results.arguments["pass_at"])
     policy_measures: dict[str, Measure] = {

@@ -50,6 +50,8 @@ def cache_dir() -> Path:
 
 def _cached(task: Task) -> Path:
     made_of = [SEED, sorted(asdict(task).items()), list(demonstrations(task, NUM_DIGESTED))]
+    if task.tools:
+        made_of.append(task.make_tokenizer().chat_template)
     digest = hashlib.sha256(repr(made_of).encode()).hexdigest()[:12]
     return cache_dir() / "policies" / f"{task.name}-{digest}"
 
@@ -57,10 +59,12 @@ def _cached(task: Task) -> Path:
 def demonstrations(task: Task, size: int) -> Dataset:
     """Prompts and what the demonstrator writes, the first `size` of an endless sequence."""
     rng = random.Random(SEED)
-    problems = task.examples("policy", SEED, size)
-    return Dataset.from_list(
-        [{"prompt": problem["prompt"], "completion": f" {task.demonstrate(problem, rng)}"} for problem in problems]
-    )
+    rows = []
+    for problem in task.examples("policy", SEED, size):
+        completion = task.demonstrate(problem, rng)
+        text = f" {completion}" if isinstance(completion, str) else completion
+        rows.append({"prompt": problem["prompt"], "completion": text})
+    return Dataset.from_list(rows)
 
 
 def _make(task: Task, directory: Path) -> None:

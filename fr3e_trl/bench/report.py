@@ -14,7 +14,6 @@ import yaml
 from .plots import plot_all
 from .results import (
     COLLAPSED_NOISE,
-    COSTS,
     SHARES,
     SIGNALS,
     Measure,
@@ -205,16 +204,18 @@ def _speed(results: Results, arm: str, cost: str, level: float) -> str:
 
 def _levels_table(results: Results) -> str:
     levels = results.levels()
+    names = {"generated_tokens": "tokens", "tool_calls": "tool calls", "seconds": "seconds"}
+    costs = {cost: name for cost, name in names.items() if cost in results.costs()}
     rows = []
     for arm in results.arms:
         cells = []
-        for cost in ("generated_tokens", "seconds"):
+        for cost in costs:
             for share in SHARES:
                 spent = sorted(reached(run, cost, levels[share]) for run in results.of_arm(arm))
                 cells.append(f"{_amount(statistics.median(spent))} ({_amount(spent[0])}–{_amount(spent[-1])})")
         rows.append([f"`{arm}`", *cells])
-    names = [f"{what} to {share} ({levels[share]:.3f})" for what in ("tokens", "seconds") for share in SHARES]
-    return _table(["arm", *names], rows)
+    header = [f"{what} to {share} ({levels[share]:.3f})" for what in costs.values() for share in SHARES]
+    return _table(["arm", *header], rows)
 
 
 def _amount(value: float) -> str:
@@ -268,32 +269,34 @@ def _course_table(results: Results) -> str:
 
 
 def _equal_cost_table(results: Results) -> str:
-    amounts = {cost: min(curve(run, cost)[-1] for run in results.runs) for cost in COSTS}
+    costs = results.costs()
+    amounts = {cost: min(curve(run, cost)[-1] for run in results.runs) for cost in costs}
     rows = [
         [
             f"`{arm}`",
             *(
                 _estimate(results, arm, lambda run, cost=cost: accuracy_at(run, cost, amounts[cost]))  # type: ignore[misc]
-                for cost in COSTS
+                for cost in costs
             ),
         ]
         for arm in results.arms
     ]
-    return _table(["arm", *(f"{amounts[cost]:,.0f} {name}" for cost, name in COSTS.items())], rows)
+    return _table(["arm", *(f"{amounts[cost]:,.0f} {name}" for cost, name in costs.items())], rows)
 
 
 def _cost_table(results: Results) -> str:
+    columns = results.costs()
     rows = []
     for arm, settings in results.arms.items():
         ends = [run["evaluations"][-1] for run in results.of_arm(arm)]
         batches = _mean([end["batches"] for end in ends])
         tokens = _mean([end["generated_tokens"] for end in ends])
-        costs = [f"{_mean([end[cost] for end in ends]):,.0f}" for cost in COSTS]
+        costs = [f"{_mean([end[cost] for end in ends]):,.0f}" for cost in columns]
         seconds = sum(run["evaluation_seconds"] for run in results.of_arm(arm))
         share = seconds / (seconds + sum(end["seconds"] for end in ends))
         row = [f"{settings['num_prompts']}", f"{batches:,.1f}", f"{tokens / batches:,.0f}", *costs, f"{share:.0%}"]
         rows.append([f"`{arm}`", *row])
-    return _table(["arm", "prompts a batch", "batches", "tokens a batch", *COSTS.values(), "evaluation"], rows)
+    return _table(["arm", "prompts a batch", "batches", "tokens a batch", *columns.values(), "evaluation"], rows)
 
 
 def _signal_table(results: Results) -> str:

@@ -9,6 +9,7 @@ from .statistics import best_of_k, first_reached, interpolate, mean_height
 
 COSTS = {
     "generated_tokens": "generated tokens",
+    "tool_calls": "tool calls",
     "training_rows": "training rows",
     "forward_tokens": "forward tokens",
     "forward_backward_tokens": "forward and backward tokens",
@@ -70,6 +71,11 @@ class Results:
     def finalists_of(self, arm: str) -> list[dict[str, Any]]:
         """Runs of the best of them, with all tuning seeds."""
         return [run for run in self.tuning if run["arm"] == arm]
+
+    def costs(self) -> dict[str, str]:
+        """What the runs have spent, and what it is called: no tool calls where there are no tools."""
+        spent = {name for run in self.runs for name, amount in run["evaluations"][-1].items() if amount}
+        return {name: title for name, title in COSTS.items() if name in spent}
 
     def levels(self) -> dict[str, float]:
         """Levels of pass@1 by their names: shares of the way from the start to the best arm's end. NaN if all fell."""

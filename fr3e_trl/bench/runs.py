@@ -104,7 +104,13 @@ class Course(transformers.TrainerCallback):
         trainer, run = self.trainer, self.run
         start = now(trainer.args.device)
         evaluation = evaluate(
-            trainer.model, trainer.processing_class, self.task, self.heldout, run.num_samples, run.eval_batch_size
+            trainer.model,
+            trainer.processing_class,
+            self.task,
+            self.heldout,
+            run.num_samples,
+            run.eval_batch_size,
+            trainer,
         )
         self.evaluations.append(asdict(trainer.costs) | asdict(evaluation))
         self._num_due = trainer.costs.generated_tokens * run.num_evals // run.generated_tokens + 1

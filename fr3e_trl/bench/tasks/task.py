@@ -3,7 +3,7 @@
 import random
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +15,14 @@ from transformers import PreTrainedTokenizerFast
 SPLITS = {"policy": range(80), "train": range(80, 90), "heldout": range(90, 100)}
 
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>"]
+
+# What a policy writes: text, or where it calls tools the messages of several turns, its own and the tools'
+Completion = str | list[dict[str, Any]]
+
+
+def prompt_text(prompt: Completion) -> str:
+    """The text of a prompt, or of its messages."""
+    return prompt if isinstance(prompt, str) else " ".join(message["content"] for message in prompt)
 
 
 @dataclass(frozen=True)
@@ -45,20 +53,22 @@ class Task(ABC):
 
     words: ClassVar[Sequence[str]]  # the vocabulary
     answer_columns: ClassVar[Sequence[str]] = ("answer",)  # what the reward needs of a problem
+    tools: ClassVar[Sequence[Callable[..., Any]]] = ()  # with some, prompts and completions are lists of messages
+    max_tool_calling_iterations: ClassVar[int | None] = None  # turns of a completion in which it may call them
 
     @abstractmethod
     def problem(self, rng: random.Random) -> dict[str, Any]:
         """A problem: its `"prompt"`, and the columns that the reward and the demonstrator need."""
 
     @abstractmethod
-    def demonstrate(self, problem: dict[str, Any], rng: random.Random, is_noisy: bool = True) -> str:
+    def demonstrate(self, problem: dict[str, Any], rng: random.Random, is_noisy: bool = True) -> Completion:
         """What the demonstrator writes. Without the noise, it is right."""
 
     @abstractmethod
-    def is_right(self, completion: str, problem: dict[str, Any]) -> bool:
-        """Whether a completion solves a problem, given by its `answer_columns`."""
+    def is_right(self, completion: Any, problem: dict[str, Any]) -> bool:
+        """Whether a completion, a [`Completion`], solves a problem, given by its `answer_columns`."""
 
-    def score(self, completion: str, problem: dict[str, Any]) -> float:
+    def score(self, completion: Any, problem: dict[str, Any]) -> float:
         """The reward of a completion, in [0, 1]: 1 if it is right and 0 if not, unless the task knows degrees."""
         return float(self.is_right(completion, problem))
 
@@ -78,11 +88,12 @@ class Task(ABC):
         problems: list[dict[str, Any]] = []
         while len(problems) < size:
             problem = self.problem(rng)
-            if zlib.crc32(" ".join(sorted(problem["prompt"].split())).encode()) % 100 in SPLITS[split]:
+            words = sorted(prompt_text(problem["prompt"]).split())
+            if zlib.crc32(" ".join(words).encode()) % 100 in SPLITS[split]:
                 problems.append(problem)
         return Dataset.from_list(problems)
 
-    def reward(self, completions: list[str], **columns: Any) -> list[float]:
+    def reward(self, completions: list[Any], **columns: Any) -> list[float]:
         """Reward function for a trainer: the score of each completion."""
         answers = zip(*(columns[name] for name in self.answer_columns), strict=True)
         return [
