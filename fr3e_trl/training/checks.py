@@ -119,7 +119,8 @@ def check_generation_kwargs(args: FR3EConfig) -> None:
 
 def warn_of_single_prompt(args: FR3EConfig) -> None:
     """Warn of batches of one prompt, where the prior of a prompt, the mean over the others, does not exist."""
-    if args.value_prior_strength and not args.value_memory and args.generation_batch_size == args.num_generations:
+    has_prior = args.value_prior_strength and not args.value_memory and not args.normalizes_rewards
+    if has_prior and args.generation_batch_size == args.num_generations:
         alone = ", whose base trajectory then has nothing to be compared with and teaches nothing"
         logger.warning(
             "A generation batch has one prompt (generation_batch_size=%d / num_generations=%d): no other prompts give "
