@@ -742,7 +742,6 @@ def test_rewards_normalized_before_their_sum_are_grpo_trainers(aggregated):
         ({"rollout_func": lambda prompts, trainer: {}}, "rollout_func"),
         ({"environment_factory": object}, "environment_factory"),
         ({"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex"),
-        ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2 in colocate mode"),
     ],
 )
 def test_what_is_not_supported_is_refused(arguments, named):
