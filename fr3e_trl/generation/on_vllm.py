@@ -172,8 +172,8 @@ class VLLMColocateSampler(VLLMSampler):
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         if self.generation.tensor_parallel_size == 1:
             return self._ask(requests)
-        # What branches off later is asked for later, and need not travel
-        own = [replace(request, branching=None) for request in requests]
+        # What is not needed to continue a prefix does not travel
+        own = [replace(request, branching=None, dialogue=None) for request in requests]
         return through_group(self.generation.tp_group, self._ask_together, own)
 
     def _ask_together(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
