@@ -738,9 +738,7 @@ def test_rewards_normalized_before_their_sum_are_grpo_trainers(aggregated):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"tools": [max]}, "tools"),
         ({"rollout_func": lambda prompts, trainer: {}}, "rollout_func"),
-        ({"environment_factory": object}, "environment_factory"),
         ({"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex"),
     ],
 )
