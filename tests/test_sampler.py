@@ -11,6 +11,7 @@ from models import CPU, make_dataset, make_model, make_tokenizer
 from recorder import Recorder
 from test_processes import launch, same, trees_of, weights_of
 from test_trainer import check_batch, digits, letters, make_trainer, train, weights
+from tool_policy import look, make_tool_dataset, make_tool_policy, make_tool_tokenizer, right
 from transformers import set_seed
 from trees import rollouts_of
 
@@ -92,12 +93,12 @@ def test_the_ratio_is_against_the_log_probs_that_were_given(with_logprobs):
     assert loss == pytest.approx(-(terms * counted).sum().item() / counted.sum().item(), abs=1e-4)
 
 
+def built_in(trainer):
+    return GenerateSampler(trainer.generation_model, trainer.generation_config, trainer.accelerator.device)
+
+
 def test_the_built_in_sampler_may_be_passed():
     """The same rollouts, in two rounds."""
-
-    def built_in(trainer):
-        return GenerateSampler(trainer.generation_model, trainer.generation_config, trainer.accelerator.device)
-
     theirs = train(reward_funcs=letters)
     ours = make_recorder(built_in)
     set_seed(1)
@@ -105,6 +106,27 @@ def test_the_built_in_sampler_may_be_passed():
     for (batch, _), (expected, _) in zip(ours.batches, theirs.batches, strict=True):
         assert batch["completion_ids"].equal(expected["completion_ids"])
         assert batch["advantages"].equal(expected["advantages"])
+
+
+def test_turns_may_be_written_by_a_sampler():
+    """With tools it writes the turns: as the built-in one, the same trees."""
+    runs = []
+    for arguments in ({}, {"sampler": built_in}):
+        set_seed(1)
+        trainer = Recorder(
+            make_tool_policy(),
+            right,
+            FR3EConfig("unused", **CPU | SIZES | {"max_completion_length": 24, "max_steps": 1}),
+            train_dataset=make_tool_dataset(),
+            processing_class=make_tool_tokenizer(),
+            tools=[look],
+            **arguments,
+        )
+        trainer.train()
+        runs.append(trainer.batches[0][0])
+    theirs, ours = runs
+    assert all(ours[name].equal(theirs[name]) for name in ("completion_ids", "tool_mask", "advantages"))
+    assert not ours["tool_mask"].equal(ours["completion_mask"])
 
 
 class Returns:
