@@ -5,12 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import FR3EConfig
+    from .generation.sampler import Sample, Sampler, SamplingRequest
     from .trainer import FR3ETrainer
 
-__all__ = ["FR3EConfig", "FR3ETrainer"]
+__all__ = ["FR3EConfig", "FR3ETrainer", "Sample", "Sampler", "SamplingRequest"]
 
 # Imported when they are asked for: they take seconds, which `fr3e --help` need not
-_MODULES = {"FR3EConfig": "config", "FR3ETrainer": "trainer"}
+_MODULES = {
+    "FR3EConfig": "config",
+    "FR3ETrainer": "trainer",
+    **dict.fromkeys(("Sample", "Sampler", "SamplingRequest"), "generation.sampler"),
+}
 
 
 def __getattr__(name: str) -> Any:

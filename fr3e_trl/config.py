@@ -66,6 +66,7 @@ GRPO_CHOICES = {
     "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
     "importance_sampling_level": ("token", "sequence"),
     "scale_rewards": ("none", "group", "batch"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
 }
 
 # Losses for advantages of tokens. "grpo" and "sapo" take the mean over a row's own tokens, in which those of a short
@@ -265,8 +266,9 @@ class FR3EConfig(GRPOConfig):
             "help": "What a token learns from: 'rollout', the outcome of the rollout that sampled it, as in the paper; "
             "'tree', the outcomes of all rollouts that pass through it. 'tree' takes the losses 'dapo', 'bnpo', "
             "'dr_grpo', 'cispo', 'luspo' and 'vespo', `importance_sampling_level='token'`, `reuse_base=True`, "
-            "`base_selection='all'`, `modulation='none'`, `explore_temperature_scale=1` and `scale_rewards='none'`; a "
-            "base trajectory too short for its anchors then leaves their rollouts to S_0.",
+            "`base_selection='all'`, `modulation='none'`, `explore_temperature_scale=1`, `scale_rewards='none'` and "
+            "`multi_objective_aggregation='sum_then_normalize'`; a base trajectory too short for its anchors then "
+            "leaves their rollouts to S_0.",
             "choices": ["rollout", "tree"],
         },
     )
@@ -295,9 +297,10 @@ class FR3EConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "Weight, in rollouts, of a prior in the baseline of each row: the value of the state before it, "
-            "and for the prompt the mean over the batch's other prompts. 0 uses the plain mean of the state's "
-            "rewards, as the paper does. If `None`, 4 when exploring, and 0 when `num_anchors=0` or "
-            "`scale_rewards='group'`; with `value_memory`, what past steps say is best."
+            "and for the prompt the mean over the batch's other prompts, or where rewards are normalised over each "
+            "prompt's rows, 0. 0 uses the plain mean of the state's rewards, as the paper does. If `None`, 4 when "
+            "exploring, and 0 when `num_anchors=0`, or with `scale_rewards='group'` if the rows can be shared out to "
+            "states of several; with `value_memory`, what past steps say is best."
         },
     )
     value_memory: bool = field(
@@ -399,8 +402,20 @@ class FR3EConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "Scaling of the advantages: 'none'; 'group' to divide by the standard deviation of the state's "
-            "rewards; or 'batch' to divide by that of the whole batch's. `True` is 'group', `False` is 'none'. If "
-            "`None`, 'none' with anchors or a prior, as in the paper, and 'group', as in GRPO, without."
+            "rewards, or with a prior to normalise rewards over the prompt's rows before they are compared; or 'batch' "
+            "to divide by that of the whole batch's. `True` is 'group', `False` is 'none'. If `None`, 'none' with "
+            "anchors or a prior, as in the paper, and 'group', as in GRPO, without."
+        },
+    )
+    multi_objective_aggregation: str = field(
+        default="sum_then_normalize",
+        metadata={
+            "help": "How several rewards become one: 'sum_then_normalize', their weighted sum; 'normalize_then_sum', "
+            "the weighted sum of each one's distance from its mean over the prompt's rows, in standard deviations, "
+            "divided by the standard deviation over the batch, as in GDPO. The rows of a prompt are all of its tree's, "
+            "branches too, and what they give takes the reward's place in values, modulation and advantages: 0 is then "
+            "the mean of a prompt's rows, and its prior. `scale_rewards` is not looked at, as in TRL.",
+            "choices": ["sum_then_normalize", "normalize_then_sum"],
         },
     )
 
@@ -444,6 +459,12 @@ class FR3EConfig(GRPOConfig):
         return self.value_prior_strength != 0
 
     @property
+    def normalizes_rewards(self) -> bool:
+        """Whether rewards are compared as normalised over each prompt's rows, whose mean is then the prompt's prior."""
+        by_group = self.scale_rewards in ("group", True) and self.has_prior
+        return self.multi_objective_aggregation == "normalize_then_sum" or by_group
+
+    @property
     def is_plain_grpo(self) -> bool:
         """Whether nothing of FR3E is on, so that training is left to `GRPOTrainer` altogether."""
         return (
@@ -480,15 +501,13 @@ class FR3EConfig(GRPOConfig):
 
         No setting of GRPO is changed, since one that was set to its default cannot be told from one that was not set.
         A log line says what was added, and in what an `FR3EConfig` would differ. With `scale_rewards="group"`,
-        `GRPOConfig`'s default, there is no prior; rows that cannot be shared out without one are not explored from.
+        `GRPOConfig`'s default, there is no prior where the rows can be shared out without one.
         """
         # Not built anew from the fields: `GRPOConfig.__post_init__` refuses the values that it has itself filled in.
         config = copy.copy(args)
         config.__class__ = cls
         for name in _own_fields():
             setattr(config, name, cls.__dataclass_fields__[name].default)
-        if config.scale_rewards == "group" and default_num_anchors(config.num_generations) is None:
-            config.num_anchors = 0
         config._resolve()
         config._check_combinations()
         logger.warning(
@@ -539,8 +558,7 @@ class FR3EConfig(GRPOConfig):
         )
         _require(self, "vllm_request_timeout", self.vllm_request_timeout > 0, "above 0, for example 1800")
         if self.value_prior_strength is None and not self.value_memory:
-            has_prior = self.num_anchors != 0 and self.scale_rewards not in ("group", True)
-            self.value_prior_strength = PRIOR_STRENGTH if has_prior else 0.0
+            self.value_prior_strength = PRIOR_STRENGTH if self.num_anchors != 0 and self._takes_prior() else 0.0
         strength = self.value_prior_strength
         _require(self, "value_prior_strength", strength is None or strength >= 0, "0 or more, for example 4.0")
         _require(
@@ -548,6 +566,13 @@ class FR3EConfig(GRPOConfig):
             "value_memory",
             self.has_prior or not self.value_memory,
             "False with value_prior_strength=0, which takes no prior; leave value_prior_strength unset",
+        )
+        _require(
+            self,
+            "value_memory",
+            not (self.value_memory and self.normalizes_rewards),
+            "False with multi_objective_aggregation='normalize_then_sum' or scale_rewards='group', by which a prompt's "
+            "rewards have the mean 0 in every step, and nothing is left to remember",
         )
         self.num_base_trajectories, self.num_anchors, _ = self._shape
         if self.reject_degenerate_states is None:
@@ -559,6 +584,15 @@ class FR3EConfig(GRPOConfig):
             "max_refills",
             self.max_refills == 0 or self.reject_degenerate_states,
             "0 with reject_degenerate_states=False, which leaves nothing to refill; set reject_degenerate_states=True",
+        )
+
+    def _takes_prior(self) -> bool:
+        """Whether exploration has a prior where nothing was chosen."""
+        scales_states = self.scale_rewards in ("group", True)
+        return (
+            not scales_states
+            or self.multi_objective_aggregation == "normalize_then_sum"
+            or (self.num_anchors is None and default_num_anchors(self.num_generations) is None)
         )
 
     def _check_combinations(self) -> None:
@@ -573,11 +607,6 @@ class FR3EConfig(GRPOConfig):
                 f"max_completion_length={self.max_completion_length} is the budget that anchors and their rollouts "
                 f"share: it must be at least anchor_min_budget={self.anchor_min_budget}, for example 512."
             )
-        if self.multi_objective_aggregation != "sum_then_normalize":
-            raise ValueError(
-                f"multi_objective_aggregation={self.multi_objective_aggregation!r} has no state values to modulate "
-                "by: FR3E takes the weighted sum of the rewards. Use 'sum_then_normalize'."
-            )
         for name, choices in GRPO_CHOICES.items():
             _require_choice(self, name, choices)
         _require(self, "temperature", 0 < self.temperature < math.inf, "above 0 and finite, for example 1.0")
@@ -588,12 +617,6 @@ class FR3EConfig(GRPOConfig):
             all(map(math.isfinite, self.reward_weights or [])),
             "None or finite numbers, one for each reward function, for example 1.0",
         )
-        if self.scale_rewards == "group" and self.has_prior:
-            raise ValueError(
-                f"scale_rewards='group' divides by the spread of a state's rewards, which is 0 in states that "
-                f"value_prior_strength={self.value_prior_strength} keeps. Use scale_rewards='none' or 'batch', or "
-                "value_prior_strength=0 and value_memory=False."
-            )
 
     def _check_tree_credit(self) -> None:
         """Refuse what does not go with advantages of tokens, taken over trees of completions of one policy."""
@@ -603,6 +626,7 @@ class FR3EConfig(GRPOConfig):
             "loss_type": TREE_LOSSES,
             "importance_sampling_level": ("token",),
             "scale_rewards": ("none",),
+            "multi_objective_aggregation": ("sum_then_normalize",),
             "reuse_base": (True,),
             "base_selection": ("all",),
             "modulation": ("none",),
@@ -638,14 +662,7 @@ def _require_type(config: FR3EConfig, name: str, annotation: Any, example: str) 
 
 def _lost_by_scaling(config: FR3EConfig) -> str:
     """What comes of GRPO's scaling, for a sentence's end."""
-    if config.scale_rewards != "group":
-        return ""
-    if config.num_anchors:
-        return ", and with that a prior (value_prior_strength)"
-    return (
-        f". Nothing is explored: with scale_rewards='group' there is no prior, and num_generations="
-        f"{config.num_generations} cannot be split into states of several rollouts. Set scale_rewards='none' to explore"
-    )
+    return ", and with that a prior (value_prior_strength)" if not config.has_prior else ""
 
 
 def _sized(settings: dict[str, Any]) -> dict[str, Any]:

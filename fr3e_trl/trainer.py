@@ -25,7 +25,7 @@ from trl.trainer.utils import get_config_model_id
 from .config import FR3EConfig
 from .generation.on_transformers import ContinuousBatchingSampler, GenerateSampler
 from .generation.on_vllm import VLLMColocateSampler, VLLMServerSampler
-from .generation.sampler import InStepSampler, Sampler
+from .generation.sampler import InStepSampler, OwnSampler, Sampler
 from .generation.tool_calling import EnvironmentFailure, Instance, ToolCallingSampler
 from .generation.vllm_server import VLLMServerError
 from .method.batch import Deal, Row, remember, rows_of, set_advantages
@@ -39,6 +39,7 @@ from .training.checks import (
     check_dataset,
     check_generation_kwargs,
     check_prompts,
+    check_sampler,
     checked_reward_func,
     refuse_unsupported,
     refuse_unsupported_setup,
@@ -83,6 +84,12 @@ class FR3ETrainer(RatioGRPOTrainer):
     Args:
         args ([`FR3EConfig`] or [`~trl.GRPOConfig`], *optional*):
             Configuration. To a plain `GRPOConfig`, FR3E's settings are added. If `None`, a default one is used.
+
+        sampler (`Callable`, *optional*):
+            Makes what draws the rollouts, in place of `generate` or vLLM: it is called with the finished trainer, and
+            returns a [`Sampler`]. A class whose only argument is the trainer will do. Tokens for which it gives
+            log-probs are weighed by those in the importance ratio, others by the policy's at the start of the step.
+            Evaluation generates as [`~trl.GRPOTrainer`]'s does.
 
         All others are those of [`~trl.GRPOTrainer`]. While exploring, `rollout_func` and images are not supported. An
         environment that has a method `_fork(self)`, which returns a copy that goes on by itself in the same state, is
@@ -133,12 +140,16 @@ class FR3ETrainer(RatioGRPOTrainer):
         tools: list[Callable[..., Any]] | None = None,
         rollout_func: RolloutFunc | None = None,
         environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
+        *,
+        sampler: "Callable[[FR3ETrainer], Sampler] | None" = None,
     ):
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = FR3EConfig(f"{model_name.split('/')[-1]}-FR3E")
         elif not isinstance(args, FR3EConfig):
             args = FR3EConfig.from_grpo(args)
+        if sampler is not None:
+            check_sampler(sampler, args)
         if not args.is_plain_grpo:
             refuse_unsupported(args, rollout_func, has_tools=bool(tools or environment_factory))
             check_generation_kwargs(args)
@@ -163,8 +174,7 @@ class FR3ETrainer(RatioGRPOTrainer):
         )
         self.trees: list[Tree] = []
         self.sampler = self._make_sampler()
-        if self.tools and not args.is_plain_grpo:
-            self.sampler = ToolCallingSampler(self, self.sampler, skip_mismatches=args.replay_mismatch == "skip")
+        self.has_own_sampler = sampler is not None
         self._refill: Refill | None = None
         self._memory = ValueMemory() if args.value_memory else None
         if args.is_plain_grpo:
@@ -181,6 +191,11 @@ class FR3ETrainer(RatioGRPOTrainer):
             context = self.vllm_generation.checked_context(context, len(prompt), self.max_completion_length)
             warn_of_unscored_sampling(args)
         self._budget = CompletionBudget(self.max_completion_length, context, self.processing_class)
+        if sampler is not None:
+            own = OwnSampler(sampler(self), self.use_vllm and self.vllm_importance_sampling_correction)
+            self.sampler = InStepSampler(own) if self.is_sharded else own
+        if self.tools:
+            self.sampler = ToolCallingSampler(self, self.sampler, skip_mismatches=args.replay_mismatch == "skip")
 
     def _make_sampler(self) -> Sampler:
         profiler = partial(profiling_context, self, "vLLM.generate")

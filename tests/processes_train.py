@@ -2,11 +2,13 @@
 Train in several processes, and keep what came of it. A script, for `torch.distributed.run`.
 
     processes_train.py OUTPUT SETTINGS [fake] [fail] [sharded] [reward_model] [tools | environment | moody]
+        [shared_engine]
 
 Each process writes to OUTPUT what it saw: the trees, the logs, the weights, or the error. `fake`: completions do not
 depend on the processes. `fail`: the last process raises in its reward function. `sharded`: accelerate shards the model
 as its configuration says, which without a GPU it does not do by itself. `tools`, `environment`, `moody`: completions
-have several turns; an environment that is moody cannot be replayed.
+have several turns; an environment that is moody cannot be replayed. `shared_engine`: the same completions as by `fake`,
+by one engine for all processes.
 """
 
 import hashlib
@@ -20,6 +22,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from models import CPU, make_dataset, make_model, make_tokenizer
+from shared_engine import share_engine
 from tool_policy import WORDS, MoodyWalk, Walk, look, make_tool_dataset, make_tool_policy, make_tool_tokenizer
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from trees import rollouts_of
@@ -99,6 +102,7 @@ def main(output: Path, settings: dict, *options: str) -> None:
         trainer.sampler.sampler = FakeCaller()
     elif "fake" in options:
         trainer.sampler = FakeSampler()
+    engine = share_engine(trainer, FakeSampler().draw) if "shared_engine" in options else None
     trees = []
 
     explore = trainer._explore_and_assemble
@@ -128,6 +132,8 @@ def main(output: Path, settings: dict, *options: str) -> None:
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     backend = str(trainer.accelerator.distributed_type)
     result = {"trees": trees, "logs": trainer.state.log_history, "scored": scored, "backend": backend}
+    if engine is not None:
+        result["engine"] = engine.calls
     (output / f"{RANK}.json").write_text(json.dumps(result))
     torch.save(state, output / f"{RANK}.pt")
     trainer.accelerator.wait_for_everyone()

@@ -11,6 +11,7 @@ from fr3e_trl.method.advantages import (
     compute_advantages,
     degenerate_states,
     modulation_factors,
+    normalized_rewards,
     row_advantages,
     row_baselines,
     state_values,
@@ -206,6 +207,16 @@ def test_negative_advantages_are_scaled():
     # alpha_1 = exp(-0.25) = 0.7788
     result = compute_advantages(rewards, states, [None, 0, 0], negative_scale=0)
     assert_close(result.advantages, [0.75, 0, 0, 0, 0.3894, 0, 0, 0])
+
+
+def test_normalized_rewards():
+    # First prompt: by the first function (1, 3, 5), mean 3, deviation 2; by the second all equal
+    # Second prompt: (2, 4), mean 3, deviation sqrt(2); and a single one
+    rewards = torch.tensor([[1, 0.1], [2, NAN], [3, 0.1], [NAN, 5], [5, 0.1], [4, NAN]], dtype=torch.float64)
+    prompts = torch.tensor([0, 1, 0, 1, 0, 1])
+    a, b = 2 / 2.0001, 1 / (math.sqrt(2) + 1e-4)
+    assert_close(normalized_rewards(rewards, prompts, 2)[:, 0], [-a, -b, 0, NAN, a, b])
+    assert normalized_rewards(rewards, prompts, 2)[:, 1].nan_to_num(9).tolist() == [0, 9, 0, 0, 0, 9]
 
 
 def test_weighted_rewards():

@@ -63,6 +63,9 @@ def test_there_is_a_prior_where_it_fits():
     assert make_config(num_anchors=0).value_prior_strength == 0
     assert make_config(scale_rewards="group").value_prior_strength == 0
     assert make_config(scale_rewards=True).value_prior_strength == 0
+    # Rows that cannot be shared out without one
+    assert make_config(scale_rewards="group", num_generations=3).value_prior_strength == 4
+    assert make_config(scale_rewards="group", multi_objective_aggregation="normalize_then_sum").has_prior
 
 
 @pytest.mark.parametrize(
@@ -99,9 +102,17 @@ def test_there_is_a_prior_where_it_fits():
         ({"max_completion_length": -5}, ["max_completion_length=-5", "512"]),
         ({"max_completion_length": None}, ["max_completion_length=None", "512"]),
         ({"max_completion_length": 8, "anchor_min_budget": 9}, ["max_completion_length=8", "anchor_min_budget=9"]),
-        ({"multi_objective_aggregation": "normalize_then_sum"}, ["normalize_then_sum", "'sum_then_normalize'"]),
+        ({"multi_objective_aggregation": "normalise"}, ["'normalise'", "'normalize_then_sum'"]),
+        (
+            {"multi_objective_aggregation": "normalize_then_sum", "value_memory": True},
+            ["value_memory=True", "False with multi_objective_aggregation='normalize_then_sum'"],
+        ),
+        (
+            {"multi_objective_aggregation": "normalize_then_sum", "credit": "tree"},
+            ["multi_objective_aggregation='normalize_then_sum'", "'sum_then_normalize' with credit='tree'"],
+        ),
         ({"scale_rewards": "std"}, ["'std'", "'group'"]),
-        ({"scale_rewards": "group", "value_prior_strength": 1.0}, ["scale_rewards='group'", "value_prior_strength=0"]),
+        ({"scale_rewards": "group", "value_memory": True}, ["value_memory=True", "scale_rewards='group'"]),
         *(
             ({name: value}, [f"{name}={value!r}", "a finite number"])
             for name in (
@@ -187,6 +198,8 @@ def make_grpo(num_generations: int = 8, **settings) -> GRPOConfig:
         ({}, (4, 1, 4)),
         ({"scale_rewards": "group", "num_generations": 16}, (4, 3, 4)),
         # With one
+        ({"scale_rewards": "group", "num_generations": 3}, (1, 2, 1)),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, (2, 6, 1)),
         ({"scale_rewards": "none"}, (2, 6, 1)),
         ({"scale_rewards": False, "num_generations": 3}, (1, 2, 1)),
         ({"scale_rewards": "batch", "epsilon_high": 0.25, "beta": 0.04}, (2, 6, 1)),
@@ -208,16 +221,15 @@ def test_from_grpo_changes_nothing_of_grpo(settings, expected, caplog):
 @pytest.mark.parametrize("num_generations", range(2, 24))
 def test_from_grpo_takes_every_number_of_rows(num_generations, caplog):
     config = FR3EConfig.from_grpo(make_grpo(num_generations))
-    can_explore = any(num_generations % num_states == 0 for num_states in (2, 3, 4, 5) if num_generations > num_states)
-    assert config.is_plain_grpo != can_explore
-    told = f"num_generations={num_generations} cannot be split" in caplog.text and "scale_rewards='none'" in caplog.text
-    assert told != can_explore
+    splits = any(num_generations % num_states == 0 for num_states in (2, 3, 4, 5) if num_generations > num_states)
+    assert config.num_anchors > 0 and config.has_prior != splits
+    assert ("and with that a prior" in caplog.text) == splits
     assert FR3EConfig.from_grpo(make_grpo(num_generations, scale_rewards="none")).num_anchors > 0
 
 
 def test_from_grpo_is_checked_too():
-    with pytest.raises(ValueError, match="normalize_then_sum"):
-        FR3EConfig.from_grpo(GRPOConfig("unused", multi_objective_aggregation="normalize_then_sum", **CPU))
+    with pytest.raises(ValueError, match="multi_objective_aggregation='normalise'"):
+        FR3EConfig.from_grpo(GRPOConfig("unused", multi_objective_aggregation="normalise", **CPU))
 
 
 def test_every_field_has_help_and_is_documented():

@@ -683,10 +683,53 @@ def test_a_grpo_config_is_accepted(settings, added, caplog):
     check_batch(trainer, *trainer.batches[0])
 
 
-def test_a_grpo_config_whose_rows_cannot_be_split_is_grpos():
-    settings = {"num_generations": 3, "per_device_train_batch_size": 6, "config": GRPOConfig}
-    ours, theirs = train(FR3ETrainer, **settings), train(GRPOTrainer, **settings)
-    assert weights(ours).equal(weights(theirs))
+def test_a_grpo_config_whose_rows_cannot_be_split_is_explored_with_a_prior():
+    """By hand: rewards normalised over the 3 rows of a prompt, each compared with the chain before it, from 0."""
+    settings = {"num_generations": 3, "per_device_train_batch_size": 6, "config": GRPOConfig, "max_steps": 3}
+    trainer, num_branched = train(reward_funcs=letters, **settings), 0
+    for batch, trees in trainer.batches:
+        check_batch(trainer, batch, trees)
+        for i, tree in enumerate(trees):
+            rewards = torch.tensor([r.score.reward for state in tree.states for r in state.rollouts])
+            first, second, third = ((rewards - rewards.mean()) / (rewards.std() + 1e-4)).tolist()
+            if len(tree.states) == 3:
+                shrunk = first / 5  # (4 * 0 + first) / (4 + 1)
+                expected = [first, second - shrunk, third - (4 * shrunk + second) / 5]
+                assert batch["advantages"][3 * i : 3 * i + 3].tolist() == pytest.approx(expected, abs=1e-4)
+                num_branched += 1
+    assert num_branched > 1
+
+
+def test_rewards_normalized_before_their_sum():
+    """By hand, as above, from each function's own; all divided by the deviation over the batch."""
+    settings = {"num_generations": 3, "per_device_train_batch_size": 6, "reward_weights": [0.5, 2.0], "max_steps": 3}
+    settings |= {"multi_objective_aggregation": "normalize_then_sum", "reward_funcs": [letters, squared]}
+    trainer, num_branched = train(**settings), 0
+    for batch, trees in trainer.batches:
+        check_batch(trainer, batch, trees)
+        rewards = torch.tensor([rollout.score.rewards for _, _, rollout in rollouts_of(trees)]).view(2, 3, 2)
+        rewards = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+        rewards = rewards @ torch.tensor([0.5, 2.0])
+        rewards = rewards / (rewards.std() + 1e-4)
+        for i, (tree, (first, second, third)) in enumerate(zip(trees, rewards.tolist(), strict=True)):
+            if len(tree.states) == 3:
+                shrunk = first / 5
+                expected = [first, second - shrunk, third - (4 * shrunk + second) / 5]
+                assert batch["advantages"][3 * i : 3 * i + 3].tolist() == pytest.approx(expected, abs=1e-4)
+                num_branched += 1
+    assert num_branched > 1
+
+
+@pytest.mark.parametrize("aggregated", [{}, {"reward_weights": [0.7, 0.3, 1.0]}])
+def test_rewards_normalized_before_their_sum_are_grpo_trainers(aggregated):
+    """Without anchors, by FR3E's own way to a batch."""
+    settings = {"epsilon_high": 0.28, "reward_funcs": [letters, digits, sometimes_none], **aggregated}
+    settings |= {"multi_objective_aggregation": "normalize_then_sum", "loss_type": "grpo"}
+    theirs = train(GRPOTrainer, config=GRPOConfig, **settings)
+    ours = train(FR3ETrainer, num_anchors=0, reject_degenerate_states=True, **settings)
+    names = ["loss", "grad_norm", "reward", "rewards/letters/mean"]
+    torch.testing.assert_close(logged(ours, *names), logged(theirs, *names), atol=1e-5, rtol=1e-3)
+    torch.testing.assert_close(weights(ours), weights(theirs), atol=1e-4, rtol=0)
 
 
 # Bad input
@@ -695,11 +738,8 @@ def test_a_grpo_config_whose_rows_cannot_be_split_is_grpos():
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"tools": [max]}, "tools"),
         ({"rollout_func": lambda prompts, trainer: {}}, "rollout_func"),
-        ({"environment_factory": object}, "environment_factory"),
         ({"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex"),
-        ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2 in colocate mode"),
     ],
 )
 def test_what_is_not_supported_is_refused(arguments, named):

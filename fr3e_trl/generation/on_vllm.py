@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from accelerate.utils import is_peft_model
 
-from ..training.processes import through_main_process
+from ..training.processes import through_group, through_main_process
 from .sampler import Sample, SamplingRequest, branch_requests
 
 if TYPE_CHECKING:
@@ -159,9 +162,29 @@ class VLLMServerSampler(VLLMSampler):
 
 
 class VLLMColocateSampler(VLLMSampler):
-    """[`VLLMSampler`] that asks the engine in this process."""
+    """
+    [`VLLMSampler`] that asks the engine in this process.
+
+    An engine that is shared out over several processes (`vllm_tensor_parallel_size`) runs in all of them together, for
+    the requests of all, as by TRL. That has not been run on GPUs yet.
+    """
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
+        if self.generation.tensor_parallel_size == 1:
+            return self._ask(requests)
+        # What is not needed to continue a prefix does not travel
+        own = [replace(request, branching=None, dialogue=None) for request in requests]
+        return through_group(self.generation.tp_group, self._ask_together, own)
+
+    def _ask_together(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
+        if is_peft_model(self.generation.model):
+            # As TRL does: NCCL must be through with an adapter's gradients before the engine's processes talk
+            accelerator = self.generation.accelerator
+            devices = [accelerator.local_process_index] if accelerator.device.type == "cuda" else None
+            torch.distributed.barrier(device_ids=devices)
+        return self._ask(requests)
+
+    def _ask(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         from vllm import SamplingParams
 
         prompts = [{"prompt_token_ids": request.prefix_ids.tolist()} for request in requests]

@@ -7,6 +7,7 @@ Nothing is inferred from the order of rows or from how many a state has.
 Notation used for tensor shapes:
     - R: rows of the batch, the completions that are trained on
     - S: states of the batch, over all prompts
+    - P: prompts
     - F: reward functions
 """
 
@@ -111,6 +112,37 @@ def weighted_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> t
     """
     rewards = (rewards_per_func * weights).nansum(dim=1)
     return rewards.masked_fill(rewards_per_func.isnan().all(dim=1), torch.nan)
+
+
+def normalized_rewards(rewards_per_func: torch.Tensor, prompts: torch.Tensor, num_prompts: int) -> torch.Tensor:
+    """
+    How far each reward is from its mean over the prompt's rows, in standard deviations.
+
+    A prompt's rows are those of all its states. Those of an anchor share their prefix with a base trajectory and with
+    each other, so that mean and deviation are those of the tree that was explored, not of the policy: a unit and an
+    origin, in which prompts can be compared. Differences between rows of a prompt are those of its rewards, each
+    function's by a factor of its own.
+
+    Args:
+        rewards_per_func (`torch.Tensor` of shape (R, F)):
+            Rewards, NaN where a function gave none.
+        prompts (`torch.Tensor` of shape (R,)):
+            Prompt of each row, as an index.
+        num_prompts (`int`):
+            P.
+
+    Returns:
+        `torch.Tensor` of shape (R, F): (r - mean) / (std + 1e-4), as GRPO does, NaN where a function gave none; exactly
+        0 where its rewards of a prompt are all equal.
+    """
+    columns = []
+    for rewards in rewards_per_func.T:
+        distances = row_advantages(
+            rewards, prompts, state_values(rewards, prompts, num_prompts)[prompts], num_prompts, "group"
+        )
+        distances = distances.masked_fill(degenerate_states(rewards, prompts, num_prompts)[prompts], 0)
+        columns.append(distances.masked_fill(rewards.isnan(), torch.nan))
+    return torch.stack(columns, dim=1)
 
 
 def state_values(rewards: torch.Tensor, states: torch.Tensor, num_states: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..config import FR3EConfig
-from .advantages import compute_advantages, state_values
+from .advantages import compute_advantages, normalized_rewards, state_values, weighted_rewards
 from .anchors import even_shares
 from .credit import Credit, compute_credit, informative_rows, prompt_values, tree_values
 from .memory import ValueMemory
@@ -167,18 +167,20 @@ def set_advantages(rows: list[Row], trees: list[Tree], args: FR3EConfig, memory:
             What prompts were worth in the steps before. It is asked, and not told.
     """
     prior_strength, priors = args.value_prior_strength, None
+    if args.normalizes_rewards:
+        priors = torch.zeros(len(trees), dtype=torch.float64)  # the mean of each prompt's rows
     if memory is not None:
         prior_strength = memory.prior_strength if prior_strength is None else prior_strength
         priors = memory.priors(_keys_of(trees), _values_of(trees, args))
     states, parents = chains_of(trees)
     row_states = torch.tensor([i for i, state in enumerate(states) for _ in state.rollouts])
     result = compute_advantages(
-        torch.tensor([row.rollout.score.reward for row in rows], dtype=torch.float64),
+        compared_rewards(trees, args),
         row_states,
         parents,
         modulation=args.modulation if args.num_anchors else "none",
         modulation_clip=args.modulation_clip,
-        scale=args.scale_rewards or "none",
+        scale="none" if args.normalizes_rewards else args.scale_rewards or "none",
         prior_strength=prior_strength or 0.0,
         reject=bool(args.reject_degenerate_states),
         negative_scale=args.negative_advantage_scale,
@@ -197,6 +199,28 @@ def set_advantages(rows: list[Row], trees: list[Tree], args: FR3EConfig, memory:
             rewards, parents, positions, lengths, prompts, prior_strength or 0.0, copies=copies, priors=priors
         )
         _set_tree_credit(rows, trees, args, credit)
+
+
+def compared_rewards(trees: list[Tree], args: FR3EConfig) -> torch.Tensor:
+    """
+    What the rows of `trees` are compared by, (R,), in order: their reward, or what normalising has made of it.
+
+    With `multi_objective_aggregation="normalize_then_sum"` the rewards of each function are normalised over each
+    prompt's rows, summed by their weights and divided by the standard deviation over the batch, as by GRPO. With
+    `scale_rewards="group"` and a prior their weighted sum is normalised over each prompt's rows.
+    """
+    scored = [(r.score, i) for i, tree in enumerate(trees) for state in tree.states for r in state.rollouts]
+    scores, prompts = zip(*scored, strict=True)
+    rewards = torch.tensor([score.reward for score in scores], dtype=torch.float64)
+    if not args.normalizes_rewards:
+        return rewards
+    if args.multi_objective_aggregation == "sum_then_normalize":
+        return normalized_rewards(rewards.unsqueeze(1), torch.tensor(prompts), len(trees)).squeeze(1)
+    per_func = torch.tensor([score.rewards for score in scores], dtype=torch.float64)
+    weights = torch.tensor(args.reward_weights or [1.0] * per_func.size(1), dtype=torch.float64)
+    rewards = weighted_rewards(normalized_rewards(per_func, torch.tensor(prompts), len(trees)), weights)
+    scorable = rewards[~rewards.isnan()]
+    return rewards / (scorable.std() + 1e-4) if len(scorable) > 1 else rewards
 
 
 def remember(trees: list[Tree], args: FR3EConfig, memory: ValueMemory) -> dict[str, float]:

@@ -42,7 +42,7 @@ REFUSED_KWARGS = (
         "Leave it out: the trainer reads what is generated in a form of its own",
     ),
 )
-HARMLESS_KWARGS = (("do_sample", True), ("num_beams", 1))
+HARMLESS_KWARGS = (("do_sample", True), ("num_beams", 1), ("num_return_sequences", 1), ("min_length", 0))
 
 # Settings of vLLM that change what is sampled, and that neither the policy's log-probs nor ours take into account
 UNSCORED_SAMPLING = {"allowed_token_ids", "bad_words", "logit_bias", "min_p", "repetition_penalty", "top_k", "top_p"}
@@ -55,19 +55,28 @@ def refuse_unsupported(args: FR3EConfig, rollout_func: Any, has_tools: bool) -> 
             "be 'any'."
         )
     unsupported = [
-        ("a rollout_func", rollout_func is not None, "Leave it out"),
+        ("a rollout_func", rollout_func is not None, "Pass sampler=, which continues prefixes too"),
         ("vllm_structured_outputs_regex", args.vllm_structured_outputs_regex is not None, "Leave it out"),
-        (
-            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} in colocate mode",
-            args.use_vllm and args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1,
-            "Leave it out, or use a server",
-        ),
     ]
     for what, given, remedy in unsupported:
         if given:
             raise NotImplementedError(
                 f"FR3ETrainer does not support {what} yet. {remedy}, or set num_anchors=0 to train with plain GRPO."
             )
+
+
+def check_sampler(sampler: Any, args: FR3EConfig) -> None:
+    """Refuse a sampler that is none, or that nothing would be drawn by."""
+    if args.is_plain_grpo:
+        raise ValueError(
+            "sampler= draws FR3E's rollouts, and nothing of FR3E is on (num_anchors=0): leave it out, or pass a "
+            "rollout_func, as to GRPOTrainer."
+        )
+    if not callable(sampler):
+        raise TypeError(
+            f"sampler={sampler!r} is not allowed: it must be called with the trainer and return a Sampler, for example "
+            "sampler=lambda trainer: my_sampler."
+        )
 
 
 def refuse_unsupported_setup(trainer: Any) -> None:
@@ -87,6 +96,19 @@ def refuse_unsupported_setup(trainer: Any) -> None:
             "FR3ETrainer does not support multimodal processors yet. To train a model on text alone, pass its "
             "tokenizer as `processing_class`; set num_anchors=0 to train with plain GRPO."
         )
+    if not trainer.use_vllm:
+        _check_generation_config(trainer.model.generation_config, trainer.generation_config)
+
+
+def _check_generation_config(of_model: Any, chosen: Any) -> None:
+    """Refuse what a model's own generation configuration brings that `generation_kwargs` may not, unless overridden."""
+    for name, harmless in (("num_beams", 1), ("num_return_sequences", 1), ("min_length", 0)):
+        value = getattr(of_model, name)
+        if value not in (None, harmless) and getattr(chosen, name) is None:
+            raise ValueError(
+                f"The model's generation_config has {name}={value}, and rollouts must be independent samples that go "
+                f"on from any prefix. Set generation_kwargs={{{name!r}: {harmless}}}, or num_anchors=0 for plain GRPO."
+            )
 
 
 def warn_of_unscored_sampling(args: FR3EConfig) -> None:
@@ -119,7 +141,8 @@ def check_generation_kwargs(args: FR3EConfig) -> None:
 
 def warn_of_single_prompt(args: FR3EConfig) -> None:
     """Warn of batches of one prompt, where the prior of a prompt, the mean over the others, does not exist."""
-    if args.value_prior_strength and not args.value_memory and args.generation_batch_size == args.num_generations:
+    has_prior = args.value_prior_strength and not args.value_memory and not args.normalizes_rewards
+    if has_prior and args.generation_batch_size == args.num_generations:
         alone = ", whose base trajectory then has nothing to be compared with and teaches nothing"
         logger.warning(
             "A generation batch has one prompt (generation_batch_size=%d / num_generations=%d): no other prompts give "

@@ -63,6 +63,28 @@ def through_main_process(
     return own_results
 
 
+def through_group(group: Any, function: Callable[[list[T]], Sequence[R]], items: Sequence[T]) -> list[R]:
+    """
+    Have every process of a group call `function` with the items of all of them.
+
+    Args:
+        group (`torch.distributed.ProcessGroup`):
+            The processes.
+        function (`Callable`):
+            Gives one result for each item, the same in every process.
+        items (`Sequence`):
+            This process's.
+
+    Returns:
+        `list`: The results for this process's items.
+    """
+    of_processes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_processes, list(items), group=group)
+    results = function([item for of_process in of_processes for item in of_process])
+    start = sum(map(len, of_processes[: dist.get_rank(group)]))
+    return list(results[start : start + len(items)])
+
+
 def in_every_process(function: Callable[[], R]) -> list[R]:
     """
     Call `function` in every process, and return the results of all.

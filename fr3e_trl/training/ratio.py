@@ -27,6 +27,9 @@ MAX_LOGITS = 2**24
 class RatioGRPOTrainer(RowsGRPOTrainer):
     """[`RowsGRPOTrainer`] whose importance ratio is against what each row was sampled from."""
 
+    # Whether a sampler was passed, whose log-probs are those of what it draws from
+    has_own_sampler = False
+
     # How to score the old policy in TRL's place, set until TRL asks for it
     _score_old: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
 
@@ -41,7 +44,8 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
         if wants_old and all(logprobs is not None for logprobs in known):
             self._score_old = partial(_write, known)
         batch = super().assemble(batch_rows, tool_counts)
-        if off_temperature or any(row.is_left_over for row in batch_rows):
+        is_told = self.has_own_sampler and any(gather_object([logprobs is not None for logprobs in known]))
+        if off_temperature or is_told or any(row.is_left_over for row in batch_rows):
             self._set_old_logprobs(batch, own, known)
         return batch
 
@@ -65,10 +69,12 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
     def _known_logprobs(self, row: Row) -> torch.Tensor | None:
         """
         Log-probs of a row's tokens, of shape (L,), under the policy that it was sampled from, if they were told: by
-        generation in float32, or for a row left over by the step before. 0 for a prefix, not in the loss. In half
-        precision decoding rounds otherwise than training does, and the ratio would not be 1 where nothing has changed.
+        generation in float32, by a sampler of one's own, or for a row left over by the step before. 0 for a prefix, not
+        in the loss. In half precision decoding rounds otherwise than training does, and the ratio would not be 1 where
+        nothing has changed.
         """
-        if row.old_logprobs is not None or row.rollout.logprobs is None or self.use_vllm or not self.in_float32:
+        is_told = self.has_own_sampler or (self.in_float32 and not self.use_vllm)
+        if row.old_logprobs is not None or row.rollout.logprobs is None or not is_told:
             return row.old_logprobs
         return torch.cat([torch.zeros(len(row.prefix_ids)), torch.from_numpy(row.rollout.logprobs)])
 

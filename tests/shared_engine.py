@@ -1,0 +1,73 @@
+"""A colocated vLLM that several processes share, in name: the engine is a fake one, all around it is real."""
+
+import contextlib
+import sys
+from types import SimpleNamespace
+
+import torch.distributed as dist
+from models import make_model
+from peft import LoraConfig, get_peft_model
+
+from fr3e_trl import SamplingRequest
+from fr3e_trl.generation.on_vllm import VLLMColocateSampler
+
+
+class SharedEngine:
+    """
+    An engine that draws the same from the same prefix, in all processes of a group together, as a real one would.
+
+    Args:
+        draw (`Callable`):
+            Draws the i-th sample of a request.
+        group (`ProcessGroup`, *optional*):
+            The processes. If `None`, this one.
+    """
+
+    def __init__(self, draw, group):
+        self.draw = draw
+        self.group = group
+        self.calls = []
+
+    def generate(self, prompts, sampling_params, use_tqdm):
+        asked = [
+            (prompt["prompt_token_ids"], params.n, params.max_tokens)
+            for prompt, params in zip(prompts, sampling_params, strict=True)
+        ]
+        if self.group is not None:
+            of_processes = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(of_processes, asked, group=self.group)  # hangs unless all are here
+            assert all(other == asked for other in of_processes)
+        self.calls.append(asked)
+        return [
+            SimpleNamespace(outputs=[self.output(prefix_ids, i, max_tokens) for i in range(num_samples)])
+            for prefix_ids, num_samples, max_tokens in asked
+        ]
+
+    def output(self, prefix_ids, i, max_tokens):
+        token_ids = self.draw(SamplingRequest(prefix_ids, 1, max_tokens, 1.0), i).token_ids
+        logprobs = [{token: SimpleNamespace(logprob=-1 / token)} for token in token_ids]
+        return SimpleNamespace(token_ids=token_ids, logprobs=logprobs)
+
+
+def share_engine(trainer, draw) -> SharedEngine:
+    """Have a trainer's processes sample by one engine for all of them."""
+    sys.modules["vllm"] = SimpleNamespace(SamplingParams=SimpleNamespace)
+    num_processes, group = trainer.accelerator.num_processes, None
+    if num_processes > 1:
+        # As TRL makes it
+        group, _ = dist.new_subgroups_by_enumeration([list(range(num_processes))])
+    engine = SharedEngine(draw, group)
+    generation = SimpleNamespace(
+        llm=engine,
+        tp_group=group,
+        tensor_parallel_size=num_processes,
+        generation_kwargs={},
+        top_p=1.0,
+        top_k=0,
+        min_p=None,
+        repetition_penalty=1.0,
+        model=get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"])),  # an adapter's, which all wait for
+        accelerator=trainer.accelerator,
+    )
+    trainer.sampler = VLLMColocateSampler(generation, trainer.eos_token_ids, contextlib.nullcontext)
+    return engine
