@@ -358,7 +358,7 @@ def test_the_strength_is_estimated_unless_it_is_set():
             {"value_prior_strength": 0.0},
             "value_memory=True is not allowed: it must be False with value_prior_strength=0",
         ),
-        ({"scale_rewards": "group"}, "scale_rewards='group' .* value_memory=False"),
+        ({"scale_rewards": "group"}, "value_memory=True is not allowed: it must be False .* or scale_rewards='group'"),
         ({"value_memory": 1}, "value_memory=1 is not allowed"),
     ],
 )

@@ -6,15 +6,35 @@ import random
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
-from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
+from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer, TrlParser
 
 from .tasks import TASKS, Task
 
 SEED = 0  # of the problems, the demonstrator's slips and the training
 NUM_DIGESTED = 64  # demonstrations that the name of a directory depends on
+
+
+def small_config(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, hidden_size: int, num_layers: int, **settings: Any
+) -> Qwen3Config:
+    """A model of four heads."""
+    return Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=hidden_size // 4,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **settings,
+    )
 
 
 def starting_policy(task: Task, directory: Path | None = None) -> Path:
@@ -72,19 +92,7 @@ def _make(task: Task, directory: Path) -> None:
     set_seed(SEED)
     tokenizer = task.make_tokenizer()
     model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=task.hidden_size,
-            intermediate_size=4 * task.hidden_size,
-            num_hidden_layers=task.num_layers,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            head_dim=task.hidden_size // 4,
-            max_position_embeddings=1024,
-            tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
+        small_config(tokenizer, len(tokenizer), task.hidden_size, task.num_layers, max_position_embeddings=1024)
     )
     with tempfile.TemporaryDirectory() as output_dir:
         trainer = SFTTrainer(

@@ -7,6 +7,7 @@ from functools import partial
 from importlib.metadata import version
 from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -289,9 +290,9 @@ def _cost_table(results: Results) -> str:
     rows = []
     for arm, settings in results.arms.items():
         ends = [run["evaluations"][-1] for run in results.of_arm(arm)]
-        batches = _mean([end["batches"] for end in ends])
-        tokens = _mean([end["generated_tokens"] for end in ends])
-        costs = [f"{_mean([end[cost] for end in ends]):,.0f}" for cost in columns]
+        batches = fmean([end["batches"] for end in ends])
+        tokens = fmean([end["generated_tokens"] for end in ends])
+        costs = [f"{fmean([end[cost] for end in ends]):,.0f}" for cost in columns]
         seconds = sum(run["evaluation_seconds"] for run in results.of_arm(arm))
         share = seconds / (seconds + sum(end["seconds"] for end in ends))
         row = [f"{settings['num_prompts']}", f"{batches:,.1f}", f"{tokens / batches:,.0f}", *costs, f"{share:.0%}"]
@@ -304,7 +305,7 @@ def _signal_table(results: Results) -> str:
     for arm in results.arms:
         runs = results.of_arm(arm)
         signals = [
-            _estimate(results, arm, lambda run, name=name: _mean([batch[name] for batch in run["batches"]]))  # type: ignore[misc]
+            _estimate(results, arm, lambda run, name=name: fmean([batch[name] for batch in run["batches"]]))  # type: ignore[misc]
             for name in SIGNALS
         ]
         ends = [
@@ -364,8 +365,8 @@ def _finalists(results: Results, arm: str) -> str:
     for run in results.finalists_of(arm):
         point = " · ".join(f"{_tuned(run['settings'], name):g}" for name in TUNED)
         means.setdefault(point, []).append(mean_accuracy(run))
-    ordered = sorted(means, key=lambda point: -_mean(means[point]))
-    return "; ".join(f"{point}, {_mean(means[point]):.3f}" for point in ordered)
+    ordered = sorted(means, key=lambda point: -fmean(means[point]))
+    return "; ".join(f"{point}, {fmean(means[point]):.3f}" for point in ordered)
 
 
 def _settings(results: Results) -> dict[str, Any]:
@@ -375,7 +376,3 @@ def _settings(results: Results) -> dict[str, Any]:
         for arm, settings in results.arms.items()
     }
     return results.arguments | {"arms": chosen}
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

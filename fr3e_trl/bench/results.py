@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from .statistics import best_of_k, first_reached, interpolate, mean_height
@@ -79,8 +80,8 @@ class Results:
 
     def levels(self) -> dict[str, float]:
         """Levels of pass@1 by their names: shares of the way from the start to the best arm's end. NaN if all fell."""
-        start = _mean([accuracies(run)[0] for run in self.runs])
-        end = max(_mean([final(run) for run in self.of_arm(arm)]) for arm in self.arms)
+        start = fmean([accuracies(run)[0] for run in self.runs])
+        end = max(fmean([final(run) for run in self.of_arm(arm)]) for arm in self.arms)
         has_risen = end - start > 1e-6  # more than by rounding
         return {name: start + share * (end - start) if has_risen else math.nan for name, share in SHARES.items()}
 
@@ -91,7 +92,7 @@ Measure = Callable[[dict[str, Any]], float]
 
 def pass_rate(evaluation: dict[str, Any], k: int = 1) -> float:
     """Held-out pass@k of an evaluation, sampled at temperature 1: the expected reward of the best of k samples."""
-    return _mean([best_of_k(rewards, k) for rewards in evaluation["rewards"]])
+    return fmean([best_of_k(rewards, k) for rewards in evaluation["rewards"]])
 
 
 def distinct_right(evaluation: dict[str, Any]) -> float:
@@ -139,7 +140,3 @@ def has_collapsed(run: dict[str, Any]) -> bool:
     """Whether the last pass@1 of a run is under half of its best, and not by noise."""
     best, last = max(accuracies(run)), accuracies(run)[-1]
     return last < COLLAPSED_SHARE * best and best - last > COLLAPSED_NOISE
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

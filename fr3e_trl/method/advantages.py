@@ -217,6 +217,24 @@ def _chain_members(parents: list[int | None]) -> Iterator[tuple[int, int]]:
             state = parents[state]
 
 
+def leave_one_out_means(values: torch.Tensor, mean: float = 0.0, weight: float = 0.0) -> torch.Tensor:
+    """
+    Mean of the others, for each value.
+
+    Args:
+        values (`torch.Tensor` of shape (P,)):
+            Values, NaN for those that do not exist.
+        mean, weight (`float`):
+            Of further values, which count for all: their mean, and how many they are.
+
+    Returns:
+        `torch.Tensor` of shape (P,): Means, NaN where no other exists.
+    """
+    exist = (~values.isnan()).to(values.dtype)
+    others = values.nansum() - values.nan_to_num(0)
+    return (weight * mean + others) / (weight + exist.sum() - exist)
+
+
 def row_baselines(
     rewards: torch.Tensor,
     states: torch.Tensor,
@@ -254,21 +272,15 @@ def row_baselines(
         return state_values(rewards, states, len(parents))[states]
     sizes = _state_sizes(rewards, states, len(parents))
     sums = _state_sums(rewards.nan_to_num(0), states, len(parents))
-    of_states = list(zip(parents, sums.tolist(), sizes.tolist(), strict=True))
-    root_values = [total / size for parent, total, size in of_states if parent is None and size > 0]
-    root_sum = sum(root_values)
-    given = None if priors is None else iter(priors.tolist())
+    if priors is None:
+        are_roots = torch.tensor([parent is None for parent in parents])
+        priors = leave_one_out_means((sums / sizes)[are_roots])
+    of_roots = iter(priors.tolist())
     shrunk: list[float] = []
     strengths: list[float] = []
     pulls: list[float] = []
-    for parent, total, size in of_states:
-        if parent is not None:
-            prior = shrunk[parent]
-        elif given is not None:
-            prior = next(given)
-        else:
-            value, num_others = (total / size, len(root_values) - 1) if size > 0 else (0.0, len(root_values))
-            prior = (root_sum - value) / num_others if num_others else math.nan
+    for parent, total, size in zip(parents, sums.tolist(), sizes.tolist(), strict=True):
+        prior = next(of_roots) if parent is None else shrunk[parent]
         strength = 0.0 if math.isnan(prior) else prior_strength
         pull = strength * prior if strength else 0.0
         shrunk.append((pull + total) / (strength + size) if strength + size > 0 else math.nan)

@@ -41,6 +41,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .advantages import leave_one_out_means
+
 WEIGHTS = ("paths", "none")
 
 
@@ -141,21 +143,6 @@ def prompt_values(values: torch.Tensor, prompts: torch.Tensor, num_prompts: int)
     """
     sums, counts = _prompt_totals(values, prompts, num_prompts)
     return sums / counts
-
-
-def leave_one_out_means(values: torch.Tensor) -> torch.Tensor:
-    """
-    Mean of the others, for each value.
-
-    Args:
-        values (`torch.Tensor` of shape (P,)):
-            Values, NaN for those that do not exist.
-
-    Returns:
-        `torch.Tensor` of shape (P,): Means, NaN where no other exists.
-    """
-    exist = (~values.isnan()).to(values.dtype)
-    return (values.nansum() - values.nan_to_num(0)) / (exist.sum() - exist)
 
 
 def root_baselines(

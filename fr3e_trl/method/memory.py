@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from .advantages import leave_one_out_means
 from .tree import TokenIds
 
 # Prompts that the level counts as, at most: on `chain` 32 and 64 were best, and 16 and 128 little worse
@@ -172,9 +173,7 @@ class ValueMemory:
 
     def _levels(self, values: torch.Tensor) -> torch.Tensor:
         """The level as each of a batch's prompts sees it, by the others' values and the steps before, (P,)."""
-        exist = (~values.isnan()).to(values.dtype)
-        others = values.nansum() - values.nan_to_num(0)
-        return (self.num_prompts * self.level + others) / (self.num_prompts + exist.sum() - exist)
+        return leave_one_out_means(values, self.level, self.num_prompts)
 
     def _recall(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Whether prompts came before, the offset of each, and its weight: 0 for those that did not. (P,) each."""

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
-from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
+from transformers import Qwen3ForCausalLM, set_seed
 
 from ...config import FR3EConfig
 from ...trainer import FR3ETrainer
 from ...training.packing import fold
 from ..measures import now
+from ..policies import small_config
 from ..runs import be_quiet
 from ..tasks import TASKS
 from .common import count, make_parser, make_table
@@ -106,18 +107,7 @@ def make_update_trainer(options: argparse.Namespace, output_dir: str) -> FR3ETra
     """A trainer of a random policy, of which the loss is wanted and no more."""
     tokenizer = TASKS["chain"].make_tokenizer()
     model = Qwen3ForCausalLM._from_config(
-        Qwen3Config(
-            vocab_size=options.vocab_size,
-            hidden_size=options.hidden_size,
-            intermediate_size=4 * options.hidden_size,
-            num_hidden_layers=options.num_layers,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            head_dim=options.hidden_size // 4,
-            tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        ),
+        small_config(tokenizer, options.vocab_size, options.hidden_size, options.num_layers),
         attn_implementation=options.attn_implementation,
     )
     args = FR3EConfig(
