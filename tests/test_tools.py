@@ -458,6 +458,20 @@ def test_an_environment_owns_the_data():
     assert set(prompts_seen) == {"1?", "2?", "3?", "4?"}
 
 
+def test_an_environment_owns_all_of_the_data():
+    """Without a dataset, as in TRL: the world asks, and `max_steps` says how often."""
+    trainer = FR3ETrainer(
+        make_tool_policy(),
+        [owned],
+        FR3EConfig("output", **CPU | SIZES),
+        processing_class=make_tool_tokenizer(),
+        environment_factory=Greeting,
+    )
+    for trees, _ in explored(trainer):
+        assert {TOKENIZER.decode(tree.prompt_ids) for tree in trees} == {"<|user|>0?<eos><|assistant|>"}
+        assert len(trees) == 4
+
+
 class ForkingGreeting(Greeting):
     def _fork(self):
         copied = type(self)()
