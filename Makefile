@@ -51,13 +51,14 @@ bench-vllm: $(VLLM_VENV)/installed
 	$(VLLM_BIN)/fr3e cost vllm --url http://127.0.0.1:8765 --policy examples/demo_policy
 
 # torch first: an install that has not got it yet would take the newest, which need not be the one pinned here.
-# DeepSpeed last, and built against that torch rather than one fetched for its build alone
+# DeepSpeed last, and built against that torch rather than one fetched for its build alone, with what it would otherwise
+# compile when first used: a process that is killed meanwhile leaves a lock, for which all later ones wait for ever
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed: make PYTHON=...')"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation deepspeed
+	DS_BUILD_SHM_COMM=1 $(BIN)/pip install --quiet --no-cache-dir --constraint constraints.txt --no-build-isolation deepspeed
 	touch $@
 
 # torch by pip, which finds its CPU build; the rest by uv, which can leave out what vLLM names and text does not need

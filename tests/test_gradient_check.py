@@ -34,6 +34,8 @@ class OneLetter:
 
     name: str = "one_letter"
     max_completion_length: int = 1
+    tools = ()
+    max_tool_calling_iterations = None
 
     def examples(self, split, seed, size):
         return Dataset.from_list([{"prompt": f"{i % 8}="} for i in range(size)])
