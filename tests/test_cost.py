@@ -59,9 +59,10 @@ def test_step(settings, capsys):
     output = capsys.readouterr().out
     assert "2 steps each of 4 prompts x 4 rows" in output
     assert "FR3E: 1 base trajectories and 3 anchors a prompt" in output
-    ratio, fr3e, grpo = map(float, cells(output, "generated tokens per row"))
-    assert 0 < fr3e < grpo <= 8  # a prefix is not generated again
+    ratio, _, fr3e, grpo, shared = map(float, cells(output, "generated tokens per row"))
+    assert 0 < fr3e < min(grpo, shared) <= 8  # a prefix is not generated again
     assert ratio == pytest.approx(fr3e / grpo, abs=0.01)
+    assert min(map(float, cells(output, "peak memory, MiB"))) > 0
     for trainer, of_method in (("FR3E", True), ("GRPO", False)):
         shares = [float(cell.rstrip("%")) for cell in cells(output, trainer)]
         assert sum(shares) == pytest.approx(100, abs=0.4)

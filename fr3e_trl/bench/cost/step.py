@@ -4,8 +4,10 @@ FR3E beside GRPO: what a row costs.
     fr3e cost step --policy PATH_OR_ID --num_generations 8 --max_completion_length 512
 
 `FR3ETrainer` and `GRPOTrainer` train the same policy on the same prompts, rows and seed, in turns of a few steps, in
-one process, so that what else the machine does meanwhile meets both. Printed are ratios, FR3E / GRPO, and where a
-step's time goes. Each moment counts once, for the innermost of the parts below that is running:
+one process, so that what else the machine does meanwhile meets both. So does "shared": GRPO by `FR3ETrainer`, without
+anchors and with shared prefixes. Printed are ratios of FR3E to both, the most memory that a step holds beside what was
+held before it, and where a step's time goes. Each moment counts once, for the innermost of the parts below that is
+running:
 
 - generation: transformers' `generate`;
 - log-probs: forward passes outside of the loss, for FR3E those that give the entropies;
@@ -17,6 +19,8 @@ step's time goes. Each moment counts once, for the innermost of the parts below 
 
 import contextlib
 import functools
+import gc
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +29,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
+from torch.profiler import ProfilerActivity, profile
 from transformers import GenerationMixin
 from trl import GRPOTrainer
 
@@ -34,6 +39,13 @@ from ...training.trl_seams import RowsGRPOTrainer
 from ..arms import read_settings
 from ..runs import be_quiet
 from .common import add_task_options, count, make_parser, make_table, make_task_trainer
+
+# As the tables call them, with what makes FR3E one of them
+TRAINERS: dict[str, dict[str, Any]] = {
+    "FR3E": {"trainer": "fr3e"},
+    "GRPO": {"trainer": "grpo"},
+    "shared": {"trainer": "fr3e", "num_anchors": 0, "share_prefixes": True},
+}
 
 PARTS = ["generation", "log-probs", "rewards", "loss", "FR3E", "TRL"]
 
@@ -121,16 +133,17 @@ def main(argv: list[str]) -> None:
         settings["max_completion_length"] = options.max_completion_length
     with tempfile.TemporaryDirectory() as output_dir:
         trainers = {
-            name: make_task_trainer(options, output_dir, trainer=name, max_steps=options.num_steps, **of_trainer)
-            for name, of_trainer in {"fr3e": settings | options.settings, "grpo": settings}.items()
+            name: make_task_trainer(options, output_dir, max_steps=options.num_steps, **settings | of_trainer)
+            for name, of_trainer in (TRAINERS | {"FR3E": TRAINERS["FR3E"] | options.settings}).items()
         }
         seconds, tokens = measure(trainers, options.num_turns)
+        memory = {name: peak_memory(trainer) / 2**20 for name, trainer in trainers.items()}
     num_steps = options.num_steps * options.num_turns
     num_rows = num_steps * options.num_prompts * options.num_generations
-    config = trainers["fr3e"].args
+    config = trainers["FR3E"].args
     print(f"{num_steps} steps each of {options.num_prompts} prompts x {options.num_generations} rows")
     print(f"FR3E: {config.num_bases} base trajectories and {config.num_anchors} anchors a prompt")
-    print_ratios(seconds, {name: number / num_rows for name, number in tokens.items()})
+    print_ratios(seconds, {name: number / num_rows for name, number in tokens.items()}, memory)
     print_shares(seconds)
 
 
@@ -152,21 +165,42 @@ def measure(trainers: dict[str, Any], num_turns: int) -> tuple[dict[str, dict[st
     return seconds, tokens
 
 
-def print_ratios(seconds: dict[str, dict[str, float]], tokens_per_row: dict[str, float]) -> None:
-    table = make_table("FR3E / GRPO", "ratio", "FR3E", "GRPO")
-    entries = [
-        ("generated tokens per row", tokens_per_row),
-        ("generation time, s", {name: parts["generation"] for name, parts in seconds.items()}),
-        ("whole step's time, s", {name: sum(parts.values()) for name, parts in seconds.items()}),
-    ]
-    for what, amounts in entries:
-        fr3e, grpo = amounts["fr3e"], amounts["grpo"]
-        table.add_row(what, f"{fr3e / grpo:.2f}", f"{fr3e:.2f}", f"{grpo:.2f}")
+def peak_memory(trainer: Any) -> int:
+    """Most bytes of tensors of a step, beside those that there were before it: on the GPU if there is one."""
+    trainer.args.max_steps = 1
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trainer.train()
+        return torch.cuda.max_memory_allocated() - before
+    gc.collect()  # what is freed below was made below
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        trainer.train()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(itertools.accumulate(num_bytes for _, num_bytes in changes))
+
+
+def print_ratios(
+    seconds: dict[str, dict[str, float]], tokens_per_row: dict[str, float], memory: dict[str, float]
+) -> None:
+    table = make_table("FR3E beside GRPO", "/ GRPO", "/ shared", *TRAINERS)
+    entries = {
+        "generated tokens per row": tokens_per_row,
+        "generation time, s": {name: parts["generation"] for name, parts in seconds.items()},
+        "whole step's time, s": {name: sum(parts.values()) for name, parts in seconds.items()},
+        "peak memory, MiB": memory,
+    }
+    for what, amounts in entries.items():
+        fr3e, *others = (amounts[name] for name in TRAINERS)
+        table.add_row(
+            what, *(f"{fr3e / other:.2f}" for other in others), *(f"{amounts[name]:.2f}" for name in TRAINERS)
+        )
     Console().print(table)
 
 
 def print_shares(seconds: dict[str, dict[str, float]]) -> None:
     table = make_table("Share of the step's time", *PARTS)
     for name, parts in seconds.items():
-        table.add_row(name.upper(), *(f"{parts[part] / sum(parts.values()):.1%}" for part in PARTS))
+        table.add_row(name, *(f"{parts[part] / sum(parts.values()):.1%}" for part in PARTS))
     Console().print(table)
