@@ -4,7 +4,10 @@ import base64
 import gzip
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.cli import main
+from fr3e_trl.page.callback import report
 from fr3e_trl.page.page import CHARTS, MAX_POINTS, MAX_TREES, charts, make_page
 from fr3e_trl.page.record import MAX_TREES as MAX_TREES_OF_STEP
 from fr3e_trl.page.record import METRICS, logged_steps, read_metrics, read_step, token_texts, write_step
@@ -693,9 +697,29 @@ def test_curves_follow_the_step(opened):
 # Where a run reports
 
 
-def test_the_page_goes_to_weights_and_biases(monkeypatch):
+def test_the_page_goes_to_weights_and_biases(monkeypatch, caplog):
+    """Offline: what would be sent is in a directory."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     make_trainer(report_to=["wandb"]).train()
     (html,) = Path("wandb").glob("offline-run-*/files/media/html/trees_*.html")
     assert html.read_text() == Path("run/trees.html").read_text()
+    assert "was not logged" not in caplog.text
+
+
+def test_the_page_goes_to_trackio(tmp_path):
+    """To its local files, in a process of its own: where these are, it decides when it is imported."""
+    pytest.importorskip("trackio")
+    program = "from test_page import make_trainer; make_trainer(report_to=['trackio']).train()"
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0 and "was not logged" not in run.stderr, run.stderr
+    page = Path("run/trees.html").read_bytes()
+    copies = [path for path in Path("trackio").rglob("*") if path.is_file() and path.read_bytes() == page]
+    assert len(copies) == 2  # the artifact, and the page to be looked at
+
+
+def test_a_page_that_cannot_be_reported_does_not_stop_the_training(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as where it is not installed
+    report(Path("trees.html"), ["wandb"])
+    assert "trees.html was not logged to wandb" in caplog.text

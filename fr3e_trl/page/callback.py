@@ -1,6 +1,8 @@
 """Logs trees while a run trains."""
 
+import importlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from ..method.tree import Tree
 from ..training.processes import in_every_process, on_main_process
 from .page import PAGE, make_page
 from .record import FOLDER, METRICS, logged_steps, merged, record_trees, step_path, write_step, write_whole
+
+logger = logging.getLogger(__name__)
 
 
 class TreeLog(TrainerCallback):
@@ -94,11 +98,13 @@ class TreeLog(TrainerCallback):
 
 
 def report(page: Path, report_to: list[str]) -> None:
-    """Log a page where a run reports to."""
-    if "wandb" in report_to:
-        import wandb
-
-        artifact = wandb.Artifact("trees", type="trees")
-        artifact.add_file(str(page))
-        wandb.log_artifact(artifact)
-        wandb.log({"trees": wandb.Html(page.read_text(), inject=False)})
+    """Log a page where a run reports to, as a file and to be looked at there."""
+    for name in ("wandb", "trackio"):
+        if name not in report_to:
+            continue
+        try:
+            service = importlib.import_module(name)
+            service.log_artifact(str(page), name="trees", type="trees")
+            service.log({"trees": service.Html(page.read_text(), inject=False)})
+        except Exception as error:  # which must not be what a finished training ends with
+            logger.warning("%s was not logged to %s: %s: %s", page, name, type(error).__name__, error)
