@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from models import CPU, make_dataset, make_model, make_tokenizer
-from test_processes import launch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tool_policy import look, make_tool_dataset, make_tool_policy, make_tool_tokenizer, right
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -141,10 +140,8 @@ def test_the_page_has_what_was_explored(settings):
                 assert is_row == (settings.get("reuse_base") is not False)
                 check_rollout(base, of_base, tokenizer, is_row)
                 assert np.allclose(np.array(of_base["entropies"], float), entropies, atol=6e-4)
-        if "max_refills" not in settings and settings.get("credit") != "tree":
-            records = read_step(Path("run"), step)["trees"]
-            of_rows = [r["rollouts"][k]["advantage"] for r in records for s in r["states"] for k in s["rollouts"]]
-            assert np.allclose(of_rows, advantages.tolist(), rtol=1e-3, atol=1e-6)
+        if "max_refills" not in settings:  # which hands over other rows than were explored
+            check_advantages(read_step(Path("run"), step)["trees"], advantages)
     assert next(shown, None) is None
     # The curves are the log's
     for chart in page.index["charts"]:
@@ -158,6 +155,16 @@ def test_the_page_has_what_was_explored(settings):
     assert page.index["rewardFuncs"] == ["is_odd", "is_short"]
 
 
+def check_advantages(trees, advantages):
+    """Each row's, or under tree credit of each of its tokens, of which it has the mean."""
+    rollouts = [(s["position"], tree["rollouts"][k]) for tree in trees for s in tree["states"] for k in s["rollouts"]]
+    for (position, rollout), row in zip(rollouts, advantages, strict=True):
+        own = row[position : position + rollout["length"]].tolist() if row.dim() else [row.item()]
+        of_tokens = [a for length, _, a in rollout["credit"] for _ in range(length)] or [rollout["advantage"]]
+        assert np.allclose(own, of_tokens, rtol=1e-3, atol=1e-5)
+        assert close(rollout["advantage"], sum(own) / len(own))
+
+
 def check_rollout(rollout, record, tokenizer, is_row):
     assert "".join(record["tokens"]) == tokenizer.decode(rollout.token_ids)
     assert len(record["tokens"]) == record["length"] == rollout.length
@@ -169,22 +176,6 @@ def check_rollout(rollout, record, tokenizer, is_row):
         assert all(close(x, y) for x, y in zip(stretch, expected, strict=True))
     if rollout.credit:
         assert sum(length for length, _, _ in record["credit"]) == record["length"]
-
-
-def test_under_tree_credit_rows_have_the_mean_of_their_tokens():
-    trainer = make_trainer(credit="tree", anchor_threshold=0.3)
-    for step, (_, advantages) in explored(trainer).items():
-        rollouts = [
-            (state["position"], tree["rollouts"][k])
-            for tree in read_step(Path("run"), step)["trees"]
-            for state in tree["states"]
-            for k in state["rollouts"]
-        ]
-        for (position, rollout), row in zip(rollouts, advantages.tolist(), strict=True):
-            own = row[position : position + rollout["length"]]
-            expected = [advantage for length, _, advantage in rollout["credit"] for _ in range(length)]
-            assert np.allclose(own, expected, rtol=1e-3, atol=1e-5)
-            assert close(rollout["advantage"], sum(own) / len(own))
 
 
 def test_what_tools_wrote_is_marked():
@@ -211,7 +202,7 @@ def test_what_tools_wrote_is_marked():
 
 
 def test_every_so_many_steps():
-    """The first batch of each ten steps, or of as many as `log_trees` says, however many steps a batch serves."""
+    """The first batch of as many steps as `log_trees` says, however many of them a batch serves."""
     make_trainer(log_trees=3, max_steps=8).train()
     assert logged_steps(Path("run")) == [1, 4, 7]
     make_trainer(log_trees=3, max_steps=8, num_iterations=2, output_dir="iterations").train()
@@ -241,43 +232,15 @@ def test_without_exploration_there_are_curves():
     assert [chart["title"] for chart in page.index["charts"]][:2] == ["Reward and value", "Entropy, in nats"]
 
 
-def test_it_is_off_unless_it_is_asked_for():
-    make_trainer(log_trees=None).train()
-    assert not Path("run/trees").exists() and not Path("run/trees.html").exists()
-
-
 def test_training_is_what_it_is_without():
     losses = []
     for every in (None, 1):
         trainer = make_trainer(log_trees=every)
+        trainer.evaluate(make_dataset(2))  # before training, is none of it
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        assert Path("run/trees").exists() == Path("run/trees.html").exists() == (every is not None)
     assert losses[0] == losses[1] and len(losses[0]) == 3
-
-
-def test_several_processes_log_what_one_does(tmp_path):
-    """With prompts that straddle processes: three of twelve rows over two processes, and then over three."""
-    records = []
-    for num_processes, batch_size in [(1, 24), (3, 8)]:
-        settings = {"num_generations": 12, "per_device_train_batch_size": batch_size, "log_trees": 2, "optim": "sgd"}
-        launch(tmp_path / str(num_processes), num_processes, settings, "fake")
-        records.append([read_step(tmp_path / str(num_processes) / "output", step) for step in (1, 3)])
-    alone, others = records
-    assert others[0]["trees"][0]["rollouts"][0]["tokens"]
-    assert all(rollout["tokens"] for record in others for tree in record["trees"] for rollout in tree["rollouts"])
-    assert flat(alone[0]) == pytest.approx(flat(others[0]), abs=2e-3, nan_ok=True)
-    assert len(flat(alone[1])) == len(flat(others[1]))
-
-
-def flat(record):
-    """A record's values in order: texts as numbers, too."""
-    if isinstance(record, dict):
-        return [value for name in sorted(record) for value in flat(record[name])]
-    if isinstance(record, list):
-        return [value for item in record for value in flat(item)]
-    if isinstance(record, str):
-        return [float(ord(character)) for character in record]
-    return [math.nan if record is None else float(record)]
 
 
 # Texts of tokens
@@ -295,20 +258,37 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-@pytest.mark.parametrize(
-    "text", ["the sum", "√2 ≈ 1.41", "数学很难 the 数", "👩‍👩‍👧 the 👍🏽", "مرحبا sum", "e\u0301\u0301", "a\0b\x1b[31m", "\n\n  the"]
-)
-def test_texts_of_tokens_make_the_text(text):
-    tokenizer = byte_level_tokenizer()
+def demo_tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO_POLICY)
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Writes spaces between tokens."""
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["one", "two", "three", "?"])}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+TEXTS = {
+    byte_level_tokenizer: ["the sum", "√2 ≈ 1.41", "数学很难 the 数", "👩‍👩‍👧 the 👍🏽", "مرحبا sum", "e\u0301\u0301"],
+    word_tokenizer: ["one two three two"],
+    demo_tokenizer: ["5 - 1 + 3 = 7", "\n5 - 1 = 4\n4 + 3 = 7"],
+}
+
+
+@pytest.mark.parametrize("make, text", [(make, text) for make, texts in TEXTS.items() for text in texts])
+def test_texts_of_tokens_make_the_text(make, text):
+    """Of a whole completion, and of branches that begin at any of its tokens."""
+    tokenizer = make()
     token_ids = np.array(tokenizer(text)["input_ids"], np.int32)
-    (pieces,) = token_texts(tokenizer, [(token_ids[:0], token_ids)])
-    assert len(pieces) == len(token_ids) and "".join(pieces) == text
-    for cut in range(1, len(token_ids)):  # as a branch has it, which begins at some token
+    whole = tokenizer.decode(token_ids)
+    assert whole.strip() == text.strip()
+    for cut in range(len(token_ids)):
         prefix = tokenizer.decode(token_ids[:cut])
         if "\ufffd" in prefix[-1:]:
             continue
-        (pieces,) = token_texts(tokenizer, [(token_ids[cut - 1 : cut], token_ids[cut:])])
-        assert prefix + "".join(pieces) == text
+        (pieces,) = token_texts(tokenizer, [(token_ids[:cut][-1:], token_ids[cut:])])
+        assert len(pieces) == len(token_ids) - cut and prefix + "".join(pieces) == whole
 
 
 def test_bytes_that_are_no_character_are_shown_as_such():
@@ -316,19 +296,6 @@ def test_bytes_that_are_no_character_are_shown_as_such():
     token_ids = np.array(tokenizer("数" * 3)["input_ids"], np.int32)[[0, 3, 6, 6, 0] * 4]
     (pieces,) = token_texts(tokenizer, [(token_ids[:0], token_ids)])
     assert len(pieces) == 20 and set("".join(pieces)) == {"\ufffd"}
-
-
-def test_texts_of_a_tokenizer_that_writes_spaces_between_tokens():
-    """And of the demo's: what a token adds depends on whether it begins the text."""
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["one", "two", "three", "?"])}, unk_token="?"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    demo = AutoTokenizer.from_pretrained(DEMO_POLICY)
-    for tokenizer, text in [(PreTrainedTokenizerFast(tokenizer_object=words), "one two three two"), (demo, "5 - 1 + 3 = 7")]:
-        token_ids = np.array(tokenizer(text)["input_ids"], np.int32)
-        (pieces,) = token_texts(tokenizer, [(token_ids[:0], token_ids)])
-        assert "".join(pieces) == tokenizer.decode(token_ids)
-        (pieces,) = token_texts(tokenizer, [(token_ids[:1], token_ids[1:])])
-        assert tokenizer.decode(token_ids[:1]) + "".join(pieces) == tokenizer.decode(token_ids)
 
 
 # The command
@@ -420,7 +387,9 @@ def made_step(step, num_trees, length, texts=("the ", "sum ", "of ", "1 ", "+ ",
             state |= {"rejected": state["parent"] == 4}
             for k in state["rollouts"]:
                 rollouts[k]["in_loss"] = not state["rejected"]
-        trees.append({"prompt": ["What is ", f"{step}", " + ", f"{i}?"], "states": states, "bases": [0, 1], "rollouts": rollouts})
+        trees.append(
+            {"prompt": ["What is ", f"{step}", " + ", f"{i}?"], "states": states, "bases": [0, 1], "rollouts": rollouts}
+        )
     return {"step": step, "num_trees": num_trees, "reward_funcs": ["is_right"], "credit": "rollout", "trees": trees}
 
 
@@ -500,23 +469,7 @@ def test_two_hundred_trees_of_three_thousand_tokens(opened):
     assert page.locator("nav li").count() == 200
     assert page.locator("main .row").count() == 2  # one tree, its branches folded
     assert page.locator("main .token").count() == 6000
-    timing = "(() => {const t = performance.getEntriesByType('navigation')[0]; return [t.domInteractive, t.loadEventEnd]})()"
-    print("milliseconds to interactive, and loaded:", page.evaluate(timing))
-    # How long frames take while all of a tree scrolls by
-    frames = page.evaluate(
-        """async () => {
-            const main = document.querySelector("main"), times = [];
-            let last = performance.now();
-            for (let y = 0; y < main.scrollHeight; y += 150) {
-                main.scrollTop = y;
-                await new Promise(requestAnimationFrame);
-                times.push(performance.now() - last);
-                last = performance.now();
-            }
-            return times;
-        }"""
-    )
-    print("frames, median and longest in milliseconds:", np.median(frames), max(frames))
+    print("loaded in ms:", page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd"))
     page.keyboard.press("e")
     assert page.locator("main .row").count() == 8
     page.keyboard.press("j")
@@ -542,11 +495,16 @@ def test_the_page_tells_a_tree(opened):
         assert cells[-1].split("rejected")[0].strip() == marks
         assert ("rejected" in cells[-1]) == state["rejected"]
     bases = page.locator("main article")
+    assert (
+        page.locator("main").text_content().endswith("".join(tree["rollouts"][1]["tokens"][-3:]).replace("\n", "↵\n"))
+    )
     advantage = f"{tree['rollouts'][0]['advantage']:+.2f}".replace("-", "−")
     assert f"trajectory 1 · 40 tokens · A = {advantage}" in bases.nth(0).locator("h3").text_content()
     # Its text, the anchors' buttons left out, and where they are
-    script = "e => [...e.querySelectorAll('.text > .token, .text > .anchor')].map(x => x.className === 'anchor' ? null : x.textContent)"
-    words = bases.nth(0).evaluate(script)
+    words = bases.nth(0).evaluate(
+        """e => [...e.querySelectorAll(".text > .token, .text > .anchor")]
+            .map(x => x.className === "anchor" ? null : x.textContent)"""
+    )
     positions = [i - k for k, i in enumerate(i for i, word in enumerate(words) if word is None)]
     assert positions == [state["position"] for state in tree["states"] if state["base"] == 0]
     assert "".join(filter(None, words)).replace("↵\n", "\n") == "".join(tree["rollouts"][0]["tokens"])
@@ -580,15 +538,11 @@ def test_the_keyboard_does_it_all(opened):
     make_page(Path("run"), Path("trees.html"))
     page = opened(Path("trees.html"))
 
-    def press(key, expected):
+    for key, expected in zip("jjjk", ["1, tree 2", "1, tree 3", "2, tree 1", "1, tree 3"], strict=True):
         page.keyboard.press(key)
-        expect_text(page, "main h2", expected)
-
-    for key, expected in [("j", "Step 1, tree 2"), ("j", "Step 1, tree 3"), ("j", "Step 2, tree 1"), ("k", "Step 1, tree 3")]:
-        press(key, expected)
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("Enter")
+        expect_text(page, "main h2", f"Step {expected}")
+    for key in ("ArrowRight", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
     assert page.locator(".branch").count() == 1
     assert page.locator(".branch h3").first.text_content().startswith("S2, before token 21 of 40")
     # Where it leaves: after the anchor's button, before the token that it tries again
@@ -623,24 +577,27 @@ def test_the_keyboard_does_it_all(opened):
 CONTRAST = """() => {
     const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
     const over = (colour, below) => {
-        canvas.fillStyle = below; canvas.fillRect(0, 0, 1, 1);
-        canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
-        const [r, g, b] = canvas.getImageData(0, 0, 1, 1).data;
-        return `rgb(${r}, ${g}, ${b})`;
+        for (const style of [below, colour]) {
+            canvas.fillStyle = style;
+            canvas.fillRect(0, 0, 1, 1);
+        }
+        return "rgb(" + [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3) + ")";
     };
-    const light = colour => colour.match(/[\\d.]+/g).slice(0, 3).map(x => x / 255)
-        .map(x => x <= .03928 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4).reduce((sum, x, i) => sum + x * [.2126, .7152, .0722][i], 0);
-    const found = {};
-    for (const e of document.querySelectorAll(".token, h1, h2, h3, button, td, th, .faint, .right, .wrong, figcaption, output, summary")) {
+    const light = colour => {
+        const [r, g, b] = colour.match(/[\\d.]+/g).map(x => x / 255)
+            .map(x => x <= .03928 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4);
+        return .2126 * r + .7152 * g + .0722 * b + .05;
+    };
+    const found = {}, classes = ".token, .faint, .right, .wrong";
+    for (const e of document.querySelectorAll(`${classes}, h1, h2, h3, button, td, th, figcaption, output, summary`)) {
         if (!e.checkVisibility()) continue;
         let below = "rgb(255, 255, 255)";
         const around = [];
         for (let up = e; up; up = up.parentElement) around.unshift(getComputedStyle(up).backgroundColor);
         for (const colour of around) below = over(colour, below);
         const [a, b] = [light(getComputedStyle(e).color), light(below)];
-        const ratio = (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
         const name = e.tagName + "." + e.className;
-        found[name] = Math.min(found[name] ?? 99, ratio);
+        found[name] = Math.min(found[name] ?? 99, a > b ? a / b : b / a);
     }
     return found;
 }"""
@@ -654,7 +611,10 @@ def test_narrow_and_dark(opened, scheme, width):
     record["trees"][0]["rollouts"][0]["tools"] = [[3, 9]]
     write_step(Path("run"), record)
     Path("run/trees", METRICS).write_text(
-        "".join(json.dumps({"step": step, "reward": step / 9, "fr3e/advantage/mean": 0.1, "fr3e/advantage/std": 0.5}) + "\n" for step in range(9))
+        "".join(
+            json.dumps({"step": step, "reward": step / 9, "fr3e/advantage/mean": 0.1, "fr3e/advantage/std": 0.5}) + "\n"
+            for step in range(9)
+        )
     )
     make_page(Path("run"), Path("trees.html"))
     page = opened(Path("trees.html"), "#unfold", viewport={"width": width, "height": 700}, color_scheme=scheme)
@@ -686,7 +646,9 @@ def test_hostile_completions_do_nothing(opened):
 def test_curves_follow_the_step(opened):
     for step in (1, 4):
         write_step(Path("run"), made_step(step, num_trees=1, length=8))
-    Path("run/trees", METRICS).write_text("".join(json.dumps({"step": s, "reward": s / 10}) + "\n" for s in range(1, 6)))
+    Path("run/trees", METRICS).write_text(
+        "".join(json.dumps({"step": s, "reward": s / 10}) + "\n" for s in range(1, 6))
+    )
     make_page(Path("run"), Path("trees.html"))
     page = opened(Path("trees.html"), "#tree=2")
     expect_text(page, "aside output", "0.4 at 4")

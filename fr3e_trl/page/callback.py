@@ -42,6 +42,7 @@ class TreeLog(TrainerCallback):
         self.reward_funcs = reward_funcs
         self.accelerator = accelerator
         self._last: int | None = None  # the step that was logged last
+        self._has_begun = False
 
     def write(self, trees: list[Tree], rows: list[Row], args: FR3EConfig, step: int) -> None:
         """
@@ -70,7 +71,7 @@ class TreeLog(TrainerCallback):
         on_main_process(self.accelerator, lambda: write_step(Path(args.output_dir), record))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._last = None
+        self._last, self._has_begun = None, True
         if not state.is_world_process_zero:
             return
         run = Path(args.output_dir)
@@ -83,7 +84,8 @@ class TreeLog(TrainerCallback):
         write_whole(run / FOLDER / METRICS, "".join(lines).encode())
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
+        # An evaluation before training is none of the run's, whose directory may hold an earlier one
+        if state.is_world_process_zero and self._has_begun:
             with (Path(args.output_dir) / FOLDER / METRICS).open("a") as file:
                 file.write(json.dumps(state.log_history[-1]) + "\n")
 
