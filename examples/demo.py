@@ -137,6 +137,7 @@ def main() -> None:
     parser.add_argument("--max_steps", type=int, default=150)
     parser.add_argument("--num_heldout", type=int, default=500)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
+    parser.add_argument("--log_trees", type=int, help="log the trees of every so many steps, with a page: trees.html")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -162,6 +163,7 @@ def main() -> None:
             report_to=[],
             disable_tqdm=True,
             logging_steps=20,
+            log_trees=options.log_trees,
         ),
         train_dataset=make_dataset("train", options.seed, 1200),
         callbacks=[progress],

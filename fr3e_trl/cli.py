@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, Any]] = {
         "Compare arms in a minute, by how well their updates point along the true gradient.",
         "fr3e_trl.bench.gradient_check",
     ),
+    "tree": ("Make a page that shows the trees which a run logged.", "fr3e_trl.page.page"),
     "cost": ("Measure what FR3E costs.", COSTS),
     "make-policy": ("Make the starting policy of a task.", "fr3e_trl.bench.policies"),
 }

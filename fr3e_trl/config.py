@@ -162,6 +162,11 @@ class FR3EConfig(GRPOConfig):
         replay_mismatch (`str`, *optional*, defaults to `"raise"`):
             What follows when an environment answers otherwise when it is asked again: `"raise"` or `"skip"`.
 
+        > Parameters that control what is logged
+
+        log_trees (`int`, *optional*):
+            Steps from one whose trees are logged to the next.
+
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`] while exploring:
     > - `epsilon_high`: Defaults to `0.28` instead of `epsilon`.
@@ -388,6 +393,17 @@ class FR3EConfig(GRPOConfig):
         },
     )
 
+    # What is logged
+
+    log_trees: int | None = field(
+        default=None,
+        metadata={
+            "help": "Steps from one whose trees are logged to the next: into `trees` in `output_dir`, with a page that "
+            "shows them, `trees.html`, which is made at each save and in the end, and logged to Weights & Biases or "
+            "trackio too where `report_to` names them. `fr3e tree` makes it at any time. If `None`, none are logged."
+        },
+    )
+
     # GRPO's own, where the paper has others
 
     epsilon_high: float | None = field(
@@ -556,6 +572,7 @@ class FR3EConfig(GRPOConfig):
         _require(
             self, "tool_timeout", self.tool_timeout is None or self.tool_timeout > 0, "None or above 0, for example 60"
         )
+        _require(self, "log_trees", self.log_trees is None or self.log_trees >= 1, "None or at least 1, for example 10")
         _require(self, "vllm_request_timeout", self.vllm_request_timeout > 0, "above 0, for example 1800")
         if self.value_prior_strength is None and not self.value_memory:
             self.value_prior_strength = PRIOR_STRENGTH if self.num_anchors != 0 and self._takes_prior() else 0.0

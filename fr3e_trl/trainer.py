@@ -34,6 +34,7 @@ from .method.memory import ValueMemory, prompt_key
 from .method.metrics import tree_metrics
 from .method.refill import Refill, hand_over
 from .method.tree import Dialogue, Score, TokenIds, Tree, as_ids
+from .page.callback import TreeLog
 from .training.card import add_settings
 from .training.checks import (
     check_dataset,
@@ -177,6 +178,11 @@ class FR3ETrainer(RatioGRPOTrainer):
         self.has_own_sampler = sampler is not None
         self._refill: Refill | None = None
         self._memory = ValueMemory() if args.value_memory else None
+        self._tree_log: TreeLog | None = None
+        if args.log_trees is not None:
+            self._tree_log = TreeLog(args.log_trees, self._tokenizer, self.reward_func_names, self.accelerator)
+            # Before those that report, which end what they report to when training does
+            self.callback_handler.callbacks.insert(0, self._tree_log)
         if args.is_plain_grpo:
             return
         refuse_unsupported_setup(self)
@@ -248,16 +254,19 @@ class FR3ETrainer(RatioGRPOTrainer):
         """Grow trees from the prompts of a step, and have their rows for its batch."""
         num_rows = len(inputs) * self.accelerator.num_processes
         num_prompts = num_rows // self.num_generations
-        self.trees, rows = [], []
+        self.trees = []
+        explored: list[Row] = []
         with self.vllm_engine():
             if self._refill is None:
                 # TRL repeats an example for its group, and deals out the repeats as it does the rows
                 examples = {row // self.num_generations: inputs[i] for i, row in enumerate(self.deal(num_rows).own)}
-                rows = self._explore(num_prompts, examples)
+                rows = explored = self._explore(num_prompts, examples)
                 set_advantages(rows, self.trees, self.args, self._memory)
             else:
-                rows, refill_metrics = self._refill.fill(partial(self._explore_drawn, rows), num_prompts, num_rows)
+                rows, refill_metrics = self._refill.fill(partial(self._explore_drawn, explored), num_prompts, num_rows)
                 hand_over(rows, self.deal(num_rows), in_every_process, self.train_dataset)
+        if self._tree_log is not None:
+            self._tree_log.write(self.trees, explored, self.args, self.state.global_step + 1)
         tool_counts = (0, 0)
         if isinstance(self.sampler, ToolCallingSampler):
             tool_counts = self.sampler.num_calls, self.sampler.num_failures

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fr3e_trl.method.batch import Deal
+from fr3e_trl.page.record import read_step
 
 SCRIPT = Path(__file__).with_name("processes_train.py")
 DEEPSPEED = pytest.mark.skipif(not is_deepspeed_available(), reason="deepspeed is not installed: see the Makefile")
@@ -77,10 +78,15 @@ def test_the_same_completions_give_the_same_training(loss_type, num_generations,
             "gradient_accumulation_steps": micro_batches,
             "loss_type": loss_type,
             "optim": "sgd",  # moves the weights by their gradients, and by no more
+            "log_trees": 2,
         }
         of_processes = launch(tmp_path / str(i), num_processes, settings, "fake")
         results.append((of_processes, weights_of(tmp_path / str(i))))
     (alone, *others) = results
+    logged = [read_step(tmp_path / str(i) / "output", 1) for i in range(len(layouts))]
+    assert all(rollout["tokens"] for tree in logged[0]["trees"] for rollout in tree["rollouts"])
+    expected = json.loads(json.dumps(logged[0]), parse_float=lambda x: pytest.approx(float(x), abs=2e-3))
+    assert logged == [expected] * len(layouts)
     for of_processes, weights in others:
         main = of_processes[0]
         assert same(trees_of(of_processes), trees_of(alone[0]))

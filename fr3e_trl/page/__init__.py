@@ -1,0 +1,1 @@
+"""Trees of a run, logged while it trains, and a page that shows them."""

@@ -1,0 +1,112 @@
+"""Logs trees while a run trains."""
+
+import importlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+
+from ..config import FR3EConfig
+from ..method.batch import Row
+from ..method.tree import Tree
+from ..training.processes import in_every_process, on_main_process
+from .page import PAGE, make_page
+from .record import FOLDER, METRICS, logged_steps, merged, record_trees, step_path, write_step, write_whole
+
+logger = logging.getLogger(__name__)
+
+
+class TreeLog(TrainerCallback):
+    """
+    Writes a run's trees and metrics, and the page that shows them. The trainer hands it the trees.
+
+    Args:
+        every (`int`):
+            Steps from one whose trees are logged to the next.
+        tokenizer (`PreTrainedTokenizerBase`):
+            Tokenizer of the policy.
+        reward_funcs (`list[str]`):
+            Names of the reward functions.
+        accelerator ([`~accelerate.Accelerator`]):
+            Knows the processes, of which the main one writes.
+    """
+
+    def __init__(
+        self, every: int, tokenizer: PreTrainedTokenizerBase, reward_funcs: list[str], accelerator: Accelerator
+    ):
+        self.every = every
+        self.tokenizer = tokenizer
+        self.reward_funcs = reward_funcs
+        self.accelerator = accelerator
+        self._last: int | None = None  # the step that was logged last
+        self._has_begun = False
+
+    def write(self, trees: list[Tree], rows: list[Row], args: FR3EConfig, step: int) -> None:
+        """
+        Log the trees of a batch if it is the first of `every` steps, or the first at all. All processes call it.
+
+        Args:
+            trees (`list[Tree]`), rows (`list[Row]`):
+                See [`record_trees`].
+            args (`FR3EConfig`):
+                Settings of the run.
+            step (`int`):
+                The first step that is trained on them.
+        """
+        if self._last is not None and (step - 1) // self.every == (self._last - 1) // self.every:
+            return
+        self._last = step
+        # A process has the tokens of its own rows
+        of_processes = in_every_process(lambda: record_trees(trees, rows, self.tokenizer))
+        record = {
+            "step": step,
+            "num_trees": len(trees),
+            "reward_funcs": self.reward_funcs,
+            "credit": args.credit,
+            "trees": merged(of_processes),
+        }
+        on_main_process(self.accelerator, lambda: write_step(Path(args.output_dir), record))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._last, self._has_begun = None, True
+        if not state.is_world_process_zero:
+            return
+        run = Path(args.output_dir)
+        (run / FOLDER).mkdir(parents=True, exist_ok=True)
+        # What an earlier run left that had come further than this one goes on from
+        for step in logged_steps(run):
+            if step > state.global_step:
+                step_path(run, step).unlink()
+        lines = [json.dumps(entry) + "\n" for entry in state.log_history]
+        write_whole(run / FOLDER / METRICS, "".join(lines).encode())
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # An evaluation before training is none of the run's, whose directory may hold an earlier one
+        if state.is_world_process_zero and self._has_begun:
+            with (Path(args.output_dir) / FOLDER / METRICS).open("a") as file:
+                file.write(json.dumps(state.log_history[-1]) + "\n")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            make_page(Path(args.output_dir), Path(args.output_dir) / PAGE)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on_save(args, state, control)
+        if state.is_world_process_zero:
+            report(Path(args.output_dir) / PAGE, args.report_to)
+
+
+def report(page: Path, report_to: list[str]) -> None:
+    """Log a page where a run reports to, as a file and to be looked at there."""
+    for name in ("wandb", "trackio"):
+        if name not in report_to:
+            continue
+        try:
+            service = importlib.import_module(name)
+            service.log_artifact(str(page), name="trees", type="trees")
+            service.log({"trees": service.Html(page.read_text(), inject=False)})
+        except Exception as error:  # which must not be what a finished training ends with
+            logger.warning("%s was not logged to %s: %s: %s", page, name, type(error).__name__, error)

@@ -1,0 +1,175 @@
+"""One file that shows a run: its trees, and how it went."""
+
+import argparse
+import base64
+import gzip
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from .record import FOLDER, logged_steps, read_metrics, read_step, write_whole
+
+PAGE = "trees.html"
+MAX_TREES = 200  # of a page, where its steps are not chosen
+MAX_POINTS = 500  # of a curve
+MAX_PROMPT = 2000  # characters of a prompt that a search looks through
+
+# Curves of a run: title, the metrics in it, and the one that is the spread around the first
+CHARTS: list[tuple[str, list[str], str | None]] = [
+    ("Reward and value", ["reward", "fr3e/value/S0", "fr3e/value/anchors", "eval_reward"], None),
+    ("Entropy, in nats", ["fr3e/entropy", "fr3e/anchor/entropy", "entropy"], None),
+    ("Shares of states", ["fr3e/states/all_right", "fr3e/states/all_wrong", "fr3e/states/rejected"], None),
+    ("Advantages, mean and spread", ["fr3e/advantage/mean"], "fr3e/advantage/std"),
+    ("Length of completions, in tokens", ["completions/mean_length", "completions/max_length"], None),
+    ("Prompts rescued, of those that failed", ["fr3e/prompts/rescued"], None),
+]
+
+
+def make_page(run: Path, output: Path, steps: list[int] | None = None) -> int:
+    """
+    Make the page of a run, out of what it has logged.
+
+    Args:
+        run (`Path`):
+            Output directory of the run.
+        output (`Path`):
+            Where the page goes.
+        steps (`list[int]`, *optional*):
+            Steps whose trees it shows. If `None`, all, or as many of them, evenly spread, as have about 200 trees.
+
+    Returns:
+        `int`: How many trees it shows.
+    """
+    trees, step_of, reward_funcs = [], [], []
+    for step in _spread(run) if steps is None else steps:
+        record = read_step(run, step)
+        trees += record["trees"]
+        step_of += [step] * len(record["trees"])
+        reward_funcs = record["reward_funcs"]
+    index = {
+        "rewardFuncs": reward_funcs,
+        "trees": _summaries(trees, step_of),
+        "charts": charts(read_metrics(run)),
+    }
+    environment = jinja2.Environment(loader=jinja2.PackageLoader("fr3e_trl.page", "."), autoescape=True)
+    page = environment.get_template("page.html").render(
+        title=Path(os.path.abspath(run)).name, index=index, trees=[_packed(tree) for tree in trees]
+    )
+    write_whole(output, page.encode())
+    return len(trees)
+
+
+def _spread(run: Path) -> list[int]:
+    """Steps of a run, the first and the last among them, with no more trees together than a page has by itself."""
+    steps = logged_steps(run)
+    if not steps:
+        return []
+    most = max(MAX_TREES // max(len(read_step(run, steps[0])["trees"]), 1), 2)
+    if len(steps) <= most:
+        return steps
+    return [steps[i * (len(steps) - 1) // (most - 1)] for i in range(most)]
+
+
+def _packed(tree: dict[str, Any]) -> str:
+    """A tree that the page unpacks when it is chosen."""
+    data = json.dumps(tree, separators=(",", ":")).encode()
+    return base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode()
+
+
+def _summaries(trees: list[dict[str, Any]], step_of: list[int]) -> list[dict[str, Any]]:
+    """What the list of trees tells of each."""
+    prompts = ["".join(tree["prompt"] or ["(in another process)"]) for tree in trees]
+    # A system prompt says nothing of which it is
+    common = _common_length(prompts) if len(set(prompts)) > 1 else 0
+    number_in_step: dict[int, int] = {}
+    summaries = []
+    for tree, step, prompt in zip(trees, step_of, prompts, strict=True):
+        number = number_in_step[step] = number_in_step.get(step, 0) + 1
+        summaries.append(
+            {
+                "step": step,
+                "number": number,
+                "prompt": prompt[common:][:MAX_PROMPT],
+                "value": tree["states"][0]["value"],
+                "rewards": [
+                    tree["rollouts"][rollout]["reward"] for state in tree["states"] for rollout in state["rollouts"]
+                ],
+            }
+        )
+    return summaries
+
+
+def _common_length(texts: list[str]) -> int:
+    """How many characters all of `texts` begin with."""
+    first, last = min(texts), max(texts)
+    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+
+
+def charts(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """
+    The curves of a run.
+
+    Args:
+        log (`list[dict]`):
+            What the trainer logged.
+
+    Returns:
+        `list[dict]`: Charts that have a curve: `title`, `curves` with the `name` and `points` [step, value] of each,
+        and `spread`, the points of a standard deviation around the first, or `None`.
+    """
+    found = []
+    for title, names, spread in CHARTS:
+        curves = [{"name": name, "points": _points(log, name)} for name in names]
+        curves = [curve for curve in curves if curve["points"]]
+        if curves:
+            found.append({"title": title, "curves": curves, "spread": _points(log, spread) if spread else None})
+    return found
+
+
+def _points(log: list[dict[str, Any]], name: str) -> list[list[float]]:
+    """Steps and values of a metric; of more than can be seen, means over as many entries each."""
+    points = [(entry["step"], entry[name]) for entry in log if math.isfinite(entry.get(name, math.nan))]
+    size = math.ceil(len(points) / MAX_POINTS) or 1
+    windows = [points[start : start + size] for start in range(0, len(points), size)]
+    return [[window[-1][0], float(f"{sum(value for _, value in window) / len(window):.4g}")] for window in windows]
+
+
+def main(arguments: list[str]) -> None:
+    """The command `fr3e tree`."""
+    parser = argparse.ArgumentParser(
+        description="Make one HTML file, which needs no network, of the trees and metrics that a run logged with "
+        "log_trees: completions coloured by entropy or credit, with their branches unfolded where they leave."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="output directory of the run")
+    parser.add_argument("--output", type=Path, help=f"where the page goes (default: {PAGE} in RUN_DIR)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs="+",
+        help=f"steps whose trees to show (default: all, or evenly spread ones with about {MAX_TREES} trees together)",
+    )
+    options = parser.parse_args(arguments)
+    if not (options.run / FOLDER).is_dir():
+        parser.error(
+            f"{options.run} has no folder '{FOLDER}'. Train with log_trees, for example log_trees=10, to have one."
+        )
+    steps = logged_steps(options.run)
+    for step in options.steps or []:
+        if step not in steps:
+            known = ", ".join(map(str, steps)) or "none"
+            parser.error(f"--steps: trees of step {step} were not logged. Those of these were: {known}.")
+    output = options.output or options.run / PAGE
+    try:
+        num_trees = make_page(options.run, output, options.steps)
+    except OSError as error:
+        parser.error(f"{error}. Give another file by --output.")
+    print(f"{output}: {num_trees} trees, {output.stat().st_size / 1e3:,.0f} kB")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

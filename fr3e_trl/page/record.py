@@ -1,0 +1,235 @@
+"""
+Trees of a run as it logs them, in plain values.
+
+A step's are in `trees/step-N.json.gz` of the output directory, where N is the first step that was trained on them:
+
+    step            N
+    num_trees       trees of that step, of which the first MAX_TREES are here
+    reward_funcs    names of the reward functions
+    credit          "rollout" or "tree"
+    trees           for each:
+        prompt          text of each of its tokens, in order
+        states          S_0, then the anchors', each with
+            base, position  the rollout that it lies on, and how many of its tokens precede it; null and 0 for S_0
+            parent          the state before it in its chain, null for S_0
+            entropy         of the policy at the anchor, in nats; null for S_0
+            value, modulation, rejected     V, α, and whether nothing was learned from it
+            rollouts        which these are
+        bases           base trajectories, of which S_0's rollouts are some, unless they were thrown away
+        rollouts        each with
+            tokens          text of each of its own tokens, without the state's prefix. Of a character of several
+                            tokens the last has all of it
+            entropies       at each of them, of a base trajectory; null at tokens that a tool wrote
+            tools           stretches that a tool wrote: first token, and the one after the last
+            length          its tokens
+            reward, rewards the weighted sum, and by reward function; null where it was not scored
+            advantage       null for a base trajectory that was thrown away; under tree credit the mean over its tokens
+            in_loss         whether it was learned from
+            credit          under tree credit, stretches of its tokens: how many, what each counts for, its advantage
+
+What a process that was alone with a rollout has not told is null. `trees/metrics.jsonl` has what the trainer logged, an
+entry a line, each with its `step`.
+"""
+
+import gzip
+import json
+import math
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from ..method.batch import Row
+from ..method.tree import Rollout, TokenIds, Tree
+
+FOLDER = "trees"
+METRICS = "metrics.jsonl"
+MAX_TREES = 16  # of a step
+
+# Tokens of the longest character: a tokenizer's bytes that make none are shown as such
+MAX_FRAGMENTS = 8
+
+
+def record_trees(trees: list[Tree], rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """
+    The first trees of a step in plain values, as far as this process knows them.
+
+    Args:
+        trees (`list[Tree]`):
+            The step's trees, finished.
+        rows (`list[Row]`):
+            Their rows, with advantages.
+        tokenizer (`PreTrainedTokenizerBase`):
+            Tokenizer of the policy.
+    """
+    row_of = {id(row.rollout): row for row in rows}
+    trees = trees[:MAX_TREES]
+    rollouts = [_rollouts_of(tree) for tree in trees]
+    sequences: list[tuple[TokenIds, TokenIds]] = []
+    for tree, of_tree in zip(trees, rollouts, strict=True):
+        sequences.append((tree.prompt_ids[:0], tree.prompt_ids))
+        sequences += [(np.concatenate([tree.prompt_ids, prefix])[-1:], r.token_ids) for r, prefix in of_tree]
+    texts = iter(token_texts(tokenizer, sequences))
+    return [
+        {"prompt": next(texts) or None, **_plain(tree, [r for r, _ in of_tree], row_of, texts)}
+        for tree, of_tree in zip(trees, rollouts, strict=True)
+    ]
+
+
+def _rollouts_of(tree: Tree) -> list[tuple[Rollout, TokenIds]]:
+    """The rollouts of a tree's states in order, then base trajectories that are none of them, with their prefixes."""
+    of_states = [(rollout, state.prefix_ids) for state in tree.states for rollout in state.rollouts]
+    kept = {id(rollout) for rollout, _ in of_states}
+    return of_states + [(base, base.token_ids[:0]) for base in tree.bases if id(base) not in kept]
+
+
+def _plain(tree: Tree, rollouts: list[Rollout], row_of: dict[int, Row], texts: Iterator[list[str]]) -> dict[str, Any]:
+    number_of = {id(rollout): i for i, rollout in enumerate(rollouts)}
+    entropies = {id(base): of_base for base, of_base in zip(tree.bases, tree.entropies, strict=True)}
+    return {
+        "states": [
+            {
+                "base": None if state.base is None else number_of[id(tree.bases[state.base])],
+                "position": state.position,
+                "parent": state.parent,
+                "entropy": _rounded(state.entropy),
+                "value": _significant(state.value),
+                "modulation": _significant(state.modulation),
+                "rejected": state.rejected,
+                "rollouts": [number_of[id(rollout)] for rollout in state.rollouts],
+            }
+            for state in tree.states
+        ],
+        "bases": [number_of[id(base)] for base in tree.bases],
+        "rollouts": [
+            _plain_rollout(rollout, row_of.get(id(rollout)), entropies.get(id(rollout)), next(texts))
+            for rollout in rollouts
+        ],
+    }
+
+
+def _plain_rollout(rollout: Rollout, row: Row | None, entropies: Any, tokens: list[str]) -> dict[str, Any]:
+    return {
+        "tokens": tokens or None,
+        "entropies": None if entropies is None else [_rounded(entropy) for entropy in entropies.tolist()],
+        "tools": None if rollout.mask is None else _stretches(~rollout.mask),
+        "length": rollout.length,
+        "reward": _significant(rollout.score.reward),
+        "rewards": [_significant(reward) for reward in rollout.score.rewards],
+        "advantage": None if row is None else _significant(row.advantage),
+        "in_loss": row is not None and row.in_loss,
+        "credit": [[n, _significant(weight), _significant(advantage)] for n, weight, advantage in rollout.credit],
+    }
+
+
+def _stretches(mask: Any) -> list[list[int]]:
+    """First position of each stretch in which `mask` is true, and the one after its last."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(int)))
+    return edges.reshape(-1, 2).tolist()
+
+
+def _rounded(x: float | None) -> float | None:
+    return None if x is None or not math.isfinite(x) else round(x, 3)
+
+
+def _significant(x: float) -> float | None:
+    return float(f"{x:.4g}") if math.isfinite(x) else None
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, sequences: list[tuple[TokenIds, TokenIds]]) -> list[list[str]]:
+    """
+    What each token adds to the text before it.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`):
+            Tokenizer.
+        sequences (`list[tuple[TokenIds, TokenIds]]`):
+            For each, the token before it, if there is one, and its own tokens, of shape (L,).
+
+    Returns:
+        `list[list[str]]`: L texts for each. Of a character that several tokens make together, the last has all.
+    """
+    token_ids = [(before.tolist(), ids.tolist()) for before, ids in sequences]
+    singles = sorted({token for before, ids in token_ids for token in [*before, *ids]})
+    # Some tokenizers decode a token otherwise at a text's start: what it adds depends on the one before
+    pairs = sorted({pair for before, ids in token_ids for pair in pairwise([*before, *ids])})
+    alone = dict(zip(singles, _decode(tokenizer, [[token] for token in singles]), strict=True))
+    added = {
+        (first, second): text[len(alone[first]) :]
+        for (first, second), text in zip(pairs, _decode(tokenizer, [list(pair) for pair in pairs]), strict=True)
+    }
+    results = []
+    for before, ids in token_ids:
+        texts: list[str] = []
+        fragments: list[int] = []  # of a character that is not whole yet
+        for previous, token in zip([None, *ids] if not before else [*before, *ids], ids, strict=False):
+            if "\ufffd" in alone[token]:
+                fragments.append(token)
+                (text,) = _decode(tokenizer, [fragments])
+                is_whole = "\ufffd" not in text or len(fragments) == MAX_FRAGMENTS
+                texts.append(text if is_whole else "")
+                fragments = [] if is_whole else fragments
+                continue
+            if fragments:  # it is none
+                (texts[-1],) = _decode(tokenizer, [fragments])
+                fragments = []
+            texts.append(alone[token] if previous is None else added[previous, token])
+        if fragments:
+            (texts[-1],) = _decode(tokenizer, [fragments])
+        results.append(texts)
+    return results
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, sequences: list[list[int]]) -> list[str]:
+    return tokenizer.batch_decode(sequences, clean_up_tokenization_spaces=False) if sequences else []
+
+
+def merged(records: list[Any]) -> Any:
+    """What several processes know of the same, of which each has null where it knows nothing."""
+    known = [record for record in records if record is not None]
+    if not known:
+        return None
+    if isinstance(known[0], dict):
+        return {name: merged([record[name] for record in known]) for name in known[0]}
+    if isinstance(known[0], list) and known[0] and isinstance(known[0][0], dict):
+        return [merged(list(of_processes)) for of_processes in zip(*known, strict=True)]
+    return known[0]
+
+
+def step_path(run: Path, step: int) -> Path:
+    return run / FOLDER / f"step-{step}.json.gz"
+
+
+def logged_steps(run: Path) -> list[int]:
+    """The steps whose trees a run has logged, in order."""
+    return sorted(int(path.name[5:-8]) for path in (run / FOLDER).glob("step-*.json.gz"))
+
+
+def write_step(run: Path, record: dict[str, Any]) -> None:
+    """Log a step's trees, all or nothing."""
+    path = step_path(run, record["step"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = json.dumps(record, separators=(",", ":")).encode()
+    write_whole(path, gzip.compress(data, compresslevel=6, mtime=0))
+
+
+def read_step(run: Path, step: int) -> dict[str, Any]:
+    return json.loads(gzip.decompress(step_path(run, step).read_bytes()))
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """What the trainer logged, without a line that was not finished."""
+    path = run / FOLDER / METRICS
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that it is never there in part."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(data)
+    os.replace(part, path)

@@ -1,0 +1,687 @@
+"""The trees that a run logs, and the page that shows them."""
+
+import base64
+import gzip
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models import CPU, make_dataset, make_model, make_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tool_policy import look, make_tool_dataset, make_tool_policy, make_tool_tokenizer, right
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.cli import main
+from fr3e_trl.page.callback import report
+from fr3e_trl.page.page import CHARTS, MAX_POINTS, MAX_TREES, charts, make_page
+from fr3e_trl.page.record import MAX_TREES as MAX_TREES_OF_STEP
+from fr3e_trl.page.record import METRICS, logged_steps, read_metrics, read_step, token_texts, write_step
+
+SIZES = {"num_generations": 8, "per_device_train_batch_size": 32, "max_completion_length": 24, "max_steps": 3}
+DEMO_POLICY = Path(__file__).parents[1] / "examples" / "demo_policy"
+
+
+def is_odd(completions, **kwargs):
+    return [float(len(set(completion)) % 2) for completion in completions]
+
+
+def is_short(completions, **kwargs):
+    return [None if len(completion) == 3 else float(len(completion) < 12) for completion in completions]
+
+
+def make_trainer(**settings):
+    defaults = {"output_dir": "run", "learning_rate": 1e-3, "log_trees": 1}
+    return FR3ETrainer(
+        make_model(),
+        [is_odd, is_short],
+        FR3EConfig(**CPU | SIZES | defaults | settings),
+        train_dataset=make_dataset(),
+        processing_class=make_tokenizer(),
+    )
+
+
+def explored(trainer):
+    """The trees of each step of a training, and the rows' advantages."""
+    steps = {}
+    explore = trainer._explore_and_assemble
+
+    def record(inputs):
+        batch = explore(inputs)
+        steps[trainer.state.global_step + 1] = trainer.trees, batch["advantages"]
+        return batch
+
+    trainer._explore_and_assemble = record
+    trainer.train()
+    return steps
+
+
+class Page(HTMLParser):
+    """What a browser would have of a page: its elements, and what is in its scripts."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.elements, self.scripts = [], {}
+        self._open = None
+        self.feed(path.read_text())
+        self.index = json.loads(self.scripts["index"])
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.elements.append((tag, attributes))
+        self._open = attributes.get("id", "program") if tag == "script" else None
+
+    def handle_endtag(self, tag):
+        self._open = None
+
+    def handle_data(self, data):
+        if self._open:
+            self.scripts[self._open] = self.scripts.get(self._open, "") + data
+
+    @property
+    def trees(self):
+        packed = [self.scripts[f"tree-{i}"] for i in range(len(self.index["trees"]))]
+        return [json.loads(gzip.decompress(base64.b64decode(tree))) for tree in packed]
+
+
+def close(x, y, digits=1e-3):
+    """What was logged, and what it was: null stands for what does not exist."""
+    if y is None or (isinstance(y, float) and math.isnan(y)):
+        return x is None
+    return x is not None and math.isclose(x, y, rel_tol=digits, abs_tol=6e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"credit": "tree", "anchor_threshold": 0.3},
+        {"modulation": "exp", "num_generations": 12, "reuse_base": False, "value_prior_strength": 0.0},
+        {"max_refills": 2, "value_prior_strength": 0.0, "num_anchors": 1, "num_base_trajectories": 4},
+    ],
+    ids=["defaults", "tree", "published", "refill"],
+)
+def test_the_page_has_what_was_explored(settings):
+    """Every number and text of the page, from the trees of the run themselves."""
+    trainer = make_trainer(**settings, **({"per_device_train_batch_size": 24} if "reuse_base" in settings else {}))
+    steps = explored(trainer)
+    main(["tree", "run"])
+    page, tokenizer = Page(Path("run/trees.html")), make_tokenizer()
+    shown = iter(zip(page.index["trees"], page.trees, strict=True))
+    for step, (trees, advantages) in steps.items():
+        logged = 0
+        for tree in trees[:MAX_TREES_OF_STEP]:
+            summary, record = next(shown)
+            assert (summary["step"], summary["number"]) == (step, (logged := logged + 1))
+            assert "".join(record["prompt"]) == tokenizer.decode(tree.prompt_ids)
+            assert summary["prompt"] and "".join(record["prompt"]).endswith(summary["prompt"])
+            assert close(summary["value"], tree.states[0].value)
+            of_states = [record["rollouts"][k] for state in record["states"] for k in state["rollouts"]]
+            assert summary["rewards"] == [rollout["reward"] for rollout in of_states]
+            for state, of_state in zip(tree.states, record["states"], strict=True):
+                assert (state.position, state.parent, state.rejected) == tuple(
+                    of_state[name] for name in ("position", "parent", "rejected")
+                )
+                assert close(of_state["value"], state.value) and close(of_state["entropy"], state.entropy)
+                assert close(of_state["modulation"], state.modulation)
+                assert of_state["base"] == (None if state.base is None else record["bases"][state.base])
+                for rollout, k in zip(state.rollouts, of_state["rollouts"], strict=True):
+                    check_rollout(rollout, record["rollouts"][k], tokenizer, is_row=True)
+            for base, k, entropies in zip(tree.bases, record["bases"], tree.entropies, strict=True):
+                of_base = record["rollouts"][k]
+                is_row = any(base is rollout for rollout in tree.states[0].rollouts)
+                assert is_row == (settings.get("reuse_base") is not False)
+                check_rollout(base, of_base, tokenizer, is_row)
+                assert np.allclose(np.array(of_base["entropies"], float), entropies, atol=6e-4)
+        if "max_refills" not in settings:  # which hands over other rows than were explored
+            check_advantages(read_step(Path("run"), step)["trees"], advantages)
+    assert next(shown, None) is None
+    # The curves are the log's
+    for chart in page.index["charts"]:
+        for curve in chart["curves"]:
+            log = [(e["step"], e[curve["name"]]) for e in trainer.state.log_history if curve["name"] in e]
+            assert [step for step, _ in curve["points"]] == [step for step, _ in log]
+            assert np.allclose([v for _, v in curve["points"]], [v for _, v in log], rtol=1e-3)
+    names = {curve["name"] for chart in page.index["charts"] for curve in chart["curves"]}
+    assert {"reward", "fr3e/value/S0", "fr3e/entropy", "fr3e/states/all_right", "fr3e/advantage/mean"} <= names
+    assert any(chart["spread"] for chart in page.index["charts"])
+    assert page.index["rewardFuncs"] == ["is_odd", "is_short"]
+
+
+def check_advantages(trees, advantages):
+    """Each row's, or under tree credit of each of its tokens, of which it has the mean."""
+    rollouts = [(s["position"], tree["rollouts"][k]) for tree in trees for s in tree["states"] for k in s["rollouts"]]
+    for (position, rollout), row in zip(rollouts, advantages, strict=True):
+        own = row[position : position + rollout["length"]].tolist() if row.dim() else [row.item()]
+        of_tokens = [a for length, _, a in rollout["credit"] for _ in range(length)] or [rollout["advantage"]]
+        assert np.allclose(own, of_tokens, rtol=1e-3, atol=1e-5)
+        assert close(rollout["advantage"], sum(own) / len(own))
+
+
+def check_rollout(rollout, record, tokenizer, is_row):
+    assert "".join(record["tokens"]) == tokenizer.decode(rollout.token_ids)
+    assert len(record["tokens"]) == record["length"] == rollout.length
+    assert close(record["reward"], rollout.score.reward)
+    assert all(close(x, y) for x, y in zip(record["rewards"], rollout.score.rewards, strict=True))
+    assert (record["advantage"] is not None) == is_row
+    assert len(record["credit"]) == len(rollout.credit)
+    for stretch, expected in zip(record["credit"], rollout.credit, strict=True):
+        assert all(close(x, y) for x, y in zip(stretch, expected, strict=True))
+    if rollout.credit:
+        assert sum(length for length, _, _ in record["credit"]) == record["length"]
+
+
+def test_what_tools_wrote_is_marked():
+    trainer = FR3ETrainer(
+        make_tool_policy(),
+        right,
+        FR3EConfig(**CPU | SIZES | {"output_dir": "run", "log_trees": 2, "max_steps": 2}),
+        train_dataset=make_tool_dataset(),
+        processing_class=make_tool_tokenizer(),
+        tools=[look],
+    )
+    trainer.train()
+    record = read_step(Path("run"), 1)
+    stretches = 0
+    for tree in record["trees"]:
+        for rollout in tree["rollouts"]:
+            for start, end in rollout["tools"]:
+                text = "".join(rollout["tokens"][start:end])
+                assert "<|tool|>" in text and "<call>" not in text  # the policy calls, and the tool answers
+                entropies = rollout["entropies"]
+                assert entropies is None or set(entropies[start:end]) == {None}
+                stretches += 1
+    assert stretches > 20
+
+
+def test_every_so_many_steps():
+    """The first batch of as many steps as `log_trees` says, however many of them a batch serves."""
+    make_trainer(log_trees=3, max_steps=8).train()
+    assert logged_steps(Path("run")) == [1, 4, 7]
+    make_trainer(log_trees=3, max_steps=8, num_iterations=2, output_dir="iterations").train()
+    assert logged_steps(Path("iterations")) == [1, 5, 7]
+
+
+def test_a_run_that_goes_on_leaves_no_steps_of_another():
+    make_trainer(max_steps=6, save_strategy="steps", save_steps=2).train()
+    assert "trees" in Page(Path("run/trees.html")).index
+    Path("run/trees/step-9.json.gz").write_bytes(b"")  # of an earlier run
+    trainer = make_trainer(max_steps=4, save_strategy="steps", save_steps=2)
+    trainer.train(resume_from_checkpoint="run/checkpoint-2")
+    assert logged_steps(Path("run")) == [1, 2, 3, 4]
+    assert read_metrics(Path("run")) == trainer.state.log_history
+    page = Page(Path("run/trees.html"))
+    assert [tree["step"] for tree in page.index["trees"]] == [step for step in (1, 2, 3, 4) for _ in range(4)]
+    # As after a kill: the last line in part
+    with Path("run/trees", METRICS).open("a") as file:
+        file.write('{"loss": 0.')
+    assert read_metrics(Path("run")) == trainer.state.log_history
+
+
+def test_without_exploration_there_are_curves():
+    make_trainer(num_anchors=0).train()
+    page = Page(Path("run/trees.html"))
+    assert page.index["trees"] == []
+    assert [chart["title"] for chart in page.index["charts"]][:2] == ["Reward and value", "Entropy, in nats"]
+
+
+def test_training_is_what_it_is_without():
+    losses = []
+    for every in (None, 1):
+        trainer = make_trainer(log_trees=every)
+        trainer.evaluate(make_dataset(2))  # before training, is none of it
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        assert Path("run/trees").exists() == Path("run/trees.html").exists() == (every is not None)
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
+# Texts of tokens
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    """Of bytes: characters beyond ASCII are made of several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        ["the sum of the sums"],
+        trainers.BpeTrainer(vocab_size=270, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()),
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def demo_tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO_POLICY)
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Writes spaces between tokens."""
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["one", "two", "three", "?"])}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+TEXTS = {
+    byte_level_tokenizer: ["the sum", "√2 ≈ 1.41", "数学很难 the 数", "👩‍👩‍👧 the 👍🏽", "مرحبا sum", "e\u0301\u0301"],
+    word_tokenizer: ["one two three two"],
+    demo_tokenizer: ["5 - 1 + 3 = 7", "\n5 - 1 = 4\n4 + 3 = 7"],
+}
+
+
+@pytest.mark.parametrize("make, text", [(make, text) for make, texts in TEXTS.items() for text in texts])
+def test_texts_of_tokens_make_the_text(make, text):
+    """Of a whole completion, and of branches that begin at any of its tokens."""
+    tokenizer = make()
+    token_ids = np.array(tokenizer(text)["input_ids"], np.int32)
+    whole = tokenizer.decode(token_ids)
+    assert whole.strip() == text.strip()
+    for cut in range(len(token_ids)):
+        prefix = tokenizer.decode(token_ids[:cut])
+        if "\ufffd" in prefix[-1:]:
+            continue
+        (pieces,) = token_texts(tokenizer, [(token_ids[:cut][-1:], token_ids[cut:])])
+        assert len(pieces) == len(token_ids) - cut and prefix + "".join(pieces) == whole
+
+
+def test_bytes_that_are_no_character_are_shown_as_such():
+    tokenizer = byte_level_tokenizer()
+    token_ids = np.array(tokenizer("数" * 3)["input_ids"], np.int32)[[0, 3, 6, 6, 0] * 4]
+    (pieces,) = token_texts(tokenizer, [(token_ids[:0], token_ids)])
+    assert len(pieces) == 20 and set("".join(pieces)) == {"\ufffd"}
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["tree", "nowhere"], "nowhere has no folder 'trees'. Train with log_trees"),
+        (["tree", "run", "--steps", "2", "3"], "trees of step 3 were not logged. Those of these were: 2"),
+        (["tree", "run", "--output", "nowhere/page.html"], "Give another file by --output"),
+        (["tree"], "RUN_DIR"),
+    ],
+)
+def test_what_cannot_be_shown_is_said(arguments, message, capsys):
+    write_step(Path("run"), made_step(2, num_trees=1, length=10))
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2 and message in error
+
+
+def test_steps_may_be_chosen(capsys):
+    for step in range(1, 41):
+        write_step(Path("run"), made_step(step, num_trees=16, length=4))
+    main(["tree", "run", "--steps", "7", "3", "--output", "some.html"])
+    assert capsys.readouterr().out.startswith("some.html: 32 trees, ")
+    assert [tree["step"] for tree in Page(Path("some.html")).index["trees"]] == [7] * 16 + [3] * 16
+    # Otherwise as many as a page has, from the first to the last
+    assert make_page(Path("run"), Path("all.html")) == MAX_TREES // 16 * 16
+    steps = list(dict.fromkeys(tree["step"] for tree in Page(Path("all.html")).index["trees"]))
+    assert steps[0] == 1 and steps[-1] == 40 and len(steps) == MAX_TREES // 16
+
+
+def test_long_curves_are_thinned_to_means():
+    log = [{"step": step, "reward": float(step % 2)} for step in range(1, 4001)]
+    (chart,) = charts([*log, {"step": 4000, "train_runtime": 1.0}, {"step": 4000, "reward": math.nan}])
+    (curve,) = chart["curves"]
+    assert chart["title"] == CHARTS[0][0] and len(curve["points"]) == MAX_POINTS
+    assert curve["points"][0] == [8, 0.5] and curve["points"][-1] == [4000, 0.5]
+
+
+# What completions may say
+
+HOSTILE = [
+    "</script><script>window.hurt = 1</script>",
+    "<img src=x onerror='window.hurt = 1'>",
+    "<!--<script>",
+    "w" * 10_000,
+    "مرحبا \u202eبالعالم\u202c 1 + 2",
+    "👩‍👩‍👧👍🏽",
+    "null\0byte \x1b[31m \x7f \u2028",
+    "{{ 7 * 7 }} {% raw %} ${window.hurt = 1}",
+    "\udcff",
+]
+
+
+def made_rollout(tokens, rng, is_base, reward):
+    return {
+        "tokens": tokens,
+        "entropies": [round(float(h), 3) for h in rng.exponential(0.5, len(tokens))] if is_base else None,
+        "tools": None,
+        "length": len(tokens),
+        "reward": reward,
+        "rewards": [reward],
+        "advantage": round(float(rng.normal()), 3),
+        "in_loss": True,
+        "credit": [],
+    }
+
+
+def made_step(step, num_trees, length, texts=("the ", "sum ", "of ", "1 ", "+ ", "2 ", "is ", "\n"), seed=0):
+    """Trees of two base trajectories of `length` tokens and six anchors, with words from `texts`."""
+    rng = np.random.default_rng(seed)
+    trees = []
+    for i in range(num_trees):
+        words = [[texts[w] for w in rng.integers(0, len(texts), length)] for _ in range(2)]
+        rewards = rng.integers(0, 2, 8).astype(float).tolist()
+        rollouts = [made_rollout(words[base], rng, True, rewards[base]) for base in range(2)]
+        states = [{"base": None, "position": 0, "parent": None, "entropy": None, "rollouts": [0, 1]}]
+        for base in range(2):
+            for k in range(3):
+                position = (k + 1) * length // 4
+                of_state = {"base": base, "position": position, "parent": 3 * base + k if k else 0, "entropy": 1.5}
+                states.append(of_state | {"rollouts": [len(rollouts)]})
+                rollouts.append(made_rollout(words[base][position:], rng, False, rewards[len(rollouts)]))
+        for state in states:
+            state |= {"value": float(np.mean([rollouts[k]["reward"] for k in state["rollouts"]])), "modulation": 1.0}
+            state |= {"rejected": state["parent"] == 4}
+            for k in state["rollouts"]:
+                rollouts[k]["in_loss"] = not state["rejected"]
+        trees.append(
+            {"prompt": ["What is ", f"{step}", " + ", f"{i}?"], "states": states, "bases": [0, 1], "rollouts": rollouts}
+        )
+    return {"step": step, "num_trees": num_trees, "reward_funcs": ["is_right"], "credit": "rollout", "trees": trees}
+
+
+def hostile_page() -> Path:
+    record = made_step(1, num_trees=2, length=24, texts=HOSTILE)
+    for tree in record["trees"]:
+        tree["prompt"] = HOSTILE[:]
+    record["reward_funcs"] = ["</script><img src=x onerror='window.hurt = 1'>"]
+    run = Path("<b>run & more")
+    write_step(run, record)
+    make_page(run, Path("hostile.html"))
+    return Path("hostile.html").resolve()
+
+
+def test_completions_are_text_and_nothing_else():
+    page = Page(hostile_page())
+    assert page.trees == read_step(Path("<b>run & more"), 1)["trees"]
+    assert page.index["trees"][0]["prompt"] == "".join(HOSTILE)[:2000]
+    # No element, and no script but the data's and the page's own
+    assert not [tag for tag, _ in page.elements if tag in ("img", "b", "iframe", "link", "object")]
+    assert [a.get("id") for tag, a in page.elements if tag == "script"] == ["index", "tree-0", "tree-1", None]
+    assert not [a for _, a in page.elements if any(name.startswith("on") or name in ("src", "href") for name in a)]
+
+
+# In a browser
+
+CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser):
+    """Opens a page; what it complains about fails the test."""
+    complaints, pages = [], []
+
+    def open_page(path: Path, address: str = "", **settings):
+        page = browser.new_page(**{"viewport": {"width": 1400, "height": 900}} | settings)
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: request.url.startswith("file:") or complaints.append(request.url))
+        page.on("dialog", lambda dialog: complaints.append(dialog.message))
+        page.goto(path.resolve().as_uri() + address)
+        page.wait_for_selector("main .row")
+        pages.append(page)
+        return page
+
+    yield open_page
+    for page in pages:
+        page.close()
+    assert complaints == []
+
+
+def expect_text(page, selector: str, text: str) -> None:
+    """Wait until the first of what is selected says so."""
+    from playwright.sync_api import expect
+
+    expect(page.locator(selector).first).to_have_text(text)
+
+
+def test_two_hundred_trees_of_three_thousand_tokens(opened):
+    for step in range(1, 14):
+        write_step(Path("run"), made_step(step, num_trees=16 if step < 13 else 8, length=3000, seed=step))
+    assert make_page(Path("run"), Path("run/trees.html"), list(range(1, 14))) == 200
+    assert Path("run/trees/step-1.json.gz").stat().st_size < 2e6
+    assert Path("run/trees.html").stat().st_size < 20e6
+    page = opened(Path("run/trees.html"))
+    assert page.locator("nav li").count() == 200
+    assert page.locator("main .row").count() == 2  # one tree, its branches folded
+    assert page.locator("main .token").count() == 6000
+    print("loaded in ms:", page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd"))
+    page.keyboard.press("e")
+    assert page.locator("main .row").count() == 8
+    page.keyboard.press("j")
+    expect_text(page, "main h2", "Step 1, tree 2")
+    assert page.locator("main .row").count() == 2
+
+
+def test_the_page_tells_a_tree(opened):
+    """What is on the screen, from what was logged."""
+    record = made_step(5, num_trees=3, length=40)
+    tree = record["trees"][1]
+    tree["rollouts"][1]["tools"] = [[10, 14]]
+    tree["rollouts"][0]["credit"] = [[10, 1.0, 0.5], [30, 1.0, -1.0]]
+    write_step(Path("run"), record)
+    make_page(Path("run"), Path("trees.html"))
+    page = opened(Path("trees.html"), "#tree=2")
+    expect_text(page, "main h2", "Step 5, tree 2")
+    rows = page.locator("main table tbody tr")
+    for s, state in enumerate(tree["states"]):
+        cells = rows.nth(s).locator("td").all_text_contents()
+        assert cells[0] == f"S{s}" and cells[4] == f"{state['value']:.2f}"
+        marks = " ".join("✓" if tree["rollouts"][k]["reward"] else "✗" for k in state["rollouts"])
+        assert cells[-1].split("rejected")[0].strip() == marks
+        assert ("rejected" in cells[-1]) == state["rejected"]
+    bases = page.locator("main article")
+    assert (
+        page.locator("main").text_content().endswith("".join(tree["rollouts"][1]["tokens"][-3:]).replace("\n", "↵\n"))
+    )
+    advantage = f"{tree['rollouts'][0]['advantage']:+.2f}".replace("-", "−")
+    assert f"trajectory 1 · 40 tokens · A = {advantage}" in bases.nth(0).locator("h3").text_content()
+    # Its text, the anchors' buttons left out, and where they are
+    words = bases.nth(0).evaluate(
+        """e => [...e.querySelectorAll(".text > .token, .text > .anchor")]
+            .map(x => x.className === "anchor" ? null : x.textContent)"""
+    )
+    positions = [i - k for k, i in enumerate(i for i, word in enumerate(words) if word is None)]
+    assert positions == [state["position"] for state in tree["states"] if state["base"] == 0]
+    assert "".join(filter(None, words)).replace("↵\n", "\n") == "".join(tree["rollouts"][0]["tokens"])
+    # A tool's words are folded
+    tool = bases.nth(1).locator("details.tool")
+    assert tool.count() == 1 and "Tool, 4 tokens" in tool.locator("summary").text_content()
+    assert tool.get_attribute("open") is None
+    # Colours: by entropy as high as it is, by credit as far from 0, above or below
+    token = bases.nth(0).locator(".token")
+    alphas = {h: alpha(token.nth(i)) for i, h in enumerate(tree["rollouts"][0]["entropies"][:8])}
+    assert [alphas[h] for h in sorted(alphas)] == sorted(alphas.values()) and max(alphas.values()) > 0
+    page.keyboard.press("c")
+    assert page.get_by_role("button", name="Colour: credit").count() == 1
+    assert token.nth(3).evaluate("e => getComputedStyle(e).backgroundColor") != token.nth(20).evaluate(
+        "e => getComputedStyle(e).backgroundColor"
+    )
+    assert "up" in token.nth(9).get_attribute("class") and "up" not in token.nth(10).get_attribute("class")
+    token.nth(12).hover()
+    assert "Token 13 of 40" in page.locator("#status").text_content()
+    assert "A = −1.00" in page.locator("#status").text_content()
+
+
+def alpha(token) -> float:
+    colour = token.evaluate("e => getComputedStyle(e).backgroundColor")
+    return float(colour.removesuffix(")").split("/")[-1].split(",")[-1]) if "rgba" in colour or "/" in colour else 1.0
+
+
+def test_the_keyboard_does_it_all(opened):
+    write_step(Path("run"), made_step(1, num_trees=3, length=40))
+    write_step(Path("run"), made_step(2, num_trees=3, length=40))
+    make_page(Path("run"), Path("trees.html"))
+    page = opened(Path("trees.html"))
+
+    for key, expected in zip("jjjk", ["1, tree 2", "1, tree 3", "2, tree 1", "1, tree 3"], strict=True):
+        page.keyboard.press(key)
+        expect_text(page, "main h2", f"Step {expected}")
+    for key in ("ArrowRight", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    assert page.locator(".branch").count() == 1
+    assert page.locator(".branch h3").first.text_content().startswith("S2, before token 21 of 40")
+    # Where it leaves: after the anchor's button, before the token that it tries again
+    assert page.evaluate("document.querySelector('.branch').previousSibling.textContent.startsWith('S2')")
+    assert page.evaluate("document.querySelector('.branch').nextSibling.place") == 20
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("Enter")
+    assert page.locator(".branch").count() == 2
+    page.keyboard.press("Enter")
+    assert page.locator(".branch").count() == 1
+    page.keyboard.press("e")
+    assert page.locator(".branch").count() == 6
+    assert page.locator(".row.rejected").count() == 1
+    page.keyboard.press("e")
+    assert page.locator(".branch").count() == 0
+    page.keyboard.press("?")
+    assert page.locator("dialog").evaluate("e => e.open")
+    page.keyboard.press("Escape")
+    page.keyboard.press("/")
+    page.keyboard.type("2 + 1")
+    assert page.locator("#count").text_content() == "1 of 6 trees"
+    page.keyboard.press("Enter")
+    expect_text(page, "main h2", "Step 1, tree 3")  # typing chose nothing
+    page.locator("#search").fill("")
+    page.locator("#step").select_option("2")
+    assert page.locator("#count").text_content() == "3 of 6 trees"
+    page.locator("nav li button").nth(1).click()
+    expect_text(page, "main h2", "Step 2, tree 2")
+    assert page.locator("nav button[aria-current=true]").count() == 1
+
+
+CONTRAST = """() => {
+    const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+    const over = (colour, below) => {
+        for (const style of [below, colour]) {
+            canvas.fillStyle = style;
+            canvas.fillRect(0, 0, 1, 1);
+        }
+        return "rgb(" + [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3) + ")";
+    };
+    const light = colour => {
+        const [r, g, b] = colour.match(/[\\d.]+/g).map(x => x / 255)
+            .map(x => x <= .03928 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4);
+        return .2126 * r + .7152 * g + .0722 * b + .05;
+    };
+    const found = {}, classes = ".token, .faint, .right, .wrong";
+    for (const e of document.querySelectorAll(`${classes}, h1, h2, h3, button, td, th, figcaption, output, summary`)) {
+        if (!e.checkVisibility()) continue;
+        let below = "rgb(255, 255, 255)";
+        const around = [];
+        for (let up = e; up; up = up.parentElement) around.unshift(getComputedStyle(up).backgroundColor);
+        for (const colour of around) below = over(colour, below);
+        const [a, b] = [light(getComputedStyle(e).color), light(below)];
+        const name = e.tagName + "." + e.className;
+        found[name] = Math.min(found[name] ?? 99, a > b ? a / b : b / a);
+    }
+    return found;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 800, 1400])
+def test_narrow_and_dark(opened, scheme, width):
+    """Nothing is wider than the screen, and text stands out from what is behind it, as WCAG asks for."""
+    record = made_step(1, num_trees=3, length=300, texts=[*HOSTILE[:5], "the ", "sum "])
+    record["trees"][0]["rollouts"][0]["tools"] = [[3, 9]]
+    write_step(Path("run"), record)
+    Path("run/trees", METRICS).write_text(
+        "".join(
+            json.dumps({"step": step, "reward": step / 9, "fr3e/advantage/mean": 0.1, "fr3e/advantage/std": 0.5}) + "\n"
+            for step in range(9)
+        )
+    )
+    make_page(Path("run"), Path("trees.html"))
+    page = opened(Path("trees.html"), "#unfold", viewport={"width": width, "height": 700}, color_scheme=scheme)
+    page.wait_for_selector(".branch")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == (
+        "rgb(17, 20, 24)" if scheme == "dark" else "rgb(255, 255, 255)"
+    )
+    assert page.locator("aside figure").count() == 2
+    for _ in range(2):
+        assert {name: ratio for name, ratio in page.evaluate(CONTRAST).items() if ratio < 4.5} == {}
+        page.keyboard.press("c")
+
+
+def test_hostile_completions_do_nothing(opened):
+    path = hostile_page()
+    page = opened(path, "#unfold")
+    page.wait_for_selector(".branch")
+    assert page.evaluate("window.hurt") is None
+    assert page.locator("img").count() == 0
+    assert page.title() == "<b>run & more: trees"
+    said = page.locator("main .token").all_text_contents()
+    for text in HOSTILE[:4]:
+        assert text in said
+    assert "null␀byte ␛[31m ␡ \u2028" in said
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1400
+
+
+def test_curves_follow_the_step(opened):
+    for step in (1, 4):
+        write_step(Path("run"), made_step(step, num_trees=1, length=8))
+    Path("run/trees", METRICS).write_text(
+        "".join(json.dumps({"step": s, "reward": s / 10}) + "\n" for s in range(1, 6))
+    )
+    make_page(Path("run"), Path("trees.html"))
+    page = opened(Path("trees.html"), "#tree=2")
+    expect_text(page, "aside output", "0.4 at 4")
+    page.keyboard.press("k")
+    expect_text(page, "aside output", "0.1 at 1")
+
+
+# Where a run reports
+
+
+def test_the_page_goes_to_weights_and_biases(monkeypatch, caplog):
+    """Offline: what would be sent is in a directory."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    make_trainer(report_to=["wandb"]).train()
+    (html,) = Path("wandb").glob("offline-run-*/files/media/html/trees_*.html")
+    assert html.read_text() == Path("run/trees.html").read_text()
+    assert "was not logged" not in caplog.text
+
+
+def test_the_page_goes_to_trackio(tmp_path):
+    """To its local files, in a process of its own: where these are, it decides when it is imported."""
+    pytest.importorskip("trackio")
+    program = "from test_page import make_trainer; make_trainer(report_to=['trackio']).train()"
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0 and "was not logged" not in run.stderr, run.stderr
+    page = Path("run/trees.html").read_bytes()
+    copies = [path for path in Path("trackio").rglob("*") if path.is_file() and path.read_bytes() == page]
+    assert len(copies) == 2  # the artifact, and the page to be looked at
+
+
+def test_a_page_that_cannot_be_reported_does_not_stop_the_training(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as where it is not installed
+    report(Path("trees.html"), ["wandb"])
+    assert "trees.html was not logged to wandb" in caplog.text
