@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -138,7 +139,8 @@ def final_answer(answer: Any, separator: str | None) -> str:
     """What follows the last `separator` in an answer, or all of it if `None`. Items of a list are all part of it."""
     text = ", ".join(map(str, answer)) if isinstance(answer, list) else str(answer)
     if separator is None:
-        return text
+        # 4.5e33, as in Minerva Math: math-verify takes the e for Euler's number
+        return re.sub(r"^([+-]?\d+\.?\d*)[eE]([+-]?\d+)$", r"\1 \\times 10^{\2}", text)
     _, found, answer = text.rpartition(separator)
     if not found:
         raise UsageError(f"answer_separator={separator!r} is not in the answer {text!r}. Leave such examples out.")

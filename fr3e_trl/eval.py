@@ -160,7 +160,7 @@ class EvalArguments(FR3EScriptArguments):
             try:
                 re.compile(self.answer_regex)
             except re.error as error:
-                raise ValueError(f"answer_regex={self.answer_regex!r} is no regular expression: {error}.") from error
+                raise ValueError(f"answer_regex={self.answer_regex!r} is no regular expression: {error}.") from None
 
 
 @dataclass(frozen=True)

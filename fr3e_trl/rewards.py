@@ -103,10 +103,11 @@ class _Workers:
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError('math_reward needs math-verify: pip install "fr3e-trl[math]".')
         with ThreadPoolExecutor(self.num_workers) as pool:
-            replies = list(pool.map(self._ask_one, completions, solutions))
+            replies = list(pool.map(self._ask_one, zip(completions, solutions, strict=True)))
         return [reply for reply, _ in replies], [failure for _, failure in replies]
 
-    def _ask_one(self, completion: str | list[dict[str, str]], solution: str | None) -> tuple[Any, str | None]:
+    def _ask_one(self, answer: tuple[str | list[dict[str, str]], str | None]) -> tuple[Any, str | None]:
+        completion, solution = answer
         content = completion if isinstance(completion, str) else completion[0]["content"]
         worker = self._idle.get()
         try:

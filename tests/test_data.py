@@ -154,7 +154,7 @@ def test_answers_of_other_types(answer, right, wrong):
 def test_reward_whose_module_fails(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "failing_rewards.py").write_text("limit = 1 / 0\n")
-    with pytest.raises(UsageError, match="reward_funcs='failing_rewards.mine': division by zero"):
+    with pytest.raises(UsageError, match="division by zero"):
         data.get_reward("failing_rewards.mine")
 
 
