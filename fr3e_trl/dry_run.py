@@ -209,7 +209,7 @@ def rows_at_once(args: FR3EConfig) -> int:
     return math.ceil(rows * max(args.num_bases, args.num_generations - args.num_bases) / args.num_generations)
 
 
-def quantized_parameters(model: Any) -> list[nn.Parameter]:
+def quantized_parameters(model: Any) -> list[torch.Tensor]:
     """Weights that bitsandbytes quantizes: of linear layers that are frozen, without the output's."""
     head = model.get_output_embeddings()
     return [
@@ -244,16 +244,19 @@ def memory_rows(args: FR3EConfig, model: nn.Module, estimate: MemoryEstimate) ->
     checkpointing = "with gradient checkpointing" if args.gradient_checkpointing else "without gradient checkpointing"
     name = OptimizerNames(args.optim).value
     taken_for = "" if optimizer(args) == name else f", taken for those of {optimizer(args)}"
+    parts = [
+        ("weights", estimate.weights),
+        ("reference model", estimate.reference),
+        (f"optimizer states ({name}{taken_for})", estimate.states),
+        ("update: gradients", estimate.gradients),
+        ("update: weights in the type of autocast, at most", estimate.casts),
+        (f"update: activations of {args.per_device_train_batch_size} rows, {checkpointing}", estimate.activations),
+        ("update: a layer computed again", estimate.recomputed),
+        ("update: a tile of logits", estimate.logits),
+    ]
     table = [
         ("parameters, and those that are trained", f"{count(model.parameters()):,}, {trainable:,}"),
-        ("weights", gib(estimate.weights)),
-        ("reference model", gib(estimate.reference)),
-        (f"optimizer states ({name}{taken_for})", gib(estimate.states)),
-        ("update: gradients", gib(estimate.gradients)),
-        ("update: weights in the type of autocast, at most", gib(estimate.casts)),
-        (f"update: activations of {args.per_device_train_batch_size} rows, {checkpointing}", gib(estimate.activations)),
-        ("update: a layer computed again", gib(estimate.recomputed)),
-        ("update: a tile of logits", gib(estimate.logits)),
+        *((part, gib(num_bytes)) for part, num_bytes in parts if num_bytes),
     ]
     if args.use_vllm and args.vllm_mode == "colocate":
         share = args.vllm_gpu_memory_utilization
@@ -292,4 +295,7 @@ def show(title: str, table: Table) -> None:
     rich_table.add_column(overflow="fold")
     for row in table:
         rich_table.add_row(*row)
-    Console(markup=False, highlight=False).print(rich_table)
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal:
+        console.width = 120  # a log has no width: rows stay whole
+    console.print(rich_table)

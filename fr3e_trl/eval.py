@@ -79,6 +79,8 @@ class EvalArguments(FR3EScriptArguments):
             Tokens of the longest completion.
         answer_regex (`str`, *optional*):
             Pattern whose last match, or the group in it, is the answer by which completions vote in maj@k.
+        chat_template_kwargs (`dict[str, Any]`, *optional*):
+            What the chat template is told beside the messages.
         limit (`int`, *optional*):
             Examples to evaluate on, the first of the split. If `None`, all.
         seed (`int`, *optional*, defaults to `0`):
@@ -116,6 +118,13 @@ class EvalArguments(FR3EScriptArguments):
             "which completions vote in maj@k, equal by their text. If `None`, what math-verify reads, equal by "
             "`verify`, if a reward function is math_reward, accuracy_reward or reasoning_accuracy_reward; else the "
             "whole text."
+        },
+    )
+    chat_template_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "What the chat template is told beside the messages, for example {'enable_thinking': false}. On "
+            "the command line, in JSON."
         },
     )
     limit: int | None = field(
@@ -156,6 +165,8 @@ class EvalArguments(FR3EScriptArguments):
             self.pass_at = sorted({*powers, self.num_samples})
         if not self.pass_at or not 1 <= min(self.pass_at) <= max(self.pass_at) <= self.num_samples:
             raise ValueError(f"pass_at={self.pass_at} must be from 1 to num_samples={self.num_samples}.")
+        if isinstance(self.chat_template_kwargs, str):
+            self.chat_template_kwargs = json.loads(self.chat_template_kwargs)
         if self.answer_regex is not None:
             try:
                 re.compile(self.answer_regex)
@@ -226,8 +237,10 @@ def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict
     wanted = [(problem, sample) for problem in range(len(examples)) for sample in range(args.num_samples)]
     missing = [key for key in wanted if key not in there]
     if missing:
+        template: Any = args.chat_template_kwargs or {}
         prompts = [
-            maybe_apply_chat_template({"prompt": example["prompt"]}, tokenizer)["prompt"] for example in examples
+            maybe_apply_chat_template({"prompt": example["prompt"]}, tokenizer, **template)["prompt"]
+            for example in examples
         ]
         prompt_ids = tokenizer(prompts).input_ids
         sample = (

@@ -199,6 +199,16 @@ def test_cut_evaluation_goes_on(evaluate):
     assert results["rewards"]["tests_of_eval.digit"]["pass@1"]["mean"] == sum(two) / 4
 
 
+def test_template_is_told(evaluate, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if no_thinking %}no{% endif %}"
+    AutoModelForCausalLM.from_pretrained(model_on_disk()).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    settings = {"chat_template_kwargs": '{"no_thinking": true}', "limit": 1, "num_samples": 1}
+    _, (line,) = evaluate(model_name_or_path=tmp_path / "model", prompt_column="prompt", **settings)
+    assert line["prompt"] == "0+0=no"
+
+
 def greedy(model, prompt, num_tokens=6):
     """Without `generate`."""
     ids = make_tokenizer()(prompt, return_tensors="pt").input_ids
@@ -283,6 +293,7 @@ def test_recipe(evaluate, name):
         ({"temperature": 0}, "temperature=0 samples the same completion num_samples=4 times"),
         ({"pass_at": 5}, "pass_at=[5] must be from 1 to num_samples=4"),
         ({"top_p": 0}, "top_p=0.0 must be above 0"),
+        ({"chat_template_kwargs": "x"}, "wrong arguments: Expecting value"),
         ({"limit": 0}, "limit=0 must be a whole number of at least 1"),
         ({"answer_regex": "("}, "answer_regex='(' is no regular expression"),
         (

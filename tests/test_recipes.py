@@ -1,6 +1,7 @@
 """`fr3e train`, and every recipe for two steps, with a tiny model and a small dataset in place of its own."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,9 +12,9 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from models import model_on_disk
+from models import make_tokenizer, model_on_disk
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 from trl import GRPOConfig
 
 from fr3e_trl import FR3EConfig, FR3ETrainer, cli, train
@@ -49,7 +50,7 @@ def trainers(monkeypatch):
         made.append(FR3ETrainer(**arguments))
         return made[-1]
 
-    monkeypatch.setattr("FR3ETrainer", make)
+    monkeypatch.setattr(train, "FR3ETrainer", make)
     return made
 
 
@@ -129,6 +130,43 @@ def test_recipe_trains(trainers, name, tmp_path):
 def test_recipe_opens_with_its_launch_command(name):
     head, _, _ = (ROOT / "recipes" / f"{name}.yaml").read_text().partition("\n\n")
     assert f"#     accelerate launch examples/train.py --config recipes/{name}.yaml" in head.splitlines()
+
+
+# As Qwen publishes them, in the config.json of each: hidden size, intermediate size, layers, heads
+QWEN3 = {
+    "Qwen/Qwen3-0.6B": (1024, 3072, 28, 16),
+    "Qwen/Qwen3-1.7B": (2048, 6144, 28, 16),
+    "Qwen/Qwen3-4B": (2560, 9728, 36, 32),
+}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "qwen3").glob("*.yaml")), ids=lambda path: path.stem)
+def test_qwen3_recipe_takes_the_memory_that_it_says(path, tmp_path, capsys):
+    """By its own dry run, without a GPU: in bfloat16 for its weights are. So do the settings that it has for 80 GB."""
+    head, _, body = path.read_text().partition("\n\n")
+    recipe = yaml.safe_load(body)
+    assert f"fr3e train --config recipes/qwen3/{path.name}\n" in head
+    assert recipe["output_dir"] == f"outputs/qwen3_{path.stem}"
+    hidden_size, intermediate_size, num_layers, num_heads = QWEN3[recipe["model_name_or_path"]]
+    make_tokenizer().save_pretrained(tmp_path)
+    Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    ).save_pretrained(tmp_path)
+    rows = [{"question": "1" * (256 - 5 - len(recipe["system_prompt"])), "answer": "#### 1"}] * 64
+    Dataset.from_list(rows).to_json(tmp_path / "data.jsonl")
+    given = [f"--model_name_or_path={tmp_path}", f"--dataset_name={tmp_path / 'data.jsonl'}", "--bf16=false"]
+    large = [line[1:].split() for line in head.splitlines() if line.startswith("#     --")]
+    for settings in [[], *large]:
+        cli.main(["train", "--dry_run", "--config", str(path), *given, *settings])
+    told = re.findall(r"most at a time.* (\d+\.\d+) GiB", capsys.readouterr().out)
+    assert [f"{float(peak):.1f}" for peak in told] == re.findall(r"(\d+\.\d) GiB", head)
 
 
 def test_every_recipe_has_a_baseline():

@@ -46,7 +46,7 @@ def test_server_and_generate_agree(server, tmp_path):
 
 def test_samples_of_a_server_go_on_where_they_were_cut(server, tmp_path):
     settings = {"vllm_server_base_url": server.url, "num_samples": 4, "limit": 8}
-    results, lines = evaluate(tmp_path, **settings)
+    _, lines = evaluate(tmp_path, **settings)
     path = tmp_path / "completions.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:10]))
     assert evaluate(tmp_path, **settings)[1] == lines  # each completion has a seed of its own
