@@ -1,295 +1,32 @@
 """
-Train a language model with FR3E on a dataset of prompts, as a recipe says:
+Train a language model with FR3E, as a recipe says:
 
     accelerate launch examples/train.py --config recipes/gsm8k_lora.yaml
 
-Any setting of the recipe can be overridden after it (`--learning_rate 2e-6`); `--help` lists them all: the dataset and
-the rewards below, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and quantization).
+`fr3e train` does the same, and more: it says what was wrong in one line, and with `--dry_run` what a run will do. Begin
+here for a script of your own.
 """
 
-import contextlib
-import importlib
-import os
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
-from datasets import Dataset, IterableDataset, load_dataset
-from datasets.exceptions import DatasetsError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.trainer_utils import get_last_checkpoint
-from trl import (
-    ModelConfig,
-    ScriptArguments,
-    TrlParser,
-    get_peft_config,
-    get_quantization_config,
-    maybe_apply_chat_template,
-)
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.data import FR3EScriptArguments, get_reward, load_examples, load_tokenizer
+from fr3e_trl.train import checkpoint_to_resume, set_model_init
 
-# Reward functions that need no import path
-REWARDS = {
-    "math_reward": "fr3e_trl.rewards.math_reward",
-    "accuracy_reward": "trl.rewards.accuracy_reward",
-    "reasoning_accuracy_reward": "trl.rewards.reasoning_accuracy_reward",
-    "think_format_reward": "trl.rewards.think_format_reward",
-}
-
-# Formats of a local dataset, by the suffix of its file
-FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-
-# What `resume_from_checkpoint` may be beside a directory. On the command line it is always text
-RESUME_WORDS = {"true": True, "yes": True, "false": False, "no": False, "none": False, "null": False, "": False}
-
-
-class UsageError(ValueError):
-    """What was asked for cannot be done. The script ends with its message alone, without a traceback."""
-
-
-@contextlib.contextmanager
-def blaming(argument: str, remedy: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds into a `UsageError` of one line: the argument, the reason, and the remedy."""
-    try:
-        yield
-    except kinds as error:
-        reason = " ".join(str(error.__cause__ or error).split()) or "it is empty"
-        raise UsageError(f"{argument}: {reason.rstrip('.!')}. {remedy}") from error
-
-
-@dataclass
-class FR3EScriptArguments(ScriptArguments):
-    """
-    Arguments of the FR3E training script, besides those common to TRL's scripts.
-
-    `dataset_name` may be a local JSON, JSON Lines, Parquet or CSV file too, whose one split is `train`, or a directory
-    of such files, one for each split.
-
-    Args:
-        reward_funcs (`list[str]`, *optional*, defaults to `["math_reward"]`):
-            Reward functions: `"math_reward"`, `"accuracy_reward"`, `"reasoning_accuracy_reward"`,
-            `"think_format_reward"`, or the import path of another, for example `"my_lib.rewards.my_reward"`. The
-            first three need a `solution` column.
-        prompt_column (`str`, *optional*):
-            Column with the question as text, to be put to the model as a user's message. If `None`, the dataset has a
-            `prompt` column in one of TRL's formats, which is left as it is.
-        system_prompt (`str`, *optional*):
-            System message before the question of `prompt_column`.
-        answer_column (`str`, *optional*):
-            Column with the final answer, which becomes the `solution`, boxed: math-verify reads `2\\sqrt{3}` as 2
-            unless it is marked as LaTeX. If `None`, a `solution` column is left as it is.
-        answer_separator (`str`, *optional*):
-            What precedes the final answer in `answer_column`, for example `"####"` in GSM8K.
-        max_prompt_length (`int`, *optional*):
-            Longest prompt to train on, in tokens. Examples with longer ones are left out. If `None`, none are.
-
-    Raises:
-        ValueError: An argument is given without the one that it goes with.
-    """
-
-    reward_funcs: list[str] = field(
-        default_factory=lambda: ["math_reward"],
-        metadata={"help": f"Reward functions: {', '.join(REWARDS)}, or the import path of another."},
-    )
-    prompt_column: str | None = field(
-        default=None,
-        metadata={
-            "help": "Column with the question as text, to be put to the model as a user's message. If `None`, the "
-            "dataset has a `prompt` column in one of TRL's formats, which is left as it is."
-        },
-    )
-    system_prompt: str | None = field(
-        default=None, metadata={"help": "System message before the question of `prompt_column`."}
-    )
-    answer_column: str | None = field(
-        default=None,
-        metadata={
-            "help": "Column with the final answer, which becomes the `solution`, boxed. If `None`, a `solution` column "
-            "is left as it is."
-        },
-    )
-    answer_separator: str | None = field(
-        default=None,
-        metadata={"help": "What precedes the final answer in `answer_column`, for example '####' in GSM8K."},
-    )
-    max_prompt_length: int | None = field(
-        default=None,
-        metadata={"help": "Longest prompt to train on, in tokens. Examples with longer ones are left out."},
-    )
-
-    def __post_init__(self) -> None:
-        if isinstance(self.reward_funcs, str):  # in a recipe, one name may stand without brackets
-            self.reward_funcs = [self.reward_funcs]
-        for name, needed, example in [
-            ("system_prompt", "prompt_column", "question"),
-            ("answer_separator", "answer_column", "answer"),
-        ]:
-            if getattr(self, name) is not None and getattr(self, needed) is None:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} does nothing without {needed}: say which column it is for, for "
-                    f"example {needed}={example!r}."
-                )
-
-
-def get_reward(name: str) -> Callable[..., list[float | None]]:
-    """The reward function of that name or import path. Modules are looked for in the current directory too."""
-    remedy = (
-        f"Use one of {', '.join(REWARDS)}, or the import path of a function of your own, for example "
-        "my_lib.rewards.my_reward."
-    )
-    module_name, _, attribute = REWARDS.get(name, name).rpartition(".")
-    if not module_name:
-        raise UsageError(f"There is no reward function {name!r}. {remedy}")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    with blaming(f"reward_funcs={name!r}", remedy, ImportError):
-        module = importlib.import_module(module_name)
-    reward = getattr(module, attribute, None)
-    if not callable(reward):
-        raise UsageError(f"reward_funcs={name!r}: module {module_name!r} has no function {attribute!r}. {remedy}")
-    return reward
-
-
-def map_columns(example: dict[str, Any], args: FR3EScriptArguments) -> dict[str, Any]:
-    """The `prompt` and the `solution` of an example, of the columns that `args` names."""
-    for column in (args.prompt_column, args.answer_column):
-        if column is not None and column not in example:
-            raise UsageError(f"The dataset has no column {column!r}. Its columns are {', '.join(sorted(example))}.")
-    mapped: dict[str, Any] = {}
-    if args.prompt_column is not None:
-        system = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
-        mapped["prompt"] = [*system, {"role": "user", "content": example[args.prompt_column]}]
-    if args.answer_column is not None:
-        mapped["solution"] = rf"\boxed{{{final_answer(example[args.answer_column], args.answer_separator)}}}"
-    return mapped
-
-
-def final_answer(text: str, separator: str | None) -> str:
-    """What follows the last `separator` in `text`, or all of it if `None`."""
-    if separator is None:
-        return text
-    _, found, answer = text.rpartition(separator)
-    if not found:
-        raise UsageError(f"answer_separator={separator!r} is not in the answer {text!r}. Leave such examples out.")
-    return answer.strip()
-
-
-def load_examples(
-    args: FR3EScriptArguments, split: str, tokenizer: PreTrainedTokenizerBase
-) -> Dataset | IterableDataset:
-    """A split of the dataset, with the columns that the trainer and the rewards need."""
-    remedy = (
-        f"Use a local file ({', '.join(FORMATS)}), a directory with one for each split, or the id of a dataset on the "
-        "hub."
-    )
-    argument = f"dataset_name={args.dataset_name!r}, split {split!r}"
-    source = source_of(args)
-    with blaming(argument, remedy, DatasetsError, OSError, ValueError, StopIteration):
-        dataset = load_dataset(**source, split=split, streaming=args.dataset_streaming)
-    if args.prompt_column is not None or args.answer_column is not None:
-        dataset = dataset.map(map_columns, fn_kwargs={"args": args})
-    if args.max_prompt_length is not None:
-        dataset = dataset.filter(
-            has_short_prompt, fn_kwargs={"tokenizer": tokenizer, "max_length": args.max_prompt_length}
-        )
-    if next(iter(dataset), None) is None:
-        raise UsageError(f"{argument}, max_prompt_length={args.max_prompt_length}: no example is left to train on.")
-    return dataset
-
-
-def source_of(args: FR3EScriptArguments) -> dict[str, Any]:
-    """Where the dataset is, for `load_dataset`."""
-    path = Path(args.dataset_name)
-    if path.suffix not in FORMATS:
-        if path.is_file():
-            raise UsageError(f"dataset_name={args.dataset_name!r} must end with one of {', '.join(FORMATS)}.")
-        return {"path": args.dataset_name, "name": args.dataset_config}
-    source: dict[str, Any] = {"path": FORMATS[path.suffix], "data_files": str(path)}
-    if path.suffix == ".csv":
-        # It has no types: 72 would be read as a number and NA as a missing value, and no answer would equal them
-        columns = ("prompt", "solution", args.prompt_column, args.answer_column)
-        source["converters"] = {column: str for column in columns if column is not None}
-        source["keep_default_na"] = False
-    return source
-
-
-def checkpoint_to_resume(args: FR3EConfig) -> str | bool:
-    """What `train()` goes on from: a checkpoint's directory, `True` for the last of `output_dir`, `False` for none."""
-    asked = str(args.resume_from_checkpoint)
-    checkpoint: str | bool = RESUME_WORDS.get(asked.lower(), asked)
-    if checkpoint is True and (not Path(args.output_dir).is_dir() or get_last_checkpoint(args.output_dir) is None):
-        raise UsageError(
-            f"resume_from_checkpoint=True: there is no checkpoint in output_dir={args.output_dir!r}. Leave it out to "
-            "start anew."
-        )
-    if isinstance(checkpoint, str) and not Path(checkpoint).is_dir():
-        raise UsageError(
-            f"resume_from_checkpoint={checkpoint!r} must be the directory of a checkpoint, or true for the last one of "
-            f"output_dir={args.output_dir!r}."
-        )
-    return checkpoint
-
-
-def has_short_prompt(example: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int) -> bool:
-    """Whether the prompt has at most `max_length` tokens."""
-    prompt = maybe_apply_chat_template({"prompt": example["prompt"]}, tokenizer)["prompt"]
-    return len(tokenizer(prompt).input_ids) <= max_length
-
-
-def main(script_args: FR3EScriptArguments, training_args: FR3EConfig, model_args: ModelConfig) -> None:
-    """Train, save the model, and push it to the hub if asked."""
-    for args, name in [(model_args, "model_name_or_path"), (script_args, "dataset_name")]:
-        if getattr(args, name) is None:
-            raise UsageError(f"{name} is not set. Use a recipe, for example --config recipes/smoke.yaml, or --{name}.")
-    checkpoint = checkpoint_to_resume(training_args)
-    training_args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-        **(training_args.model_init_kwargs or {}),
-    }
-    remedy = "Use a directory with a model and its tokenizer, or the id of a model on the hub."
-    with blaming(f"model_name_or_path={model_args.model_name_or_path!r}", remedy, OSError, ValueError):
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_args.model_name_or_path,
-            revision=model_args.model_revision,
-            trust_remote_code=training_args.trust_remote_code,
-            padding_side="left",
-        )
-    evaluates = training_args.eval_strategy != "no"
+if __name__ == "__main__":
+    parser = TrlParser([FR3EScriptArguments, FR3EConfig, ModelConfig])
+    script_args, training_args, model_args = parser.parse_args_and_config()
+    set_model_init(training_args, model_args)
+    tokenizer = load_tokenizer(model_args, training_args.trust_remote_code)
     trainer = FR3ETrainer(
         model=model_args.model_name_or_path,
         reward_funcs=[get_reward(name) for name in script_args.reward_funcs],
         args=training_args,
         train_dataset=load_examples(script_args, script_args.dataset_train_split, tokenizer),
-        eval_dataset=load_examples(script_args, script_args.dataset_test_split, tokenizer) if evaluates else None,
         processing_class=tokenizer,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
     trainer.save_model(training_args.output_dir)
-    trainer.accelerator.print(f"Model saved to {training_args.output_dir}.")
-    if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
-        trainer.accelerator.print(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}.")
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()  # a process that leaves with its connections open may abort
-
-
-def make_parser() -> TrlParser:
-    """Parser of the script's arguments, from a recipe (`--config`) and the command line."""
-    return TrlParser([FR3EScriptArguments, FR3EConfig, ModelConfig])
-
-
-if __name__ == "__main__":
-    try:
-        with blaming("wrong arguments", "See --help.", OSError, ValueError):
-            arguments = make_parser().parse_args_and_config()
-        main(*arguments)
-    except UsageError as error:
-        print(f"{sys.argv[0]}: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    trainer.accelerator.end_training()

@@ -6,6 +6,8 @@ import logging
 import sys
 from typing import Any
 
+from .usage import UsageError
+
 # It warns while it is imported, of what does not matter here
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
@@ -19,6 +21,8 @@ COSTS = {
     "engine": ("Ways to generate, by a model of a large engine.", "fr3e_trl.bench.cost.engine"),
 }
 COMMANDS: dict[str, tuple[str, Any]] = {
+    "train": ("Train a model, as a recipe says; with --dry_run, say what a run will do.", "fr3e_trl.train"),
+    "eval": ("Evaluate a model: pass@1, pass@k and maj@k on any dataset with answers.", "fr3e_trl.eval"),
     "compare": ("Train arms at equal generated tokens, and report which is best.", "fr3e_trl.bench.compare"),
     "gradient-check": (
         "Compare arms in a minute, by how well their updates point along the true gradient.",
@@ -35,7 +39,7 @@ EXTRAS = {"matplotlib": "bench", "peft": "peft", "reasoning_gym": "bench", "rich
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command that the arguments name, with those that follow."""
-    run("fr3e", "The bench of fr3e_trl.", COMMANDS, sys.argv[1:] if argv is None else argv)
+    run("fr3e", "FR3E for TRL: training, evaluation, and a bench.", COMMANDS, sys.argv[1:] if argv is None else argv)
 
 
 def run(prog: str, description: str, commands: dict[str, tuple[str, Any]], arguments: list[str]) -> None:
@@ -58,7 +62,11 @@ def run(prog: str, description: str, commands: dict[str, tuple[str, Any]], argum
             raise
         sys.exit(f"{prog} {command} needs {package}. Install it with: pip install 'fr3e-trl[{EXTRAS[package]}]'")
     sys.argv[0] = f"{prog} {command}"
-    module.main(arguments[1:])
+    try:
+        module.main(arguments[1:])
+    except UsageError as error:
+        print(f"{prog} {command}: error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -60,18 +60,7 @@ def get_math_reward(time_limit: float = 5.0, num_workers: int | None = None) -> 
         num_workers = min(4, os.cpu_count() or 1)
     if num_workers < 1:
         raise ValueError(f"num_workers={num_workers} is not allowed: it must be at least 1, for example 4.")
-    idle_workers: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-    for _ in range(num_workers):
-        idle_workers.put(_Worker())
-
-    def score(answer: tuple[str | list[dict[str, str]], str]) -> tuple[float | None, str | None]:
-        completion, solution = answer
-        content = completion if isinstance(completion, str) else completion[0]["content"]
-        worker = idle_workers.get()
-        try:
-            return worker.score(content, solution, time_limit)
-        finally:
-            idle_workers.put(worker)
+    workers = _Workers(num_workers, time_limit)
 
     def math_reward(
         completions: list[Any],
@@ -79,29 +68,62 @@ def get_math_reward(time_limit: float = 5.0, num_workers: int | None = None) -> 
         log_metric: Callable[[str, float], None] | None = None,
         **kwargs: Any,
     ) -> list[float | None]:
-        if importlib.util.find_spec("math_verify") is None:
-            raise ImportError('math_reward needs math-verify: pip install "fr3e-trl[math]".')
         for text in solution:
             if not isinstance(text, str):
                 raise TypeError(f"The solution {text!r} is no text. The 'solution' column must hold strings like '42'.")
-        with ThreadPoolExecutor(num_workers) as pool:
-            rewards, failures = zip(*pool.map(score, zip(completions, solution, strict=True)), strict=True)
+        scores, failures = workers.ask(completions, solution)
         if log_metric is not None:
             for failure in ("timeouts", "crashes"):
                 log_metric(f"math_reward/{failure}", failures.count(failure) / len(failures))
-        return list(rewards)
+        return [score if failure is None else 0.0 for score, failure in zip(scores, failures, strict=True)]
 
     return math_reward
 
 
+class _Workers:
+    """
+    Worker processes, which start when first needed.
+
+    Args:
+        num_workers (`int`):
+            How many.
+        time_limit (`float`):
+            Seconds for an answer.
+    """
+
+    def __init__(self, num_workers: int, time_limit: float):
+        self.num_workers = num_workers
+        self.time_limit = time_limit
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for _ in range(num_workers):
+            self._idle.put(_Worker())
+
+    def ask(self, completions: list[Any], solutions: Sequence[str | None]) -> tuple[list[Any], list[str | None]]:
+        """What the workers say of each completion, and what failed: `"timeouts"`, `"crashes"` or `None`."""
+        if importlib.util.find_spec("math_verify") is None:
+            raise ImportError('math_reward needs math-verify: pip install "fr3e-trl[math]".')
+        with ThreadPoolExecutor(self.num_workers) as pool:
+            replies = list(pool.map(self._ask_one, zip(completions, solutions, strict=True)))
+        return [reply for reply, _ in replies], [failure for _, failure in replies]
+
+    def _ask_one(self, answer: tuple[str | list[dict[str, str]], str | None]) -> tuple[Any, str | None]:
+        completion, solution = answer
+        content = completion if isinstance(completion, str) else completion[0]["content"]
+        worker = self._idle.get()
+        try:
+            return worker.ask(content, solution, self.time_limit)
+        finally:
+            self._idle.put(worker)
+
+
 class _Worker:
-    """A process that scores one answer at a time, and is replaced when it dies."""
+    """A process that takes one answer at a time, and is replaced when it dies."""
 
     def __init__(self) -> None:
         self._process: Any = None  # a subprocess.Popen
 
-    def score(self, completion: str, solution: str, time_limit: float) -> tuple[float | None, str | None]:
-        """The reward of a completion, and what failed: `"timeouts"`, `"crashes"` or `None`."""
+    def ask(self, completion: str, solution: str | None, time_limit: float) -> tuple[Any, str | None]:
+        """The reward of a completion, or without a solution its answer; and what failed: see [`_Workers.ask`]."""
         process = self._process
         if process is None or process.poll() is not None:
             process = self._process = self._start()
@@ -114,7 +136,7 @@ class _Worker:
         if reply:
             return json.loads(reply), None
         self._stop()
-        return 0.0, "timeouts" if reply is None else "crashes"
+        return None, "timeouts" if reply is None else "crashes"
 
     def _start(self) -> Any:
         # By its path, and not by multiprocessing: that would import the user's script again, or fork a process that
@@ -151,3 +173,21 @@ def _stop(process: Any) -> None:
 
 
 math_reward = get_math_reward()
+
+
+def math_answers(completions: list[str]) -> list[str | None]:
+    r"""
+    The answers that `math_reward` reads in completions, as text: of `So \boxed{0.5}.` it is `0.5`.
+
+    Args:
+        completions (`list[str]`):
+            Texts.
+
+    Returns:
+        `list[str | None]`: The answer of each, cut at 500 characters; `None` where there is none to be read.
+    """
+    answers, _ = _extraction.ask(completions, [None] * len(completions))
+    return answers
+
+
+_extraction = _Workers(min(4, os.cpu_count() or 1), time_limit=5.0)

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -43,6 +45,66 @@ def best_of_k(rewards: Sequence[float], k: int) -> float:
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} cannot be estimated from {n} samples: it takes at least as many as k.")
     return sum(math.comb(i, k - 1) * reward for i, reward in enumerate(sorted(rewards))) / math.comb(n, k)
+
+
+def majority_of_k(answers: Sequence[tuple[int, float]], num_without: int, k: int) -> float:
+    """
+    Unbiased estimate of the expected reward of the answer that most of k samples give, from those of n.
+
+    It is the mean over all C(n, k) choices, counted and not drawn. Of answers that tie, each wins as often. Samples
+    without an answer are chosen like the others, but have no vote; where nobody has, the reward is 0.
+
+    Args:
+        answers (`Sequence[tuple[int, float]]`):
+            Of each different answer, how many samples gave it, and its reward.
+        num_without (`int`):
+            Samples without an answer.
+        k (`int`):
+            How many samples vote.
+
+    Raises:
+        ValueError: There are fewer than `k` samples.
+    """
+    n = sum(count for count, _ in answers) + num_without
+    if not 1 <= k <= n:
+        raise ValueError(f"maj@{k} cannot be estimated from {n} samples: it takes at least as many as k.")
+    total = 0.0
+    for i, (count, reward) in enumerate(answers):
+        if reward == 0:
+            continue
+        others = [other for j, (other, _) in enumerate(answers) if j != i]
+        for votes in range(1, min(count, k) + 1):
+            for (used, tied), ways in _losing_choices(others, votes, k - votes).items():
+                ways *= math.comb(count, votes) * math.comb(num_without, k - votes - used)
+                total += reward * ways / (1 + tied)
+    return total / math.comb(n, k)
+
+
+def _losing_choices(counts: Sequence[int], most: int, k: int) -> dict[tuple[int, int], int]:
+    """Choices of up to k samples, none of more than `most` of the same answer: by how many, and answers with `most`."""
+    choices = {(0, 0): 1}
+    for count in counts:
+        extended: dict[tuple[int, int], int] = {}
+        for (used, tied), ways in choices.items():
+            for drawn in range(min(count, most, k - used) + 1):
+                key = used + drawn, tied + (drawn == most)
+                extended[key] = extended.get(key, 0) + ways * math.comb(count, drawn)
+        choices = extended
+    return choices
+
+
+def bootstrap_interval(
+    values: Sequence[float], confidence: float = 0.95, num_resamples: int = 10_000
+) -> tuple[float, float]:
+    """
+    Interval of the mean of independent values, by drawing as many of them with replacement again and again.
+
+    It holds the middle of the means of what is drawn (Efron's percentile method).
+    """
+    generator = np.random.default_rng(0)
+    means = [generator.choice(values, len(values)).mean() for _ in range(num_resamples)]
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:

@@ -1,0 +1,218 @@
+"""Datasets, rewards and tokenizers by name, as the commands take them from a recipe or the command line."""
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, IterableDataset, load_dataset
+from datasets.exceptions import DatasetsError
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from trl import ModelConfig, ScriptArguments, maybe_apply_chat_template
+
+from .usage import UsageError, blaming
+
+# Reward functions that need no import path
+REWARDS = {
+    "math_reward": "fr3e_trl.rewards.math_reward",
+    "accuracy_reward": "trl.rewards.accuracy_reward",
+    "reasoning_accuracy_reward": "trl.rewards.reasoning_accuracy_reward",
+    "think_format_reward": "trl.rewards.think_format_reward",
+}
+
+# Formats of a local dataset, by the suffix of its file
+FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+
+@dataclass
+class FR3EScriptArguments(ScriptArguments):
+    """
+    Arguments of what trains or evaluates on a dataset, besides those common to TRL's scripts.
+
+    `dataset_name` may be a local JSON, JSON Lines, Parquet or CSV file too, whose one split is `train`, or a directory
+    of such files, one for each split.
+
+    Args:
+        reward_funcs (`list[str]`, *optional*, defaults to `["math_reward"]`):
+            Reward functions: `"math_reward"`, `"accuracy_reward"`, `"reasoning_accuracy_reward"`,
+            `"think_format_reward"`, or the import path of another, for example `"my_lib.rewards.my_reward"`. The
+            first three need a `solution` column.
+        prompt_column (`str`, *optional*):
+            Column with the question as text, to be put to the model as a user's message. If `None`, the dataset has a
+            `prompt` column in one of TRL's formats, which is left as it is.
+        system_prompt (`str`, *optional*):
+            System message before the question of `prompt_column`.
+        answer_column (`str`, *optional*):
+            Column with the final answer, which becomes the `solution`, boxed: math-verify reads `2\\sqrt{3}` as 2
+            unless it is marked as LaTeX. If `None`, a `solution` column is left as it is.
+        answer_separator (`str`, *optional*):
+            What precedes the final answer in `answer_column`, for example `"####"` in GSM8K.
+        max_prompt_length (`int`, *optional*):
+            Longest prompt, in tokens. Examples with longer ones are left out. If `None`, none are.
+
+    Raises:
+        ValueError: An argument is given without the one that it goes with.
+    """
+
+    reward_funcs: list[str] = field(
+        default_factory=lambda: ["math_reward"],
+        metadata={"help": f"Reward functions: {', '.join(REWARDS)}, or the import path of another."},
+    )
+    prompt_column: str | None = field(
+        default=None,
+        metadata={
+            "help": "Column with the question as text, to be put to the model as a user's message. If `None`, the "
+            "dataset has a `prompt` column in one of TRL's formats, which is left as it is."
+        },
+    )
+    system_prompt: str | None = field(
+        default=None, metadata={"help": "System message before the question of `prompt_column`."}
+    )
+    answer_column: str | None = field(
+        default=None,
+        metadata={
+            "help": "Column with the final answer, which becomes the `solution`, boxed. If `None`, a `solution` column "
+            "is left as it is."
+        },
+    )
+    answer_separator: str | None = field(
+        default=None,
+        metadata={"help": "What precedes the final answer in `answer_column`, for example '####' in GSM8K."},
+    )
+    max_prompt_length: int | None = field(
+        default=None,
+        metadata={"help": "Longest prompt, in tokens. Examples with longer ones are left out."},
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.reward_funcs, str):  # in a recipe, one name may stand without brackets
+            self.reward_funcs = [self.reward_funcs]
+        for name, needed, example in [
+            ("system_prompt", "prompt_column", "question"),
+            ("answer_separator", "answer_column", "answer"),
+        ]:
+            if getattr(self, name) is not None and getattr(self, needed) is None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} does nothing without {needed}: say which column it is for, for "
+                    f"example {needed}={example!r}."
+                )
+
+
+def get_reward(name: str) -> Callable[..., list[float | None]]:
+    """The reward function of that name or import path. Modules are looked for in the current directory too."""
+    remedy = (
+        f"Use one of {', '.join(REWARDS)}, or the import path of a function of your own, for example "
+        "my_lib.rewards.my_reward."
+    )
+    module_name, _, attribute = REWARDS.get(name, name).rpartition(".")
+    if not module_name:
+        raise UsageError(f"There is no reward function {name!r}. {remedy}")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    with blaming(f"reward_funcs={name!r}", remedy, Exception):  # of all that a module of the user's may raise
+        module = importlib.import_module(module_name)
+    reward = getattr(module, attribute, None)
+    if not callable(reward):
+        raise UsageError(f"reward_funcs={name!r}: module {module_name!r} has no function {attribute!r}. {remedy}")
+    return reward
+
+
+def map_columns(example: dict[str, Any], args: FR3EScriptArguments) -> dict[str, Any]:
+    """The `prompt` and the `solution` of an example, of the columns that `args` names."""
+    for column in (args.prompt_column, args.answer_column):
+        if column is not None and column not in example:
+            raise UsageError(f"The dataset has no column {column!r}. Its columns are {', '.join(sorted(example))}.")
+    mapped: dict[str, Any] = {}
+    if args.prompt_column is not None:
+        system = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
+        mapped["prompt"] = [*system, {"role": "user", "content": example[args.prompt_column]}]
+    if args.answer_column is not None:
+        mapped["solution"] = rf"\boxed{{{final_answer(example[args.answer_column], args.answer_separator)}}}"
+    return mapped
+
+
+def final_answer(answer: Any, separator: str | None) -> str:
+    """What follows the last `separator` in an answer, or all of it if `None`. Items of a list are all part of it."""
+    text = ", ".join(map(str, answer)) if isinstance(answer, list) else str(answer)
+    if separator is None:
+        # 4.5e33, as in Minerva Math: math-verify takes the e for Euler's number
+        return re.sub(r"^([+-]?\d+\.?\d*)[eE]([+-]?\d+)$", r"\1 \\times 10^{\2}", text)
+    _, found, answer = text.rpartition(separator)
+    if not found:
+        raise UsageError(f"answer_separator={separator!r} is not in the answer {text!r}. Leave such examples out.")
+    return answer.strip()
+
+
+def load_examples(
+    args: FR3EScriptArguments, split: str, tokenizer: PreTrainedTokenizerBase
+) -> Dataset | IterableDataset:
+    """A split of the dataset, with the columns that the trainer and the rewards need."""
+    remedy = (
+        f"Use a local file ({', '.join(FORMATS)}), a directory with one for each split, or the id of a dataset on the "
+        "hub."
+    )
+    argument = f"dataset_name={args.dataset_name!r}, split {split!r}"
+    source = source_of(args)
+    with blaming(argument, remedy, DatasetsError, OSError, ValueError, StopIteration):
+        dataset = load_dataset(**source, split=split, streaming=args.dataset_streaming)
+    if args.prompt_column is not None or args.answer_column is not None:
+        dataset = dataset.map(map_columns, fn_kwargs={"args": args})
+    if args.max_prompt_length is not None:
+        dataset = dataset.filter(
+            has_short_prompt, fn_kwargs={"tokenizer": tokenizer, "max_length": args.max_prompt_length}
+        )
+    example = next(iter(dataset), None)
+    if example is None:
+        raise UsageError(f"{argument}, max_prompt_length={args.max_prompt_length}: no example is left.")
+    if "prompt" not in example:
+        raise UsageError(
+            f"The dataset has no column 'prompt'. Its columns are {', '.join(sorted(example))}: name the one with the "
+            "question as prompt_column."
+        )
+    return dataset
+
+
+def source_of(args: FR3EScriptArguments) -> dict[str, Any]:
+    """Where the dataset is, for `load_dataset`."""
+    path = Path(args.dataset_name)
+    if path.suffix not in FORMATS:
+        if path.is_file():
+            raise UsageError(f"dataset_name={args.dataset_name!r} must end with one of {', '.join(FORMATS)}.")
+        return {"path": args.dataset_name, "name": args.dataset_config}
+    source: dict[str, Any] = {"path": FORMATS[path.suffix], "data_files": str(path)}
+    if path.suffix == ".csv":
+        # It has no types: 72 would be read as a number and NA as a missing value, and no answer would equal them
+        columns = ("prompt", "solution", args.prompt_column, args.answer_column)
+        source["converters"] = {column: str for column in columns if column is not None}
+        source["keep_default_na"] = False
+    return source
+
+
+def has_short_prompt(example: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int) -> bool:
+    """Whether the prompt has at most `max_length` tokens."""
+    prompt = maybe_apply_chat_template({"prompt": example["prompt"]}, tokenizer)["prompt"]
+    return len(tokenizer(prompt).input_ids) <= max_length
+
+
+def load_tokenizer(model_args: ModelConfig, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """
+    The tokenizer of a model, padding on the left.
+
+    Raises:
+        UsageError: There is no such model.
+    """
+    source = {"revision": model_args.model_revision, "trust_remote_code": trust_remote_code}
+    remedy = "Use a directory with a model and its tokenizer, or the id of a model on the hub."
+    with blaming(model_argument(model_args), remedy, OSError, ValueError):
+        if not Path(model_args.model_name_or_path, "adapter_config.json").is_file():
+            AutoConfig.from_pretrained(model_args.model_name_or_path, **source)
+        return AutoTokenizer.from_pretrained(model_args.model_name_or_path, padding_side="left", **source)
+
+
+def model_argument(model_args: ModelConfig) -> str:
+    """The argument that names the model, for errors."""
+    return f"model_name_or_path={model_args.model_name_or_path!r}"

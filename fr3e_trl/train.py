@@ -1,0 +1,121 @@
+"""
+A language model trained with FR3E on a dataset of prompts, as a recipe says.
+
+    fr3e train --config recipes/gsm8k_lora.yaml
+    accelerate launch -m fr3e_trl.cli train --config recipes/gsm8k_lora.yaml    # on several GPUs
+
+Any setting of the recipe can be overridden after it (`--learning_rate 2e-6`); `--help` lists them all: the dataset and
+the rewards, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and quantization).
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+from transformers.trainer_utils import get_last_checkpoint
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+
+from .config import FR3EConfig
+from .data import FR3EScriptArguments, get_reward, load_examples, load_tokenizer, model_argument
+from .trainer import FR3ETrainer
+from .usage import UsageError, blaming, require_argument
+
+# What `resume_from_checkpoint` may be beside a directory. On the command line it is always text
+RESUME_WORDS = {"true": True, "yes": True, "false": False, "no": False, "none": False, "null": False, "": False}
+
+RECIPE = "recipes/smoke.yaml"
+
+
+@dataclass
+class TrainArguments(FR3EScriptArguments):
+    """
+    Arguments of `fr3e train`.
+
+    Parameters, beside those of [`FR3EScriptArguments`]:
+        dry_run (`bool`, *optional*, defaults to `False`):
+            Whether to say what the run will do, and train nothing.
+    """
+
+    dry_run: bool = field(
+        default=False,
+        metadata={
+            "help": "Say what the run will do, and train nothing: its settings, rows, tokens and updates, and an "
+            "estimate of its memory. No weights are loaded."
+        },
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train a model as the arguments say, or say what that will be."""
+    with blaming("wrong arguments", "See --help.", OSError, ValueError, yaml.YAMLError):
+        arguments = make_parser().parse_args_and_config(argv)
+    train(*arguments)
+
+
+def make_parser() -> TrlParser:
+    """Parser of the arguments, from a recipe (`--config`) and the command line."""
+    return TrlParser([TrainArguments, FR3EConfig, ModelConfig])
+
+
+def train(script_args: TrainArguments, training_args: FR3EConfig, model_args: ModelConfig) -> None:
+    """Train, save the model, and push it to the hub if asked."""
+    require_argument(model_args, "model_name_or_path", RECIPE)
+    require_argument(script_args, "dataset_name", RECIPE)
+    checkpoint = checkpoint_to_resume(training_args)
+    set_model_init(training_args, model_args)
+    tokenizer = load_tokenizer(model_args, training_args.trust_remote_code)
+    rewards = [get_reward(name) for name in script_args.reward_funcs]
+    train_dataset = load_examples(script_args, script_args.dataset_train_split, tokenizer)
+    evaluates = training_args.eval_strategy != "no"
+    eval_dataset = load_examples(script_args, script_args.dataset_test_split, tokenizer) if evaluates else None
+    if script_args.dry_run:
+        from .dry_run import tell
+
+        tell(training_args, model_args, train_dataset, tokenizer)
+        return
+    with blaming(model_argument(model_args), "Use a directory with a model's weights, or a model on the hub.", OSError):
+        trainer = FR3ETrainer(
+            model=model_args.model_name_or_path,
+            reward_funcs=rewards,
+            args=training_args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            quantization_config=get_quantization_config(model_args),
+            peft_config=get_peft_config(model_args),
+        )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model(training_args.output_dir)
+    trainer.accelerator.print(f"Model saved to {training_args.output_dir}.")
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        trainer.accelerator.print(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}.")
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()  # a process that leaves with its connections open may abort
+
+
+def set_model_init(training_args: FR3EConfig, model_args: ModelConfig) -> None:
+    """Have the trainer load the model as `model_args` says, where `model_init_kwargs` does not say otherwise."""
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+
+
+def checkpoint_to_resume(args: FR3EConfig) -> str | bool:
+    """What `train()` goes on from: a checkpoint's directory, `True` for the last of `output_dir`, `False` for none."""
+    asked = str(args.resume_from_checkpoint)
+    checkpoint: str | bool = RESUME_WORDS.get(asked.lower(), asked)
+    if checkpoint is True and (not Path(args.output_dir).is_dir() or get_last_checkpoint(args.output_dir) is None):
+        raise UsageError(
+            f"resume_from_checkpoint=True: there is no checkpoint in output_dir={args.output_dir!r}. Leave it out to "
+            "start anew."
+        )
+    if isinstance(checkpoint, str) and not Path(checkpoint).is_dir():
+        raise UsageError(
+            f"resume_from_checkpoint={checkpoint!r} must be the directory of a checkpoint, or true for the last one of "
+            f"output_dir={args.output_dir!r}."
+        )
+    return checkpoint

@@ -1,0 +1,169 @@
+"""Datasets and rewards by name, as the commands take them."""
+
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from models import make_tokenizer
+from trl.rewards import accuracy_reward
+
+from fr3e_trl import data
+from fr3e_trl.data import FR3EScriptArguments
+from fr3e_trl.usage import UsageError
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch):
+    """Rewards are looked for from the root of the repository."""
+    monkeypatch.chdir(ROOT)
+
+
+def test_gsm8k_columns():
+    args = FR3EScriptArguments(
+        prompt_column="question", answer_column="answer", answer_separator="####", system_prompt="Box it."
+    )
+    # Without the separator math-verify takes the 3
+    example = {"question": "How many pens?", "answer": "The answer is 3.\nTimes 400 is 1,200.\n#### 1,200"}
+    mapped = data.map_columns(example, args)
+    assert mapped["prompt"] == [
+        {"role": "system", "content": "Box it."},
+        {"role": "user", "content": "How many pens?"},
+    ]
+    completions = [[{"role": "assistant", "content": rf"So \boxed{{{answer}}}."}] for answer in ("1200", "3")]
+    assert accuracy_reward(completions, [mapped["solution"]] * 2) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("answer, wrong", [(r"2\sqrt{3}", "2"), (r"\dfrac{9}{7}", "9"), ("(3,4)", "4"), ("72", "7")])
+def test_bare_answers_are_read_as_latex(answer, wrong):
+    mapped = data.map_columns({"answer": answer}, FR3EScriptArguments(answer_column="answer"))
+    completions = [[{"role": "assistant", "content": rf"So \boxed{{{text}}}."}] for text in (answer, wrong)]
+    assert accuracy_reward(completions, [mapped["solution"]] * 2) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("suffix", ["csv", "json", "jsonl", "parquet"])
+def test_local_datasets(suffix, is_streamed, tmp_path):
+    """Answers stay text, in a format without types too."""
+    examples = [{"prompt": f"{i}+{i}=", "solution": f"0{2 * i}"} for i in range(3)]
+    path = tmp_path / f"data.{suffix}"
+    dataset = Dataset.from_list(examples)
+    write = {"csv": dataset.to_csv, "json": dataset.to_json, "jsonl": dataset.to_json, "parquet": dataset.to_parquet}
+    write[suffix](path, **({"lines": False} if suffix == "json" else {}))
+    args = FR3EScriptArguments(dataset_name=str(path), dataset_streaming=is_streamed)
+    assert list(data.load_examples(args, "train", make_tokenizer())) == examples
+
+
+def test_columns_of_a_csv(tmp_path):
+    (tmp_path / "data.csv").write_text("problem,answer,level\nHalf of 8?,4,1\nHalf of none?,NA,2\n")
+    args = FR3EScriptArguments(dataset_name=str(tmp_path / "data.csv"), prompt_column="problem", answer_column="answer")
+    loaded = data.load_examples(args, "train", make_tokenizer())
+    assert list(loaded["solution"]) == [r"\boxed{4}", r"\boxed{NA}"]
+    assert list(loaded["level"]) == [1, 2]
+
+
+# What each file holds, and what is said of it
+BAD_DATASETS = {
+    "empty.jsonl": ("", "it is empty"),
+    "blank.jsonl": ("\n\n", "corresponds to no data"),
+    "broken.jsonl": ('{"prompt": "1+1="', "JSON parse error"),
+    "header.csv": ("prompt,solution\n", "corresponds to no data"),
+    "data.xml": ("<prompt/>", r"must end with one of \.csv, \.json, \.jsonl, \.parquet"),
+    "missing.jsonl": (None, "Unable to find .*Use a local file"),
+    "missing_directory": (None, "Couldn't reach .*or the id of a dataset on the hub"),
+    "other_split.jsonl": ('{"prompt": "1+1="}', 'Unknown split "train"'),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DATASETS)
+def test_dataset_that_cannot_be_loaded(name, tmp_path, monkeypatch):
+    content, message = BAD_DATASETS[name]
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path(name).write_text(content)
+    if name == "other_split.jsonl":
+        name = "other"
+        Path(name).mkdir()
+        Path(name, "test.jsonl").write_text(content)
+    with pytest.raises(UsageError, match=f"dataset_name='{name}'.*{message}") as error:
+        data.load_examples(FR3EScriptArguments(dataset_name=name), "train", make_tokenizer())
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_dataset_of_which_nothing_is_left(is_streamed, tmp_path):
+    Dataset.from_dict({"prompt": ["12", "1234"]}).to_json(tmp_path / "data.jsonl")
+    args = FR3EScriptArguments(
+        dataset_name=str(tmp_path / "data.jsonl"), max_prompt_length=1, dataset_streaming=is_streamed
+    )
+    with pytest.raises(UsageError, match="max_prompt_length=1: no example is left"):
+        data.load_examples(args, "train", make_tokenizer())
+
+
+@pytest.mark.parametrize("prompt_column, kept", [(None, ["12", "1234"]), ("prompt", ["12"])])
+def test_long_prompts_are_dropped(prompt_column, kept, tmp_path):
+    """The tokens of the chat template count: here a user's, `<eos>` and the assistant's."""
+    Dataset.from_dict({"prompt": ["12", "1234", "123456"]}).to_json(tmp_path / "data.jsonl")
+    args = FR3EScriptArguments(
+        dataset_name=str(tmp_path / "data.jsonl"), prompt_column=prompt_column, max_prompt_length=5
+    )
+    prompts = data.load_examples(args, "train", make_tokenizer())["prompt"]
+    assert [prompt if prompt_column is None else prompt[0]["content"] for prompt in prompts] == kept
+
+
+def test_rewards_by_name_and_by_path():
+    assert data.get_reward("accuracy_reward") is accuracy_reward
+    smoke_reward = data.get_reward("recipes.smoke_reward.answer_reward")
+    texts = ["1 + 1 = 2\n<answer>2</answer>", "<answer>3</answer>", "2"]
+    assert smoke_reward(completions=texts, solution=["2"] * 3, prompts=[""] * 3) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("accuracy", "There is no reward function 'accuracy'"),
+        ("recipes.smoke_reward.answer", "module 'recipes.smoke_reward' has no function 'answer'"),
+        ("recipes.smoke_reward.re", "has no function 're'"),  # a module
+        ("recipes.smoke_rewards.answer_reward", "No module named 'recipes.smoke_rewards'"),
+        ("recipes/smoke_reward.py", "No module named 'recipes/smoke_reward'"),
+    ],
+)
+def test_unknown_reward_is_told_those_that_work(name, message):
+    with pytest.raises(UsageError, match=message) as error:
+        data.get_reward(name)
+    assert all(reward in str(error.value) for reward in [*data.REWARDS, "my_lib.rewards.my_reward"])
+
+
+def test_missing_column_is_told_those_there_are():
+    with pytest.raises(ValueError, match=r"no column 'question'.* answer, problem"):
+        data.map_columns({"problem": "", "answer": ""}, FR3EScriptArguments(prompt_column="question"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [(["$\\frac{1}{2}$"], "0.5", "2"), (["1", "-1"], "-1, 1", "1"), (204, "204", "20"), ("025", "25", "5")],
+)
+def test_answers_of_other_types(answer, right, wrong):
+    """Lists, as in OlympiadBench, and numbers; LaTeX in dollars, and zeros in front, as in AIME."""
+    mapped = data.map_columns({"answer": answer}, FR3EScriptArguments(answer_column="answer"))
+    completions = [[{"role": "assistant", "content": rf"So \boxed{{{text}}}."}] for text in (right, wrong)]
+    assert accuracy_reward(completions, [mapped["solution"]] * 2) == [1.0, 0.0]
+
+
+def test_reward_whose_module_fails(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "failing_rewards.py").write_text("limit = 1 / 0\n")
+    with pytest.raises(UsageError, match="division by zero"):
+        data.get_reward("failing_rewards.mine")
+
+
+def test_answer_without_separator():
+    with pytest.raises(ValueError, match="'####' is not in the answer '42'"):
+        data.final_answer("42", "####")
+
+
+@pytest.mark.parametrize("name, needed", [("system_prompt", "prompt_column"), ("answer_separator", "answer_column")])
+def test_arguments_that_go_together(name, needed):
+    with pytest.raises(ValueError, match=f"{name}='x' does nothing without {needed}"):
+        FR3EScriptArguments(**{name: "x"})

@@ -1,0 +1,317 @@
+"""`fr3e eval`: its estimates by hand, and whole evaluations by the command, of real tiny models."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from models import make_tokenizer, model_on_disk
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from fr3e_trl import cli
+from fr3e_trl.bench.statistics import best_of_k, bootstrap_interval, majority_of_k
+from fr3e_trl.data import FR3EScriptArguments, map_columns
+from fr3e_trl.eval import group_answers, last_match, read_lines
+from fr3e_trl.rewards import math_answers, math_reward
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "eval").glob("*.yaml"))
+
+REWARD = """
+def digit(completions, solution, **kwargs):
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [float(any(c in "01234" for c in text)) for text in texts]
+
+async def length(completions, completion_ids, **kwargs):
+    return [None if len(ids) == 99 else len(ids) / 10 for ids in completion_ids]
+"""
+
+
+# pass@k and maj@k
+
+
+def test_pass_at_k_by_hand():
+    # 2 right of 4: of the 6 pairs only one has none
+    assert best_of_k([1, 0, 0, 1], 2) == pytest.approx(5 / 6)
+    assert best_of_k([1, 0, 0, 1], 1) == 0.5
+    assert best_of_k([1, 0, 0, 0], 4) == 1  # k = n
+    assert best_of_k([0, 0, 0, 0], 4) == 0
+
+
+@pytest.mark.parametrize(
+    ("answers", "num_without", "k", "expected"),
+    [
+        ([(2, 1.0), (1, 0.0)], 0, 3, 1),  # k = n
+        ([(1, 1.0), (2, 0.0)], 0, 3, 0),
+        ([(1, 1.0), (1, 0.0)], 0, 2, 1 / 2),  # a tie of two
+        ([(1, 1.0), (1, 0.0), (1, 0.0)], 0, 3, 1 / 3),  # of three
+        ([(1, 1.0), (1, 0.0), (1, 0.0)], 0, 2, 1 / 3),  # 2 of 3 pairs have the right one, and a tie
+        ([(2, 1.0), (2, 0.0)], 0, 3, 1 / 2),  # 2 of 4 choices have both of the right ones
+        ([(2, 1.0), (1, 0.0)], 0, 1, 2 / 3),  # one alone: pass@1
+        ([(1, 1.0)], 2, 3, 1),  # who has no answer has no vote
+        ([(1, 1.0)], 2, 2, 2 / 3),  # one pair of the three is without an answer
+        ([], 4, 2, 0),  # none can be read
+    ],
+)
+def test_majority_by_hand(answers, num_without, k, expected):
+    assert majority_of_k(answers, num_without, k) == pytest.approx(expected)
+
+
+@given(
+    counts=st.lists(st.integers(1, 4), max_size=4),
+    num_without=st.integers(0, 3),
+    rewards=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=4, max_size=4),
+    data=st.data(),
+)
+def test_majority_is_the_mean_over_all_choices(counts, num_without, rewards, data):
+    samples = [i for i, count in enumerate(counts) for _ in range(count)] + [None] * num_without
+    if not samples:
+        return
+    k = data.draw(st.integers(1, len(samples)))
+
+    def reward(chosen):
+        votes = [chosen.count(i) for i in range(len(counts))]
+        winners = [i for i, of_answer in enumerate(votes) if of_answer == max(votes) > 0]
+        return sum(rewards[i] for i in winners) / len(winners) if winners else 0.0
+
+    chosen = [reward(choice) for choice in itertools.combinations(samples, k)]
+    answers = list(zip(counts, rewards, strict=False))
+    assert majority_of_k(answers, num_without, k) == pytest.approx(sum(chosen) / len(chosen))
+
+
+def test_majority_of_many_different_answers():
+    # Of 64 answers that all differ, each wins as often
+    assert majority_of_k([(1, 1.0), *[(1, 0.0)] * 63], 0, 32) == pytest.approx(1 / 64)
+
+
+def test_majority_of_more_than_there_are():
+    with pytest.raises(ValueError, match="maj@3 cannot be estimated from 2 samples"):
+        majority_of_k([(1, 1.0)], 1, 3)
+
+
+def test_bootstrap_interval():
+    low, high = bootstrap_interval([0.0, 1.0] * 50)
+    # The normal approximation: 1.96 times the standard error, sqrt(0.25 / 100)
+    assert (low, high) == (pytest.approx(0.402, abs=0.015), pytest.approx(0.598, abs=0.015))
+    assert bootstrap_interval([0.3] * 5) == (pytest.approx(0.3), pytest.approx(0.3))
+
+
+# Answers
+
+
+def test_answers_that_math_verify_reads():
+    texts = [r"So \boxed{0.5}.", r"It is $1$ or \boxed{\frac{1}{2}}.", "0.5", r"\boxed{" + "x+" * 400 + "x}", ""]
+    answers = math_answers(texts)
+    assert answers[:3] == ["0.5", r"\frac{1}{2}", None] and answers[4] is None
+    assert len(answers[3]) == 500
+
+
+def test_answers_are_grouped():
+    answers = ["0.5", None, r"\frac{1}{2}", "2", "0.50", r"2.0"]
+    assert group_answers(answers, by_maths=True) == [[0, 2, 4], [3, 5]]
+    assert group_answers(answers, by_maths=False) == [[0], [2], [3], [4], [5]]
+    assert group_answers([None, None], by_maths=True) == []
+
+
+def test_last_match():
+    assert last_match("<answer>(.*?)</answer>", "<answer>1</answer> <answer> 2\n</answer>") == "2"
+    assert last_match(r"\d+", "12 or 13") == "13"
+    assert last_match(r"\d+", "none") is None
+
+
+# As a command
+
+
+@pytest.fixture
+def evaluate(tmp_path, monkeypatch):
+    """Evaluates by the command; returns the results and the completions."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("tests_of_eval.py").write_text(REWARD)
+    rows = [{"prompt": f"{i}+{i}=", "solution": str(2 * i)} for i in range(3)]
+    Dataset.from_list(rows).to_json("data.jsonl")
+
+    def run(*arguments, **settings):
+        defaults = {
+            "model_name_or_path": model_on_disk(),
+            "dataset_name": "data.jsonl",
+            "reward_funcs": "tests_of_eval.digit",
+            "num_samples": 4,
+            "max_completion_length": 6,
+            "batch_size": 4,
+            "output_dir": "out",
+        }
+        settings = defaults | settings
+        given = [f"--{name}={value}" for name, value in settings.items() if value is not None]
+        cli.main(["eval", *arguments, *given])
+        output_dir = Path(settings["output_dir"])
+        return json.loads((output_dir / "results.json").read_text()), read_lines(output_dir / "completions.jsonl")
+
+    return run
+
+
+def test_results_are_those_of_the_completions(evaluate, capsys):
+    results, lines = evaluate("--reward_funcs", "tests_of_eval.digit", "tests_of_eval.length", reward_funcs=None)
+    assert [(line["problem"], line["sample"]) for line in lines] == [(i, j) for i in range(3) for j in range(4)]
+    digits = [[line["rewards"]["tests_of_eval.digit"] for line in lines if line["problem"] == i] for i in range(3)]
+    assert digits == [
+        [float(any(c in "01234" for c in line["completion"])) for line in lines if line["problem"] == i]
+        for i in range(3)
+    ]
+    assert 0 < sum(map(sum, digits)) < 12
+    measured = results["rewards"]["tests_of_eval.digit"]
+    assert measured["pass@1"]["mean"] == pytest.approx(sum(map(sum, digits)) / 12)
+    two_wrong = [math.comb(4 - int(sum(of)), 2) / 6 for of in digits]
+    assert measured["pass@2"]["mean"] == pytest.approx(1 - sum(two_wrong) / 3)
+    assert measured["pass@4"]["mean"] == pytest.approx(sum(map(max, digits)) / 3)
+    assert {"maj@2", "maj@4"} < measured.keys() and measured["num_scored"] == 3
+    lengths = [line["num_tokens"] for line in lines]
+    assert results["mean_completion_length"] == pytest.approx(sum(lengths) / 12) and max(lengths) == 6
+    assert results["rewards"]["tests_of_eval.length"]["pass@1"]["mean"] == pytest.approx(sum(lengths) / 120)
+    assert all(line["is_finished"] or line["num_tokens"] == 6 for line in lines)
+    report = Path("out/results.md").read_text()
+    assert report in capsys.readouterr().out
+    assert f"| pass@1 | {measured['pass@1']['mean']:.1%} |" in report
+
+
+def test_cut_evaluation_goes_on(evaluate):
+    """From whole lines, with the completions of one that was not cut. Further samples are added to those."""
+    _, whole = evaluate()
+    path = Path("out/completions.jsonl")
+    text = path.read_text()
+    first = "".join(text.splitlines(keepends=True)[:4])
+    path.write_text(first + '{"problem": 1, "sam')
+    assert evaluate()[1] == whole
+    results, lines = evaluate(num_samples=5)
+    assert lines[:12] == whole and len(lines) == 15
+    assert results["rewards"]["tests_of_eval.digit"]["num_scored"] == 3
+    # Of what is there, a part: nothing is sampled
+    results, lines = evaluate(num_samples=2, limit=2)
+    assert len(lines) == 15 and results["num_problems"] == 2
+    two = [line["rewards"]["tests_of_eval.digit"] for line in whole if line["sample"] < 2 and line["problem"] < 2]
+    assert results["rewards"]["tests_of_eval.digit"]["pass@1"]["mean"] == sum(two) / 4
+
+
+def test_template_is_told(evaluate, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if no_thinking %}no{% endif %}"
+    AutoModelForCausalLM.from_pretrained(model_on_disk()).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    settings = {"chat_template_kwargs": '{"no_thinking": true}', "limit": 1, "num_samples": 1}
+    _, (line,) = evaluate(model_name_or_path=tmp_path / "model", prompt_column="prompt", **settings)
+    assert line["prompt"] == "0+0=no"
+
+
+def greedy(model, prompt, num_tokens=6):
+    """Without `generate`."""
+    ids = make_tokenizer()(prompt, return_tensors="pt").input_ids
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], 1)
+        if ids[0, -1] == 1:
+            break
+    return make_tokenizer().decode(ids[0, len(prompt) :], skip_special_tokens=True)
+
+
+def test_greedy_completions(evaluate):
+    _, lines = evaluate(temperature=0, num_samples=1)
+    model = AutoModelForCausalLM.from_pretrained(model_on_disk())
+    assert [line["completion"] for line in lines] == [greedy(model, f"{i}+{i}=") for i in range(3)]
+
+
+def test_directory_of_an_adapter(evaluate, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(model_on_disk())
+    config = LoraConfig(target_modules="all-linear", init_lora_weights=False, r=16, lora_alpha=64)
+    torch.manual_seed(0)
+    get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    make_tokenizer().save_pretrained(tmp_path / "adapter")
+    _, lines = evaluate(model_name_or_path=tmp_path / "adapter", temperature=0, num_samples=1)
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_on_disk()), tmp_path / "adapter")
+    completions = [line["completion"] for line in lines]
+    assert completions == [greedy(adapted, f"{i}+{i}=") for i in range(3)]
+    plain = AutoModelForCausalLM.from_pretrained(model_on_disk())
+    assert completions != [greedy(plain, f"{i}+{i}=") for i in range(3)]
+
+
+# What the recipes' datasets on the hub look like
+COLUMNS = {
+    "gsm8k": {"question": "1 + 1?", "answer": "1+1=<<1+1=2>>2\n#### 1,002"},
+    "math500": {"problem": "1?", "solution": r"\boxed{3}", "answer": r"\left( 3, \frac{\pi}{2} \right)", "level": 2},
+    "aime24": {"id": 60, "problem": "1?", "solution": "So 025.", "answer": "025", "url": "u", "year": "2024"},
+    "aime25": {"problem": "1?", "answer": "70", "id": "0"},
+    "amc23": {"id": 0, "question": "1?", "answer": "27.0", "url": "u"},
+    "minerva": {"question": "1?", "answer": "4.5e33"},
+    "olympiad": {"id": 1, "question": "1?", "final_answer": ["$2$, $-2$"], "modality": "Text-only", "unit": None},
+}
+RIGHT = {
+    "gsm8k": "1002",
+    "math500": r"(3, \pi/2)",
+    "aime24": "25",
+    "aime25": "70",
+    "amc23": "27",
+    "minerva": r"4.5 \times 10^{33}",
+    "olympiad": r"-2, 2",
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe(evaluate, name):
+    """On a file with its columns: every solution can be read, and is what a right completion is scored by."""
+    Dataset.from_list([COLUMNS[name]] * 2).to_json("local.jsonl")
+    recipe = ROOT / "recipes" / "eval" / f"{name}.yaml"
+    settings = {"dataset_name": "local.jsonl", "num_samples": 2, "reward_funcs": None}
+    results, lines = evaluate("--config", str(recipe), **settings)
+    assert results["rewards"]["math_reward"]["num_scored"] == 2 and len(lines) == 4
+    assert lines[0]["prompt"].startswith("<|system|>Please reason step by step")
+    assert f"#     fr3e eval --config recipes/eval/{name}.yaml --model_name_or_path MODEL" in recipe.read_text()
+    assert yaml.safe_load(recipe.read_text())["output_dir"] == f"outputs/eval/{name}"
+    # What a model might have written
+    fields = ("prompt_column", "answer_column", "answer_separator")
+    args = FR3EScriptArguments(**{key: results["arguments"][key] for key in fields})
+    solution = map_columns(COLUMNS[name], args)["solution"]
+    assert math_reward([rf"So \boxed{{{RIGHT[name]}}}.", r"So \boxed{1}."], [solution] * 2) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_name_or_path": "nowhere"}, "model_name_or_path='nowhere': "),
+        (
+            {"model_name_or_path": None},
+            "model_name_or_path is not set. Use a recipe, for example --config recipes/eval",
+        ),
+        ({"dataset_name": "nowhere.jsonl"}, "dataset_name='nowhere.jsonl', split 'train': Unable to find"),
+        ({"dataset_name": "data.jsonl", "prompt_column": "question"}, "The dataset has no column 'question'"),
+        ({"reward_funcs": "tests_of_eval.digits"}, "module 'tests_of_eval' has no function 'digits'"),
+        ({"temperature": 0}, "temperature=0 samples the same completion num_samples=4 times"),
+        ({"pass_at": 5}, "pass_at=[5] must be from 1 to num_samples=4"),
+        ({"top_p": 0}, "top_p=0.0 must be above 0"),
+        ({"chat_template_kwargs": "x"}, "wrong arguments: Expecting value"),
+        ({"limit": 0}, "limit=0 must be a whole number of at least 1"),
+        ({"answer_regex": "("}, "answer_regex='(' is no regular expression"),
+        (
+            {"vllm_server_base_url": "localhost"},
+            "vllm_server_base_url='localhost': vllm_server_base_url='localhost' is",
+        ),
+    ],
+)
+def test_errors_of_usage_take_one_line(evaluate, settings, message, capsys):
+    with pytest.raises(SystemExit) as ending:
+        evaluate(**settings)
+    assert ending.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert line.startswith("fr3e eval: error: ") and message in line
+
+
+def test_completions_of_another_evaluation_are_refused(evaluate, capsys):
+    evaluate(limit=1)
+    with pytest.raises(SystemExit):
+        evaluate(limit=1, temperature=0.5)
+    assert "has completions sampled with temperature=1.0, not 0.5. Give" in capsys.readouterr().err
