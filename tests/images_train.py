@@ -3,7 +3,7 @@ Train from prompts with images in several processes, and compare what each sampl
 
 A script, for `accelerate launch`, like `processes_train.py`:
 
-    images_train.py OUTPUT SETTINGS [sharded]
+    images_train.py OUTPUT SETTINGS
 """
 
 import json
@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from accelerate import PartialState
-from accelerate.utils import DistributedType
 from models import CPU
 from test_images import by_hand, parity
 from vision_models import make_image_dataset, make_processor, make_vision_model
@@ -23,11 +21,9 @@ from fr3e_trl import FR3EConfig, FR3ETrainer
 RANK = int(os.environ.get("RANK", 0))
 
 
-def main(output: Path, settings: dict, *options: str) -> None:
+def main(output: Path, settings: dict) -> None:
     defaults = {"max_completion_length": 12, "max_steps": 2, "learning_rate": 0.0}
     args = FR3EConfig("output", **CPU | defaults | settings)
-    if "sharded" in options:
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # see processes_train.py
     trainer = FR3ETrainer(
         make_vision_model("qwen2_5_vl"),
         parity,
@@ -53,4 +49,4 @@ def main(output: Path, settings: dict, *options: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]), *sys.argv[3:])
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

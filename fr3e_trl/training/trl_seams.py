@@ -212,20 +212,17 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
             )
         finally:
             self._write_turns = None
-        if any(images):
-            raise NotImplementedError(
-                "A tool returned an image, which FR3ETrainer does not support while exploring. Have it return text, "
-                "or set num_anchors=0 to train with plain GRPO."
-            )
+        _refuse_tool_images(images)
         return completion_ids, messages, num_calls, num_failures
 
     def _tools_of(self, row: int) -> list[Any]:
         """The tools that a row's prompt was rendered with."""
         return self.tools if self.environment_factories is None else self._env_tools[self._batch_environments[row]]
 
-    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def _generate_single_turn(self, prompt_ids: Any, images: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._write_turns is None:
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            return super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
+        _refuse_tool_images(images or [])
         return self._write_turns(prompt_ids), None
 
     def _tool_call_loop(self, *args: Any) -> tuple[Any, ...]:
@@ -707,6 +704,15 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
             return super()._compute_loss(model, inputs) * weight
         finally:
             self.beta, self._loss_mask = beta, None
+
+
+def _refuse_tool_images(images: list[Any]) -> None:
+    """Refuse images that tools returned, of each row a list."""
+    if any(images):
+        raise NotImplementedError(
+            "A tool returned an image, which FR3ETrainer does not support while exploring. Have it return text, or set "
+            "num_anchors=0 to train with plain GRPO."
+        )
 
 
 def images_in(batch: dict[str, Any]) -> dict[str, Any]:
