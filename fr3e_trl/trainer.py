@@ -25,7 +25,7 @@ from trl.trainer.utils import get_config_model_id
 from .config import FR3EConfig
 from .generation.on_transformers import ContinuousBatchingSampler, GenerateSampler
 from .generation.on_vllm import VLLMColocateSampler, VLLMServerSampler
-from .generation.sampler import InStepSampler, OwnSampler, Sampler
+from .generation.sampler import InStepSampler, OwnSampler, Sampler, images_of
 from .generation.tool_calling import EnvironmentFailure, Instance, ToolCallingSampler
 from .generation.vllm_server import VLLMServerError
 from .method.batch import Deal, Row, remember, rows_of, set_advantages
@@ -39,9 +39,11 @@ from .training.card import add_settings
 from .training.checks import (
     check_dataset,
     check_generation_kwargs,
+    check_images,
     check_prompts,
     check_sampler,
     checked_reward_func,
+    obstacle_to_images,
     refuse_unsupported,
     refuse_unsupported_setup,
     warn_of_single_prompt,
@@ -92,9 +94,9 @@ class FR3ETrainer(RatioGRPOTrainer):
             log-probs are weighed by those in the importance ratio, others by the policy's at the start of the step.
             Evaluation generates as [`~trl.GRPOTrainer`]'s does.
 
-        All others are those of [`~trl.GRPOTrainer`]. While exploring, `rollout_func` and images are not supported. An
-        environment that has a method `_fork(self)`, which returns a copy that goes on by itself in the same state, is
-        copied where rollouts branch off a later turn; any other does the turns before it again.
+        All others are those of [`~trl.GRPOTrainer`]. While exploring, `rollout_func` is not supported. An environment
+        that has a method `_fork(self)`, which returns a copy that goes on by itself in the same state, is copied where
+        rollouts branch off a later turn; any other does the turns before it again.
 
     Attributes:
         sampler ([`Sampler`]):
@@ -186,13 +188,15 @@ class FR3ETrainer(RatioGRPOTrainer):
         if args.is_plain_grpo:
             return
         refuse_unsupported_setup(self)
+        self._obstacle_to_images = obstacle_to_images(self)
+        example = None if train_dataset is None else next(iter(train_dataset))
+        check_images([] if example is None else [example], self._obstacle_to_images)
         self.reward_funcs = [
             checked_reward_func(func, name)
             for func, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
         context = context_length(self.model.config)
         if self.use_vllm:
-            example = None if train_dataset is None else next(iter(train_dataset))
             prompt = [] if example is None else self.tokenize_prompts(self.prepare([example]))[0]
             context = self.vllm_generation.checked_context(context, len(prompt), self.max_completion_length)
             warn_of_unscored_sampling(args)
@@ -215,7 +219,9 @@ class FR3ETrainer(RatioGRPOTrainer):
                 self.generation_model, self.generation_config, self.continuous_batching_config
             )
         else:
-            sampler = GenerateSampler(self.generation_model, self.generation_config, self.accelerator.device)
+            sampler = GenerateSampler(
+                self.generation_model, self.generation_config, self.accelerator.device, self.image_inputs
+            )
         return InStepSampler(sampler) if self.is_sharded else sampler
 
     # Refill, and what of it and of the memory a checkpoint holds
@@ -322,16 +328,18 @@ class FR3ETrainer(RatioGRPOTrainer):
         trees = [Tree(as_ids(), 0) for _ in range(num_prompts)]
 
         def set_prompts() -> dict[int, int]:
+            check_images(list(examples.values()), self._obstacle_to_images)
             if self.tools:
-                prompts = self._provide_tools(examples, deal)
-                check_prompts(list(examples.values()))
-            else:
-                check_prompts(list(examples.values()))
-                texts = [example["prompt"] for example in examples.values()]
-                prompts = self.tokenize_prompts(texts) if texts else []
-            for i, prompt_ids in zip(examples, prompts, strict=True):
-                trees[i] = Tree(as_ids(prompt_ids), self._budget(prompt_ids))
-            return {i: prompt_key(trees[i].prompt_ids) for i in examples}
+                all_ids = self._provide_tools(examples, deal)
+            check_prompts(list(examples.values()))
+            prompts = [self.prompt_of(example) for example in examples.values()]
+            if not self.tools:
+                all_ids = self.tokenize_prompts(prompts) if prompts else []
+            images = [images_of(prompt) for prompt in prompts]
+            for i, prompt, prompt_ids in zip(examples, prompts, all_ids, strict=True):
+                multimodal = prompt if any(images) else None
+                trees[i] = Tree(as_ids(prompt_ids), self._budget(prompt_ids), multimodal=multimodal)
+            return {i: prompt_key(trees[i].prompt_ids, of_tree) for i, of_tree in zip(examples, images, strict=True)}
 
         def score(owners: list[int], completion_ids: list[TokenIds], dialogues: list[Dialogue | None]) -> list[Score]:
             whole = [k for k, dialogue in enumerate(dialogues) if dialogue is None or not dialogue.is_broken]

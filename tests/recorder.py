@@ -1,5 +1,7 @@
 """A trainer that keeps what it trained on."""
 
+import copy
+
 from fr3e_trl import FR3ETrainer
 
 
@@ -13,5 +15,5 @@ class Recorder(FR3ETrainer):
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
         if self.model.training and not self.args.is_plain_grpo:
-            self.batches.append(({key: value.clone() for key, value in batch.items()}, self.trees))
+            self.batches.append((copy.deepcopy(batch), self.trees))
         return batch

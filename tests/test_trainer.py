@@ -18,13 +18,8 @@ from recorder import Recorder
 from torch.nn.functional import log_softmax
 from transformers import (
     BitsAndBytesConfig,
-    CLIPVisionConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
     set_seed,
 )
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from trees import rollouts_of
 from trl import GRPOConfig, GRPOTrainer
 
@@ -773,18 +768,6 @@ def test_images_in_a_prompt_are_refused(first):
         trainer = make_trainer(dataset=dataset, max_steps=4)
         assert first > 0  # the first example is looked at when the trainer is made, the others when their turn comes
         trainer.train()
-
-
-def test_models_of_images_are_refused(tmp_path):
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1),
-        text_config=make_model().config,
-        image_token_id=7,
-    )
-    LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
-    LlavaProcessor(CLIPImageProcessorPil(), make_tokenizer(), patch_size=32, image_token="7").save_pretrained(tmp_path)
-    with pytest.raises(NotImplementedError, match=r"multimodal processors yet.*processing_class"):
-        FR3ETrainer(str(tmp_path), digits, FR3EConfig("unused", **CPU | SIZES), train_dataset=make_dataset())
 
 
 def test_an_empty_dataset_is_refused():

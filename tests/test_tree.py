@@ -86,7 +86,7 @@ class CountingScorer:
         return [Score([float(sum(ids) % 2 == 0)], float(sum(ids) % 2 == 0)) for ids in completion_ids]
 
 
-def token_statistics(prompt_ids, completion_ids):
+def token_statistics(prompt_ids, completion_ids, multimodal=None):
     """Entropies that depend on the prompt and the tokens before."""
     return [
         (
@@ -256,7 +256,7 @@ def test_what_processes_tell_each_other_is_small():
     trees = [Tree([i, i], budget=900) for i in range(8)]
     told = []
 
-    def views(prompt_ids, completion_ids):
+    def views(prompt_ids, completion_ids, multimodal):
         """Of one tensor for all rows, as a forward pass leaves them."""
         of_rows = torch.rand(len(completion_ids), 900)
         return [(-row[: len(ids)], row[: len(ids)]) for row, ids in zip(of_rows, completion_ids, strict=True)]

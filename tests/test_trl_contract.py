@@ -16,15 +16,23 @@ from packaging.version import Version
 from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response
-from trl.data_utils import is_conversational
+from trl.data_utils import apply_chat_template, is_conversational, prepare_multimodal_messages
 from trl.extras.profiling import profiling_context
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.models import unwrap_model_for_generation
 from trl.trainer import grpo_trainer, utils
 from trl.trainer.base_trainer import _BaseTrainer
-from trl.trainer.utils import add_fused_lm_head, get_config_model_id, is_async_callable, pad
+from trl.trainer.utils import (
+    add_fused_lm_head,
+    get_config_model_id,
+    is_async_callable,
+    pad,
+    split_pixel_values_by_grid,
+    unsplit_pixel_values_by_grid,
+)
 
 from fr3e_trl import FR3ETrainer
+from fr3e_trl.training.trl_seams import OF_IMAGES
 
 
 def parameters(function) -> list[str]:
@@ -73,6 +81,8 @@ def test_the_constructor_takes_what_grpo_trainer_takes():
             ],
         ),
         (Trainer._save_rng_state, ["self", "output_dir"]),
+        (Trainer._load_from_checkpoint, ["self", "resume_from_checkpoint", "model"]),
+        (Trainer._issue_warnings_after_load, ["self", "load_result"]),
         (Trainer._load_rng_state, ["self", "checkpoint"]),
         (GRPOTrainer._get_train_sampler, ["self", "dataset"]),
         (VLLMGeneration._init_vllm, ["self"]),
@@ -89,8 +99,10 @@ def test_methods_that_are_called_or_overridden(method, expected):
     [
         (
             GRPOTrainer._get_per_token_logps_and_entropies,
-            ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"],
+            ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy", *OF_IMAGES],
         ),
+        (prepare_multimodal_messages, ["messages", "images"]),
+        (apply_chat_template, ["tools"]),
         (add_fused_lm_head, ["model", "temperature", "cast_lm_head_to_fp32", "outputs"]),
         (pad, ["padding_value", "padding_side"]),
         (parse_response, ["prefix", "tools"]),
@@ -128,6 +140,17 @@ def test_rewards_are_gathered_by_a_name_of_trls_module(monkeypatch):
     monkeypatch.setattr(grpo_trainer, "gather", lambda tensor: gathered.append(tensor.shape) or tensor)
     train(GRPOTrainer, per_device_train_batch_size=8, max_steps=1)
     assert gathered == [(8, 1)]
+
+
+def test_images_that_are_end_to_end_are_split_by_rows_and_joined():
+    """Of Qwen, of which pixels have a row for each patch, and of models with a row for each image."""
+    by_patch = {"image_grid_thw": torch.tensor([[1, 2, 2], [1, 1, 1]]), "pixel_values": torch.arange(5.0)[:, None]}
+    for images in (by_patch, {"pixel_values": torch.zeros(2, 3, 4, 4)}):
+        batch = {"prompt_ids": torch.zeros(2, 1), "num_images": [1, 1], **images}
+        split = split_pixel_values_by_grid(batch)
+        assert all(len(value) == 2 for value in split.values())
+        joined = unsplit_pixel_values_by_grid(split)
+        assert joined.keys() == batch.keys() and all(joined[name].equal(images[name]) for name in images)
 
 
 def test_functions_that_are_called_by_position():

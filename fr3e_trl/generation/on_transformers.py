@@ -24,6 +24,10 @@ from .sampler import Sample, SamplingRequest
 # Enters generation mode, as TRL does, and yields the model to generate with.
 GenerationModel = Callable[[], AbstractContextManager[Any]]
 
+# Makes of prompts with images what the model is called with for them: (messages of each row, the column after each
+# prompt, columns) to tensors, of which those of tokens have as many columns.
+ImageInputs = Callable[[list[list[dict[str, Any]]], list[int], int], dict[str, Any]]
+
 # How many logits are kept until log-probs and entropies are made of them, beside those of one step: 64 MiB
 MAX_LOGITS = 2**24
 
@@ -43,7 +47,9 @@ class GenerateSampler:
 
     The batch is as wide as the longest row, prefix and budget together, and takes as many steps as the largest budget:
     no more of either than if all were drawn from their prompts. All rows begin at one width, with what fits there of
-    their prefixes, and the rest of a longer prefix is forced token by token while the others sample.
+    their prefixes, and the rest of a longer prefix is forced token by token while the others sample. Prompts with
+    images fit there as a whole, since the model takes images with its first tokens; all requests of a call have some,
+    or none.
 
     Args:
         generation_model (`GenerationModel`):
@@ -53,12 +59,21 @@ class GenerateSampler:
             Its `min_new_tokens` counts from the prompt, like that of a completion drawn at once.
         device (`torch.device`):
             Where the model computes: not always where its weights are.
+        image_inputs (`ImageInputs`, *optional*):
+            What the model is called with for images. Without it, it takes none.
     """
 
-    def __init__(self, generation_model: GenerationModel, generation_config: GenerationConfig, device: torch.device):
+    def __init__(
+        self,
+        generation_model: GenerationModel,
+        generation_config: GenerationConfig,
+        device: torch.device,
+        image_inputs: ImageInputs | None = None,
+    ):
         self.generation_model = generation_model
         self.generation_config = generation_config
         self.device = device
+        self.image_inputs = image_inputs
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         rows = [request for request in requests for _ in range(request.num_samples)]
@@ -97,7 +112,13 @@ class GenerateSampler:
             "generation_config": config,
             "logits_processor": LogitsProcessorList([processor]),
         }
-        if any(shares) and all(getattr(config, name) in allowed for name, allowed in BY_ROW.items()):
+        multimodal = [row.multimodal for row in rows if row.multimodal is not None]
+        if multimodal:
+            assert self.image_inputs is not None and len(multimodal) == len(rows)
+            prompt_ends = [begin - row.num_sampled_before for begin, row in zip(begins, rows, strict=True)]
+            inputs |= self.image_inputs(multimodal, prompt_ends, width)
+        # With images, a row has a state of its own: some models keep each row's positions to themselves
+        if any(shares) and not multimodal and all(getattr(config, name) in allowed for name, allowed in BY_ROW.items()):
             config.max_new_tokens *= 2  # of columns: a rollout may begin with its prompt where another has ended
             growing = _GrowingRows(rows, shares, begins, processor, row_ends)
             inputs["stopping_criteria"] = StoppingCriteriaList([row_ends])
@@ -123,11 +144,12 @@ def _initial_width(rows: list[SamplingRequest], eos_token_ids: list[int]) -> int
     The width that a batch begins with: the smallest from which it takes no more steps than the largest budget.
 
     It becomes as wide as its longest row then. But whatever has an EOS in it is there at the beginning, as `generate`
-    takes a row for finished where it is forced: a prompt may have one, of a chat's earlier turns.
+    takes a row for finished where it is forced: a prompt may have one, of a chat's earlier turns. So are images.
     """
     width = max(len(row.prefix_ids) + row.max_new_tokens for row in rows) - max(row.max_new_tokens for row in rows)
     eos_positions = [np.flatnonzero(np.isin(row.prefix_ids, eos_token_ids)) for row in rows]
-    return max([width, *(int(positions[-1]) + 1 for positions in eos_positions if positions.size)])
+    with_images = [len(row.prefix_ids) - row.num_sampled_before for row in rows if row.multimodal is not None]
+    return max([width, *with_images, *(int(positions[-1]) + 1 for positions in eos_positions if positions.size)])
 
 
 def _shares(request: SamplingRequest) -> Sequence[int]:

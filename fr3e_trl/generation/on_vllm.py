@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import is_peft_model
 
 from ..training.processes import through_group, through_main_process
-from .sampler import Sample, SamplingRequest, branch_requests
+from .sampler import Sample, SamplingRequest, branch_requests, images_of
 
 if TYPE_CHECKING:
     from .vllm_sync import FR3EVLLMGeneration
@@ -187,7 +187,7 @@ class VLLMColocateSampler(VLLMSampler):
     def _ask(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         from vllm import SamplingParams
 
-        prompts = [{"prompt_token_ids": request.prefix_ids.tolist()} for request in requests]
+        prompts = [self._prompt(request) for request in requests]
         params = [SamplingParams(**self.sampling_params(request)) for request in requests]
         with self.profiler():
             outputs = self.generation.llm.generate(prompts, sampling_params=params, use_tqdm=False)
@@ -204,3 +204,11 @@ class VLLMColocateSampler(VLLMSampler):
             ]
             for request, output in zip(requests, outputs, strict=True)
         ]
+
+    def _prompt(self, request: SamplingRequest) -> dict[str, Any]:
+        """A prefix and its images, as TRL hands them to the engine."""
+        prompt: dict[str, Any] = {"prompt_token_ids": request.prefix_ids.tolist()}
+        if request.multimodal is not None:
+            images = images_of(request.multimodal)
+            prompt["multi_modal_data"] = {"image": images if len(images) > 1 else images[0]}
+        return prompt

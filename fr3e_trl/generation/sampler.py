@@ -43,6 +43,13 @@ class Branching:
     min_budget: int
 
 
+def images_of(prompt: str | list[dict[str, Any]]) -> list[Any]:
+    """The images in the messages of a prompt, in order."""
+    messages = [] if isinstance(prompt, str) else prompt
+    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    return [part["image"] for content in contents for part in content if part["type"] == "image" and "image" in part]
+
+
 @dataclass(frozen=True)
 class SamplingRequest:
     """
@@ -67,6 +74,9 @@ class SamplingRequest:
             Index of the tree that the samples are for, where its rollouts have something of their own.
         dialogue ([`Dialogue`], *optional*):
             The completion whose first tokens they continue, where there are tools.
+        multimodal (`list[dict]`, *optional*):
+            The prompt's messages, if there are images in them, see [`images_of`]. The images' tokens are in
+            `prefix_ids`.
     """
 
     prefix_ids: TokenIds
@@ -78,6 +88,7 @@ class SamplingRequest:
     branching: Branching | None = None
     tree: int | None = None
     dialogue: Dialogue | None = None
+    multimodal: list[dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix_ids", as_ids(self.prefix_ids))
@@ -142,6 +153,7 @@ def branch_requests(request: SamplingRequest, samples: Sequence[Sample]) -> list
                 request.max_new_tokens - position,
                 branching.temperature,
                 num_prompt_tokens=len(request.prefix_ids),
+                multimodal=request.multimodal,
             ),
         )
         for sample, position in anchors

@@ -36,8 +36,9 @@ from .tree import Dialogue, Rollout, Score, State, TokenIds, Tree, as_ids
 # Scores completions: (index of each one's tree, their whole token ids, their turns) to what they scored.
 Scorer = Callable[[list[int], list[TokenIds], list[Dialogue | None]], list[Score]]
 
-# The policy's view of completions: (prompts, completions) to log-probs and entropies of their tokens, each (L,).
-TokenStatistics = Callable[[list[TokenIds], list[TokenIds]], list[tuple[torch.Tensor, torch.Tensor]]]
+# The policy's view of completions: (prompts, completions, messages of those prompts that have images) to log-probs and
+# entropies of their tokens, each (L,).
+TokenStatistics = Callable[[list[TokenIds], list[TokenIds], list[Any]], list[tuple[torch.Tensor, torch.Tensor]]]
 
 # Calls a function in every process, and returns what it returned in each.
 InEveryProcess = Callable[[Callable[[], Any]], list[Any]]
@@ -177,6 +178,7 @@ def _first_return(
             with_entropies=bool(args.num_anchors),
             branching=None if _straddles(i, args, deal) else branching,
             tree=i,
+            multimodal=trees[i].multimodal,
         )
         for i, num_samples in Counter(i for i, _ in bases).items()
     ]
@@ -209,7 +211,9 @@ def _survey(
     unknown = [(i, b) for i, b in bases if trees[i].entropies[b] is None]
     # Also where none is: it may be a collective call
     statistics = token_statistics(
-        [trees[i].prompt_ids for i, _ in unknown], [trees[i].bases[b].token_ids for i, b in unknown]
+        [trees[i].prompt_ids for i, _ in unknown],
+        [trees[i].bases[b].token_ids for i, b in unknown],
+        [trees[i].multimodal for i, _ in unknown],
     )
     logprobs_of: dict[tuple[int, int], Any] = {(i, b): trees[i].bases[b].logprobs for i, b in bases}
     for (i, b), (logprobs, entropies) in zip(unknown, statistics, strict=True):
@@ -352,6 +356,7 @@ def _explore(
             num_prompt_tokens=len(trees[i].prompt_ids),
             tree=i,
             dialogue=None if state.base is None else trees[i].bases[state.base].dialogue,
+            multimodal=trees[i].multimodal,
         )
         for slots in of_states
         for i, state, _ in slots[:1]

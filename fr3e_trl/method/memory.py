@@ -26,9 +26,11 @@ Notation used for tensor shapes:
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from .advantages import leave_one_out_means
@@ -49,9 +51,12 @@ START_CORRELATION = 0.2
 LEAST_CORRELATION = 0.01
 
 
-def prompt_key(prompt_ids: TokenIds) -> int:
-    """What a prompt is remembered by, 64 bits of a hash of its tokens."""
-    return int.from_bytes(hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).digest(), "little", signed=True)
+def prompt_key(prompt_ids: TokenIds, images: Sequence[Any] = ()) -> int:
+    """What a prompt is remembered by, 64 bits of a hash of its tokens and the pixels of its images."""
+    digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=8)
+    for pixels in map(np.asarray, images):
+        digest.update(repr(pixels.shape).encode() + pixels.tobytes())
+    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 @dataclass

@@ -172,6 +172,8 @@ class Tree:
             S_0, then the anchors' states, each after the one before it in its chain.
         key (`int`, *optional*):
             What the prompt is remembered by, in every process.
+        multimodal (`list[dict]`, *optional*):
+            The prompt's messages, if there are images in them, in the processes that have rows of it.
     """
 
     prompt_ids: TokenIds
@@ -181,6 +183,7 @@ class Tree:
     mean_entropies: list[float] = field(default_factory=list)
     states: list[State] = field(default_factory=lambda: [State()])
     key: int | None = None
+    multimodal: list[dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         self.prompt_ids = as_ids(self.prompt_ids)

@@ -44,6 +44,9 @@ REFUSED_KWARGS = (
 )
 HARMLESS_KWARGS = (("do_sample", True), ("num_beams", 1), ("num_return_sequences", 1), ("min_length", 0))
 
+# Columns that TRL takes images from, the first that there is
+IMAGE_COLUMNS = ("images", "image")
+
 # Settings of vLLM that change what is sampled, and that neither the policy's log-probs nor ours take into account
 UNSCORED_SAMPLING = {"allowed_token_ids", "bad_words", "logit_bias", "min_p", "repetition_penalty", "top_k", "top_p"}
 
@@ -80,7 +83,7 @@ def check_sampler(sampler: Any, args: FR3EConfig) -> None:
 
 
 def refuse_unsupported_setup(trainer: Any) -> None:
-    """Refuse what shows only when TRL has set up the trainer: how its processes are sharded, and its processor."""
+    """Refuse what shows only when TRL has set up the trainer: how its processes are sharded."""
     if trainer._dist.fsdp_version == 1:
         raise NotImplementedError(
             "FR3ETrainer does not support FSDP of version 1. Set fsdp_version: 2 in accelerate's configuration, or "
@@ -90,11 +93,6 @@ def refuse_unsupported_setup(trainer: Any) -> None:
         raise NotImplementedError(
             "use_transformers_continuous_batching=True does not work with FSDP, whose processes must generate in "
             "step. Leave it out, or use vLLM."
-        )
-    if trainer._is_vlm:
-        raise NotImplementedError(
-            "FR3ETrainer does not support multimodal processors yet. To train a model on text alone, pass its "
-            "tokenizer as `processing_class`; set num_anchors=0 to train with plain GRPO."
         )
     if not trainer.use_vllm:
         _check_generation_config(trainer.model.generation_config, trainer.generation_config)
@@ -109,6 +107,31 @@ def _check_generation_config(of_model: Any, chosen: Any) -> None:
                 f"The model's generation_config has {name}={value}, and rollouts must be independent samples that go "
                 f"on from any prefix. Set generation_kwargs={{{name!r}: {harmless}}}, or num_anchors=0 for plain GRPO."
             )
+
+
+def obstacle_to_images(trainer: Any) -> str | None:
+    """Why a trainer that TRL has set up cannot explore from prompts with images, and what to do; `None` if it can."""
+    if not trainer._is_vlm:
+        return (
+            f"processing_class is a {type(trainer.processing_class).__name__}, which takes text alone. Pass the "
+            "model's processor, or leave the images out"
+        )
+    if trainer.is_sharded:
+        return (
+            "the model is sharded, which a process without images has to take part in as those with images do. Train "
+            "with DDP, with LoRA if the model is large, or set num_anchors=0 to train with plain GRPO"
+        )
+    if trainer._multi_environment:
+        return (
+            "environment_factory is a dict, and TRL's processor is told the tools of all of its environments. Give one "
+            "environment, or set num_anchors=0 to train with plain GRPO"
+        )
+    if trainer.use_vllm and trainer.vllm_mode == "server":
+        return (
+            "a vLLM server takes images by another way than that which FR3ETrainer asks it. Set "
+            "vllm_mode='colocate', generate without vLLM, or set num_anchors=0 to train with plain GRPO"
+        )
+    return None
 
 
 def warn_of_unscored_sampling(args: FR3EConfig) -> None:
@@ -188,26 +211,64 @@ def check_prompts(examples: list[dict[str, Any]]) -> None:
 
     Raises:
         ValueError: A prompt is neither a text nor a list of messages, or is empty, or a message is not whole.
-        NotImplementedError: There are images, or a column for them that TRL would take for images.
     """
     for example in examples:
         prompt = example.get("prompt")
         if not isinstance(prompt, str | list) or not prompt:
             raise _bad_prompt(example, f"is {prompt!r}. It must be a text or a list of messages, and not empty")
-        parts = [] if isinstance(prompt, str) else _checked_parts(example)
-        if any(part["type"] == "image" for part in parts):
-            raise NotImplementedError(
-                "FR3ETrainer does not support images yet, and a prompt has some. Remove them, or set num_anchors=0 to "
-                "train with plain GRPO."
+        if isinstance(prompt, list):
+            _checked_parts(example)
+
+
+def check_images(examples: list[dict[str, Any]], obstacle: str | None) -> None:
+    """
+    Refuse images that cannot be trained on, in examples that [`check_prompts`] lets pass.
+
+    Args:
+        examples (`list[dict]`):
+            Examples of the training set, each with a `"prompt"`.
+        obstacle (`str`, *optional*):
+            See [`obstacle_to_images`].
+
+    Raises:
+        NotImplementedError: There are images, or a column for them, and an obstacle.
+        ValueError: Some examples have images and others none, a place or a column for them has none, or they are in a
+            place where TRL does not look for them.
+    """
+    num_images = []
+    for example in examples:
+        column = next((column for column in IMAGE_COLUMNS if example.get(column, []) != []), None)
+        parts = _checked_parts(example) if isinstance(example.get("prompt"), list) else []
+        places = [part for part in parts if part["type"] == "image"]
+        where = "A prompt of train_dataset has images."
+        if column is not None:
+            where = (
+                f"train_dataset has a column '{column}', whose value is {str(example[column])[:100]}. TRL takes every "
+                "example of it, None too, for one with images. If there are none, remove it by "
+                f"train_dataset.remove_columns('{column}'), or filter the example out."
             )
-        for column in ("image", "images"):
-            if column in example and example[column] != []:
-                raise NotImplementedError(
-                    f"FR3ETrainer does not support images yet, and train_dataset has a column '{column}', whose value "
-                    f"is {str(example[column])[:100]}. TRL takes every example of it, None too, for one with images. "
-                    f"Remove it by train_dataset.remove_columns('{column}'), or set num_anchors=0 to train with plain "
-                    "GRPO."
-                )
+        if obstacle is not None and (places or column is not None):
+            raise NotImplementedError(f"FR3ETrainer cannot explore from images here: {obstacle}. {where}")
+        if column is None and not all("image" in part for part in places):
+            raise _bad_prompt(example, "has a place for an image, and no image. Give it one, or a column 'images'")
+        if column is not None and example[column] is None:
+            raise ValueError(where)
+        if column is not None and any("image" in part for part in places):
+            raise _bad_prompt(example, f"has images in its messages and in a column '{column}'. Put all into one")
+        if column is not None and isinstance(example.get("prompt"), str):
+            raise _bad_prompt(example, "is a text beside images. It must be a list of messages")
+        num_images.append(len(places) if column is None else 1)
+    check_all_or_none(num_images)
+
+
+def check_all_or_none(num_images: list[int]) -> None:
+    """Refuse a batch of prompts of which some have images, as processors do, by the number that each has."""
+    if any(num_images) and not all(num_images):
+        raise ValueError(
+            f"Of the {len(num_images)} prompts or rows of a process in this batch, {sum(map(bool, num_images))} have "
+            "images. The processors of transformers, as TRL calls them, take images for all prompts or for none: "
+            "filter train_dataset, or give every prompt an image, a blank one for example."
+        )
 
 
 def _checked_parts(example: dict[str, Any]) -> list[dict[str, Any]]:

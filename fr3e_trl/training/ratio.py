@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..method.batch import Row
-from .trl_seams import RowsGRPOTrainer
+from .trl_seams import RowsGRPOTrainer, images_in, select_rows
 
 # Divergence of vLLM's samples from the policy, in nats a token, that rounding and quantization may amount to
 MAX_DIVERGENCE = 1.0
@@ -31,7 +31,7 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
     has_own_sampler = False
 
     # How to score the old policy in TRL's place, set until TRL asks for it
-    _score_old: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+    _score_old: Callable[..., None] | None = None
 
     def assemble(self, batch_rows: list[Row], tool_counts: tuple[int, int] = (0, 0)) -> dict[str, torch.Tensor]:
         off_temperature = any(row.temperature != self.temperature for row in batch_rows)
@@ -62,7 +62,11 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
         for temperature in dict.fromkeys(row.temperature for row in leftovers):
             own = [row for row in held if row.temperature == temperature]
             with self.scoring_temperature(temperature):
-                statistics = self.token_statistics([row.prompt_ids for row in own], [row.completion_ids for row in own])
+                statistics = self.token_statistics(
+                    [row.prompt_ids for row in own],
+                    [row.completion_ids for row in own],
+                    [self.multimodal_of(row.example) for row in own],
+                )
             for row, (logprobs, _) in zip(own, statistics, strict=True):
                 row.old_logprobs = logprobs.clone()
 
@@ -91,6 +95,7 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
                 row.temperature if row.in_loss and logprobs is None and row.temperature not in scored else None
                 for row, logprobs in zip(rows, known, strict=True)
             ],
+            **images_in(batch),
         )
         _write(known, old)
 
@@ -102,6 +107,7 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
         attention_mask: torch.Tensor,
         temperatures: Sequence[float | None],
         truncated: bool = False,
+        **images: Any,
     ) -> None:
         """
         Write the log-probs of rows under the policy as it is, each at its own temperature, into a tensor.
@@ -115,6 +121,8 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
                 R temperatures. Rows with `None` are left out of the forward pass, and keep what is in `logprobs`.
             truncated (`bool`):
                 Whether of the distributions that top_k, top_p and min_p leave.
+            images:
+                What a batch has of images, see [`images_in`].
         """
         for temperature in sorted(set(gather_object([t for t in temperatures if t is not None]))):
             at_it = [i for i, t in enumerate(temperatures) if t == temperature]
@@ -131,6 +139,7 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
                     attention_mask[passed],
                     logits_to_keep=logprobs.size(1),
                     batch_size=self.args.per_device_train_batch_size,
+                    **select_rows(images, passed),
                 )
             logprobs[at_it] = scored[: len(at_it)]
 
@@ -162,6 +171,7 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
                 batch["old_per_token_logps"],
                 *_tokens(batch),
                 [row.temperature if row.in_loss else None for row in own],
+                **images_in(batch),
             )
             batch["sampling_per_token_logps"] += batch["old_per_token_logps"] - as_sampled
         return batch
@@ -175,7 +185,7 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
                 model, input_ids, attention_mask, logits_to_keep, **kwargs
             )
         logprobs = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
-        score_old(logprobs, input_ids, attention_mask)
+        score_old(logprobs, input_ids, attention_mask, **images_in(kwargs))
         return logprobs, None, None
 
     def _warpers(self) -> LogitsProcessorList:
@@ -202,7 +212,7 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
             )
 
 
-def _write(known: list[torch.Tensor | None], logprobs: torch.Tensor, *tokens: torch.Tensor) -> None:
+def _write(known: list[torch.Tensor | None], logprobs: torch.Tensor, *tokens: torch.Tensor, **images: Any) -> None:
     """Write the log-probs of completions that are known into those of a batch (B, C)."""
     for of_row, of_known in zip(logprobs, known, strict=True):
         if of_known is not None:

@@ -78,6 +78,21 @@ class ResumableGRPOTrainer(GRPOTrainer):
         if state["sizes"] != self._sizes():
             self._begin_new_batch(state["sizes"])
 
+    # The weights. transformers saves those of some models, of most that see, under other names than it looks for here,
+    # and would go on from those that the run began with.
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._has_other_names = False
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self._has_other_names:
+            saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
+            self.model.load_state_dict(saved.state_dict())
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        self._has_other_names = bool(load_result.missing_keys and load_result.unexpected_keys)
+        if not self._has_other_names:
+            super()._issue_warnings_after_load(load_result)
+
     def _sizes(self) -> dict[str, int]:
         return {name: getattr(self.args, name) for name in SIZES}
 

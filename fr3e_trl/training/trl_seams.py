@@ -18,19 +18,21 @@ import torch
 from accelerate.utils import gather_object, is_peft_model
 from torch import nn
 from trl.chat_template_utils import parse_response
-from trl.data_utils import is_conversational
+from trl.data_utils import apply_chat_template, is_conversational, prepare_multimodal_messages
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.trainer import grpo_trainer
 from trl.trainer import utils as trl_utils
 from trl.trainer.grpo_trainer import RolloutFunc
-from trl.trainer.utils import add_fused_lm_head, pad
+from trl.trainer.utils import add_fused_lm_head, pad, split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from ..config import FR3EConfig
+from ..generation.sampler import images_of
 from ..generation.vllm_sync import FR3EVLLMGeneration
 from ..method.advantages import weighted_rewards
 from ..method.batch import Deal, Row
 from ..method.tree import Dialogue, Score, TokenIds
+from .checks import IMAGE_COLUMNS, check_all_or_none
 from .packing import IMPLEMENTATIONS, Trie, fold, share
 from .resume import ResumableGRPOTrainer
 from .tools import limited
@@ -45,6 +47,15 @@ TOKEN_SUM_LOSSES = ("dapo", "cispo", "vespo")
 
 # Losses that TRL divides by tokens
 TOKEN_MEAN_LOSSES = ("bnpo", *TOKEN_SUM_LOSSES)
+
+# What says of each token whether it is text
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+
+# What TRL's batches have of images, by the names of what it scores log-probs with
+OF_IMAGES = (
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "image_position_ids", *TOKEN_TYPES),
+)
 
 
 @contextmanager
@@ -201,20 +212,17 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
             )
         finally:
             self._write_turns = None
-        if any(images):
-            raise NotImplementedError(
-                "A tool returned an image, which FR3ETrainer does not support while exploring. Have it return text, "
-                "or set num_anchors=0 to train with plain GRPO."
-            )
+        _refuse_tool_images(images)
         return completion_ids, messages, num_calls, num_failures
 
     def _tools_of(self, row: int) -> list[Any]:
         """The tools that a row's prompt was rendered with."""
         return self.tools if self.environment_factories is None else self._env_tools[self._batch_environments[row]]
 
-    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def _generate_single_turn(self, prompt_ids: Any, images: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._write_turns is None:
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            return super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
+        _refuse_tool_images(images or [])
         return self._write_turns(prompt_ids), None
 
     def _tool_call_loop(self, *args: Any) -> tuple[Any, ...]:
@@ -244,6 +252,56 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         """Token ids of prompts, standard or conversational."""
         return self._tokenize_prompts(prompts)[0]
 
+    def prompt_of(self, example: dict[str, Any]) -> Any:
+        """The prompt of an example, with the images of its other columns in its messages: what TRL makes of it."""
+        prompt, images = example["prompt"], example.get("images", [])
+        if "images" not in example and "image" in example:
+            images = [example["image"]]
+        if not self._is_vlm or not images or images_of(prompt):
+            return prompt
+        return prepare_multimodal_messages(prompt, images=images)
+
+    def multimodal_of(self, example: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """The messages of an example's prompt, if there are images in them."""
+        prompt = self.prompt_of(NO_PROMPT | example)
+        return prompt if images_of(prompt) else None
+
+    def image_inputs(self, prompts: list[list[dict[str, Any]]], prompt_ends: list[int], width: int) -> dict[str, Any]:
+        """
+        What the model is called with for the images of prompts, beside tokens.
+
+        Args:
+            prompts (`list[list[dict]]`):
+                Messages of R prompts, with images in each.
+            prompt_ends (`list[int]`):
+                Of each, the column after its last token.
+            width (`int`):
+                Columns of the rows that the prompts are in.
+
+        Returns:
+            `dict[str, torch.Tensor]`: Tensors of the model's own shapes, and types of tokens, of shape (R, width).
+        """
+        texts = [
+            apply_chat_template(
+                {"prompt": prompt}, self.processing_class, tools=self.tools, **self.chat_template_kwargs
+            )["prompt"]
+            for prompt in prompts
+        ]
+        images = [images_of(prompt) for prompt in prompts]
+        inputs = self.processing_class(images=images, text=texts, padding=True, return_tensors="pt")
+        inputs = {
+            name: value.to(self.accelerator.device)
+            for name, value in inputs.items()
+            if name not in ("input_ids", "attention_mask")
+        }
+        for name in inputs.keys() & set(TOKEN_TYPES):
+            of_prompts = inputs[name]  # padded on the left
+            inputs[name] = of_prompts.new_zeros(len(prompts), width)
+            for of_row, of_prompt, end in zip(inputs[name], of_prompts, prompt_ends, strict=True):
+                length = min(end, len(of_prompt))
+                of_row[end - length : end] = of_prompt[-length:]
+        return inputs
+
     def score(
         self,
         inputs: list[dict[str, Any]],
@@ -270,7 +328,7 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
             inputs, completion_ids = [next(iter(self.train_dataset))], [np.array(self.eos_token_ids[:1])]
             inputs[0] = inputs[0] | {"prompt": self.prepare(inputs)[0]}
             prompt_ids = [np.array(self.tokenize_prompts([inputs[0]["prompt"]])[0])]
-        prompts = [example["prompt"] for example in inputs]
+        prompts = [self.prompt_of(example) for example in inputs]  # with their images, as TRL hands them on
         ids = [row.tolist() for row in completion_ids]
         if any(dialogues):
             completions: list[Any] = [dialogue.messages for dialogue in dialogues if dialogue is not None]
@@ -302,13 +360,19 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
 
     @torch.no_grad()
     def token_statistics(
-        self, prompt_ids: list[TokenIds], completion_ids: list[TokenIds]
+        self, prompt_ids: list[TokenIds], completion_ids: list[TokenIds], multimodal: list[Any] | None = None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """
         Log-probabilities and entropies of completions under the policy, at the sampling temperature.
 
         Dropout is as it is for TRL's own generation and log-probs: on, unless `disable_dropout` turns it off. Where the
         weights are sharded, all processes must call this together, each with its own completions, also with none.
+
+        Args:
+            prompt_ids, completion_ids (`list[TokenIds]`):
+                Prompts, and a completion of each.
+            multimodal (`list`, *optional*):
+                Messages of the prompts that have images, `None` for others.
 
         Returns:
             `list[tuple[torch.Tensor, torch.Tensor]]`: For each completion of L tokens, the log-probability of each
@@ -324,8 +388,9 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         for start in range(0, len(completion_ids), size):
             completions = completion_ids[start : start + size]
             batch = self.padded(prompt_ids[start : start + size], completions)
+            images = self._image_kwargs((multimodal or [])[start : start + size], batch[0].size(1), completions)
             logprobs, entropies, _ = self._get_per_token_logps_and_entropies(
-                self.model, *batch, logits_to_keep=max(map(len, completions)), compute_entropy=True
+                self.model, *batch, logits_to_keep=max(map(len, completions)), compute_entropy=True, **images
             )
             statistics += [
                 (row_logprobs[: len(ids)], row_entropies[: len(ids)])
@@ -334,6 +399,16 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
                 )
             ]
         return statistics[:num_own]
+
+    def _image_kwargs(self, multimodal: list[Any], width: int, completions: list[TokenIds]) -> dict[str, Any]:
+        """What TRL scores log-probs with for the images of rows, which are passed to the model in one call."""
+        prompts = [prompt for prompt in multimodal if prompt is not None]
+        if not prompts:
+            return {}
+        inputs = self.image_inputs(prompts, [width - max(map(len, completions))] * len(prompts), width)
+        num_tiles = [len(inputs["pixel_values"])] + [0] * (len(prompts) - 1)  # as a whole, where TRL slices by tiles
+        num_images = [len(images_of(prompt)) for prompt in prompts]
+        return {**images_in(inputs), "num_images": num_images, "num_tiles": num_tiles}
 
     def padded(self, prompt_ids: list[TokenIds], completion_ids: list[TokenIds]) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and attention mask, (B, T), prompts padded on the left and completions on the right, as by TRL."""
@@ -383,6 +458,8 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         implementation = self.model.config.get_text_config()._attn_implementation
         if implementation not in IMPLEMENTATIONS:
             return f"attn_implementation={implementation!r} takes no paths, as {' and '.join(IMPLEMENTATIONS)} do"
+        if self._is_vlm:
+            return "the images of a prompt are forwarded with each of its rows"
         if self.aux_loss_enabled:
             return "the loss of the routers (router_aux_loss_coef) is a mean over the tokens of all rows"
         share(self.model, implementation)
@@ -450,7 +527,7 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         scored = attention_mask[:, -logits_to_keep:].bool()
         if self._loss_mask is not None:
             scored &= self._loss_mask.bool()
-        has_more = any(value is not None and value is not False for value in kwargs.values())  # images, a router's loss
+        has_more = any(value is not None and value is not False for value in kwargs.values())  # a router's loss
         if not self.shares_prefixes or has_more or not scored.any():
             return super()._get_per_token_logps_and_entropies(
                 model,
@@ -511,11 +588,18 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         columns = {column for row in own for column in row.rollout.score.logs}
         self._pending_extra_logs.update({c: [row.rollout.score.logs.get(c) for row in own] for c in columns})
         try:
-            return super()._generate_and_score_completions([NO_PROMPT | row.example for row in own])
+            return super()._generate_and_score_completions([self._rendered(row.example) for row in own])
         finally:
             self._assembled = None
             self.rollout_func = None
             self.environment_factories = environment_factories
+
+    def _rendered(self, example: dict[str, Any]) -> dict[str, Any]:
+        """An example whose images are in its prompt alone, where TRL would put those of its columns a second time."""
+        if not self._is_vlm:
+            return NO_PROMPT | example
+        others = {name: value for name, value in example.items() if name not in IMAGE_COLUMNS}
+        return others | {"prompt": self.prompt_of(NO_PROMPT | example)}
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         if self._prepares:
@@ -524,8 +608,15 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         if self._assembled is None:
             return output
         # The mask goes in here, and not by `rollout_func`, for TRL to log the lengths of whole completions
-        prompt_ids, completion_ids, _, *rest = output
-        return prompt_ids, completion_ids, [row.loss_mask for row in self._assembled[0]], *rest
+        prompt_ids, completion_ids, _, completions, logprobs, extra_fields, _, tool_images = output
+        masks = [row.loss_mask for row in self._assembled[0]]
+        # So do images, which TRL finds in messages only where it tokenizes them itself
+        images = [images_of(prompt) for prompt in prompts]
+        check_all_or_none(list(map(len, images)))
+        return (
+            *(prompt_ids, completion_ids, masks, completions, logprobs, extra_fields),
+            *(images if any(images) else None, tool_images),
+        )
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         if self._assembled is None:
@@ -587,7 +678,7 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         # As many as the process with most of them has, since TRL gathers by row; at least one, for a backward pass
         num_rows = int(self.accelerator.gather(inputs["in_loss"].sum()).max().clamp(min=1))
         keep = inputs["in_loss"].int().argsort(descending=True, stable=True)[:num_rows]
-        inputs = {key: value[keep] if value.dim() > 0 else value for key, value in inputs.items()}
+        inputs = select_rows(inputs, keep.tolist())
         # Micro-batches, of which each process has its own, now differ in how many rows r they have. Each counts by
         # them: the mean of their losses L that TRL takes becomes sum(r * L) / sum(r), where one without rows has no
         # share, and which is TRL's mean where all have as many. This defines bnpo, whose L is a mean over tokens, and
@@ -613,6 +704,33 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
             return super()._compute_loss(model, inputs) * weight
         finally:
             self.beta, self._loss_mask = beta, None
+
+
+def _refuse_tool_images(images: list[Any]) -> None:
+    """Refuse images that tools returned, of each row a list."""
+    if any(images):
+        raise NotImplementedError(
+            "A tool returned an image, which FR3ETrainer does not support while exploring. Have it return text, or set "
+            "num_anchors=0 to train with plain GRPO."
+        )
+
+
+def images_in(batch: dict[str, Any]) -> dict[str, Any]:
+    """What a batch of TRL's, or what it scores log-probs with, has of images."""
+    return {name: value for name, value in batch.items() if name in OF_IMAGES and value is not None}
+
+
+def select_rows(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+    """These rows of a batch, or of a part of it, with their images, which TRL has end to end."""
+
+    def selected(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value[rows] if value.dim() > 0 else value
+        return [value[row] for row in rows]
+
+    return unsplit_pixel_values_by_grid(
+        {name: selected(value) for name, value in split_pixel_values_by_grid(batch).items()}
+    )
 
 
 def shuffle_by_prompt(batch: dict[str, Any]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def test_branches_are_asked_for_as_soon_as_their_base_trajectories_are_there(ser
     calls, statistics = [], trainer.token_statistics
     sample = trainer.sampler.sample
     trainer.sampler.sample = lambda requests: calls.append(len(requests)) or sample(requests)
-    trainer.token_statistics = lambda prompts, completions: (
+    trainer.token_statistics = lambda prompts, completions, multimodal: (
         calls.append(f"{len(prompts)} passed") or statistics(prompts, completions)
     )
     trainer.train()

@@ -57,7 +57,9 @@ def score(owners: list[int], completion_ids: list[TokenIds], dialogues: list[Any
     return [Score([float(ids[-1] % 3 == 0)], float(ids[-1] % 3 == 0)) for ids in completion_ids]
 
 
-def entropies(prompt_ids: list[TokenIds], completion_ids: list[TokenIds]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def entropies(
+    prompt_ids: list[TokenIds], completion_ids: list[TokenIds], multimodal: list[Any]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Log-probs and entropies as a forward pass leaves them: a micro-batch of rows in one tensor."""
     statistics: list[tuple[torch.Tensor, torch.Tensor]] = []
     for start in range(0, len(completion_ids), 8):

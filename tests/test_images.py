@@ -1,0 +1,527 @@
+"""Prompts with images, with tiny models of five families: of each way in which a batch holds images, one at least."""
+
+import logging
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_processes
+import torch
+from datasets import Dataset, IterableDataset
+from models import CPU, make_dataset, make_model, make_tokenizer
+from peft import LoraConfig
+from recorder import Recorder
+from tool_policy import look, make_tool_dataset, make_tool_policy, make_tool_tokenizer
+from transformers import LlavaForConditionalGeneration, LlavaProcessor, set_seed
+from trl import GRPOConfig, GRPOTrainer
+from vision_models import (
+    FAMILIES,
+    make_image,
+    make_image_dataset,
+    make_processor,
+    make_vision_model,
+    vision_model_on_disk,
+)
+
+from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.generation.on_vllm import VLLMColocateSampler
+from fr3e_trl.generation.sampler import SamplingRequest, images_of
+from fr3e_trl.training.checks import obstacle_to_images
+
+SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 2}
+FORMS = ["image", "images", "parts"]
+
+# Each family with one of the forms that a dataset has images in
+FORM_OF = dict(zip(FAMILIES, ["images", "parts", "image", "parts", "images"], strict=True))
+
+
+def letters(completions, **kwargs):
+    """A reward that hardly any two completions share."""
+    return [float(sum(i * ord(char) for i, char in enumerate(c[0]["content"], 1)) % 97) for c in completions]
+
+
+def parity(completions, **kwargs):
+    """A reward that many completions share, so that states are rejected."""
+    return [float(sum(map(ord, c[0]["content"])) % 2) for c in completions]
+
+
+def parity_of_some(completions, prompts, **kwargs):
+    """Of every other question, all completions are as good."""
+    odd = [int(prompt[0]["content"][-1]["text"].rstrip("=").split("+")[1]) % 2 for prompt in prompts]
+    return [reward * is_odd for reward, is_odd in zip(parity(completions), odd, strict=True)]
+
+
+def make_trainer(family, cls=Recorder, config=FR3EConfig, dataset=None, reward_func=letters, **settings):
+    trainer_arguments = {key: settings.pop(key) for key in ("peft_config", "eval_dataset") if key in settings}
+    return cls(
+        vision_model_on_disk(family) if settings.get("beta") else make_vision_model(family),
+        reward_func,
+        config(**{"output_dir": "unused", "learning_rate": 1e-3} | CPU | SIZES | settings),
+        train_dataset=make_image_dataset() if dataset is None else dataset,
+        processing_class=make_processor(family),
+        **trainer_arguments,
+    )
+
+
+def train(*args, **kwargs):
+    trainer = make_trainer(*args, **kwargs)
+    set_seed(1)
+    trainer.train()
+    return trainer
+
+
+def logged(trainer, *names: str) -> list[tuple]:
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [tuple(entry[name] for name in names) for entry in steps]
+
+
+def weights(trainer) -> torch.Tensor:
+    return torch.cat([p.detach().float().flatten() for p in trainer.model.parameters()])
+
+
+@torch.no_grad()
+def by_hand(trainer, messages, token_ids, temperature=1.0):
+    """Log-probs and entropies of a completion by a plain forward pass: the processor's tensors, and the tokens."""
+    inputs = trainer.processing_class.apply_chat_template(
+        [messages], tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+    )
+    length = inputs["input_ids"].shape[1]
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([token_ids.tolist()])], 1)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    for name in inputs.keys() & {"token_type_ids", "mm_token_type_ids"}:
+        inputs[name] = torch.cat([inputs[name], torch.zeros(1, len(token_ids), dtype=torch.long)], 1)
+    logits = trainer.model(**inputs).logits[0, length - 1 : -1].float() / temperature
+    policy = torch.distributions.Categorical(logits=logits)
+    return policy.log_prob(torch.tensor(token_ids.tolist())), policy.entropy()
+
+
+def with_other_images(messages):
+    """The same prompt, its images upside down and in negative: as many tokens."""
+    return [
+        {
+            **message,
+            "content": [
+                {**part, "image": part["image"].rotate(180).point(lambda value: 255 - value)}
+                if part["type"] == "image"
+                else part
+                for part in message["content"]
+            ],
+        }
+        for message in messages
+    ]
+
+
+def close(x, y) -> bool:
+    return np.allclose(np.asarray(x), np.asarray(y), atol=2e-4)
+
+
+# Without exploration, it is GRPOTrainer
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_without_exploration_it_is_grpo_trainer_exactly(family):
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2, "per_device_eval_batch_size": 4}
+    settings |= {"eval_dataset": make_image_dataset(4), "max_completion_length": 6}
+    theirs = train(family, GRPOTrainer, GRPOConfig, **settings)
+    ours = train(family, FR3ETrainer, num_anchors=0, **settings)
+    for mine, their in zip(ours.state.log_history, theirs.state.log_history, strict=True):
+        assert mine.keys() == their.keys()
+        for name in mine.keys() - {"step_time", "train_runtime", "eval_runtime"}:
+            assert name.endswith("per_second") or mine[name] == their[name], name
+    assert weights(ours).equal(weights(theirs))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "smolvlm"])
+def test_rows_without_anchors_are_grpo_trainers(family):
+    """The same model, seed and rewards by FR3E's own way to a batch; and reward functions are told the same."""
+    settings = {"epsilon_high": 0.28, "scale_rewards": "none", "beta": 0.05, "max_completion_length": 6}
+    settings |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
+    told = {}
+
+    def train_and_be_told(cls, **kwargs):
+        def reward_func(completions, prompts, **columns):
+            images = [images_of(prompt) for prompt in prompts]
+            pixels = [[np.asarray(image).tobytes() for image in of_row] for of_row in images]
+            texts = [[part.get("text") for part in prompt[0]["content"]] for prompt in prompts]
+            told.setdefault(cls, []).append((pixels, texts, completions, sorted(columns)))
+            return letters(completions)
+
+        return train(
+            family, cls, dataset=make_image_dataset(form=FORM_OF[family]), reward_func=reward_func, **settings | kwargs
+        )
+
+    theirs = train_and_be_told(GRPOTrainer, config=GRPOConfig)
+    ours = train_and_be_told(FR3ETrainer, num_anchors=0, reject_degenerate_states=True)
+    assert all(all(pixels) for pixels, *_ in told[FR3ETrainer])
+    assert told[FR3ETrainer] == told[GRPOTrainer]
+    names = ["loss", "grad_norm", "reward", "entropy", "kl", "completions/mean_length", "completions/clipped_ratio"]
+    torch.testing.assert_close(logged(ours, *names), logged(theirs, *names), atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(weights(ours), weights(theirs), atol=1e-5, rtol=0)
+
+
+# Exploring
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rollouts_see_their_prompts_images(family):
+    """Log-probs and entropies that generation found, and a pass finds: those by hand, and of no other image."""
+    trainer = train(family, dataset=make_image_dataset(form=FORM_OF[family]), learning_rate=0.0, max_steps=1)
+    ((_, trees),) = trainer.batches
+    num_branches = 0
+    for tree in trees:
+        (base, *_), (entropies, *_) = tree.bases, tree.entropies
+        logprobs_by_hand, entropies_by_hand = by_hand(trainer, tree.multimodal, base.token_ids)
+        assert close(entropies, entropies_by_hand) and close(base.logprobs, logprobs_by_hand)
+        _, entropies_of_others = by_hand(trainer, with_other_images(tree.multimodal), base.token_ids)
+        assert (entropies - entropies_of_others).abs().max() > 0.05
+        for state in tree.states[1:]:
+            for rollout in state.rollouts:
+                whole = np.concatenate([state.prefix_ids, rollout.token_ids])
+                of_whole, _ = by_hand(trainer, tree.multimodal, whole)
+                assert close(rollout.logprobs, of_whole[state.position :])
+                num_branches += 1
+    assert num_branches >= 8
+    bases = [(tree.prompt_ids, tree.bases[0].token_ids, tree.multimodal) for tree in trees]
+    trainer.args.per_device_train_batch_size = 3  # a batch of several prompts, of which the last is smaller
+    statistics = trainer.token_statistics(*map(list, zip(*bases * 2, strict=True)))
+    for (_, token_ids, messages), (logprobs, entropies) in zip(bases * 2, statistics, strict=True):
+        logprobs_by_hand, entropies_by_hand = by_hand(trainer, messages, token_ids)
+        assert close(logprobs, logprobs_by_hand) and close(entropies, entropies_by_hand)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen2_5_vl", {"peft_config": LoraConfig(target_modules="all-linear")}),
+        ("gemma3", {}),
+        ("smolvlm", {"value_memory": True, "explore_temperature_scale": 1.3}),
+        ("llava", {"beta": 0.1, "num_iterations": 2, "per_device_train_batch_size": 8, "steps_per_generation": 2}),
+        ("internvl", {"anchor_threshold": 0.3, "credit": "tree"}),
+    ],
+)
+def test_every_family_trains(family, settings):
+    """Its vision tower too."""
+    trainer = make_trainer(family, dataset=make_image_dataset(form="images"), **settings)
+    before = {name: param.clone() for name, param in trainer.model.named_parameters() if param.requires_grad}
+    trainer.train()
+    assert np.isfinite(logged(trainer, "loss", "grad_norm")).all()
+    assert all(len(tree.states) > 1 for _, trees in trainer.batches for tree in trees)
+    of_images = [name for name in before if not any(part in name for part in ("language", "text_model", "lm_head"))]
+    moved = [name for name in of_images if not before[name].equal(trainer.model.get_parameter(name))]
+    assert len(moved) > len(of_images) / 2
+
+
+class KeepsPasses(Recorder):
+    """Keeps the log-probs that its losses are made of."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.passes = []
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
+        output = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
+        if torch.is_grad_enabled():
+            self.passes += zip(input_ids, attention_mask.bool(), output[0].detach(), strict=True)
+        return output
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm", "llava", "internvl"])
+def test_rows_keep_their_images_when_they_are_shuffled_split_and_rejected(family):
+    """A row's log-probs in the loss are those that it was sampled with."""
+    settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "value_prior_strength": 0}
+    dataset = make_image_dataset(form="images")
+    trainer = train(
+        family, KeepsPasses, dataset=dataset, reward_func=parity_of_some, learning_rate=0.0, max_steps=1, **settings
+    )
+    ((batch, trees),) = trainer.batches
+    sampled = {
+        (*tree.prompt_ids, *state.prefix_ids, *rollout.token_ids): rollout
+        for tree in trees
+        for state in tree.states
+        for rollout in state.rollouts
+    }
+    assert 0 < len(trainer.passes) < len(batch["advantages"])  # the others are rejected
+    for input_ids, mask, logprobs in trainer.passes:
+        rollout = sampled[tuple(input_ids[mask].tolist())]
+        assert close(logprobs[mask[-len(logprobs) :]][-rollout.length :], rollout.logprobs)
+
+
+class KnowsNothing(Recorder):
+    """Does not take generation's word for how likely tokens were."""
+
+    in_float32 = False
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.kept = []
+
+    def keep(self, leftovers):
+        super().keep(leftovers)
+        self.kept += leftovers
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
+def test_old_log_probs_are_of_the_images(family):
+    """Scored by TRL, and beside it where rows were sampled at another temperature or left over from the step before."""
+    settings = {"explore_temperature_scale": 1.5, "max_refills": 3, "learning_rate": 0.0, "max_steps": 6}
+    trainer = train(
+        family,
+        KnowsNothing,
+        dataset=make_image_dataset(),
+        reward_func=parity,
+        value_prior_strength=0,
+        steps_per_generation=2,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=1,
+        **settings,
+    )
+    checked = 0
+    for batch, trees in trainer.batches:
+        sampled = {
+            (*tree.prompt_ids, -1, *state.prefix_ids, -1, *rollout.token_ids): rollout
+            for tree in trees
+            for state in tree.states
+            for rollout in state.rollouts
+        }
+        in_loss = (batch["completion_mask"] * batch["tool_mask"]).bool()
+        for i in batch["in_loss"].nonzero().flatten().tolist():
+            is_prefix = batch["completion_mask"][i].bool() & ~in_loss[i]
+            masks = {"prompt_ids": [batch["prompt_mask"][i].bool()], "completion_ids": [is_prefix, in_loss[i]]}
+            parts = [batch[name][i][mask].tolist() for name, of_name in masks.items() for mask in of_name]
+            rollout = sampled.get((*parts[0], -1, *parts[1], -1, *parts[2]))
+            if rollout is not None:  # not left over from the step before
+                assert close(batch["old_per_token_logps"][i][in_loss[i]], rollout.logprobs)
+                checked += 1
+    for row in trainer.kept:
+        assert close(row.old_logprobs[len(row.prefix_ids) :], row.rollout.logprobs)
+    assert checked > 8 and trainer.kept
+
+
+class WithEngine(Recorder):
+    """Corrects as with vLLM, for an engine that needs no weights."""
+
+    def vllm_engine(self):
+        return nullcontext()
+
+
+def test_what_an_engine_samples_is_corrected_with_the_images():
+    """Against an engine without an error, at another temperature: the ratio of the engines is 1."""
+    trainer = make_trainer("qwen2_5_vl", WithEngine, explore_temperature_scale=1.5, learning_rate=0.0, max_steps=1)
+    trainer.use_vllm, trainer._last_loaded_step = True, 0
+    trainer.train()
+    ((batch, _),) = trainer.batches
+    in_loss = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    ratios = batch["importance_sampling_ratio"].expand_as(in_loss)[in_loss]
+    assert len(ratios) > 32 and (ratios - 1).abs().max() < 1e-3
+
+
+def test_prefixes_are_not_shared_and_one_line_says_so(caplog):
+    with caplog.at_level(logging.WARNING):
+        trainer = train("llava", share_prefixes=True)
+    assert not trainer.shares_prefixes
+    assert caplog.text.count("share_prefixes is off, and every row forwarded with all of its tokens: the images") == 1
+
+
+def test_prompts_that_differ_by_their_images_alone_are_remembered_apart():
+    prompt = [{"role": "user", "content": "1+1="}]
+    examples = [{"prompt": prompt, "image": make_image(i)} for i in (0, 0, 1, 2)]
+    dataset = IterableDataset.from_generator(lambda: iter(examples))
+    settings = {"per_device_train_batch_size": 32, "max_steps": 1, "value_memory": True, "shuffle_dataset": False}
+    ((_, trees),) = train("gemma3", dataset=dataset, **settings).batches
+    assert all(tree.prompt_ids.tolist() == trees[0].prompt_ids.tolist() for tree in trees)
+    keys = [tree.key for tree in trees]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
+
+
+def test_resuming_continues_the_run():
+    """In the middle of a batch, with rows left over."""
+    settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 5, "max_refills": 1, "value_prior_strength": 0}
+    settings |= {"per_device_train_batch_size": 8, "steps_per_generation": 2, "reward_func": parity}
+    whole = train("qwen2_5_vl", **settings)
+    resumed = make_trainer("qwen2_5_vl", **settings)
+    resumed.train(resume_from_checkpoint="unused/checkpoint-3")
+    assert logged(resumed, "loss") == logged(whole, "loss")
+    assert weights(resumed).equal(weights(whole))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_a_model_of_images_trains_on_text_alone(family):
+    trainer = train(family, dataset=make_dataset(8, conversational=True), max_steps=1)
+    ((batch, trees),) = trainer.batches
+    assert "pixel_values" not in batch and all(len(tree.states) > 1 for tree in trees)
+
+
+def make_tool_processor():
+    """LLaVA's, with words and a template for tools."""
+    tokenizer = make_tool_tokenizer()
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    parts = (
+        "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+        "{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>"
+        "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    )
+    template = tokenizer.chat_template.replace("{{ message['content'] }}", parts)
+    tokenizer.chat_template = template
+    processor = make_processor("llava")
+    return LlavaProcessor(
+        processor.image_processor,
+        tokenizer,
+        patch_size=processor.patch_size,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=template,
+    )
+
+
+def make_tool_trainer(tool, **settings):
+    processor, policy = make_tool_processor(), make_tool_policy()
+    policy.resize_token_embeddings(len(processor.tokenizer))
+    config = make_vision_model("llava").config
+    config.text_config, config.image_token_id = policy.config, processor.image_token_id
+    model = LlavaForConditionalGeneration(config)
+    model.model.language_model.load_state_dict(policy.model.state_dict())
+    model.lm_head.load_state_dict(policy.lm_head.state_dict())
+    columns = make_tool_dataset(8).to_dict() | {"image": [make_image(i) for i in range(8)]}
+    return Recorder(
+        model,
+        lambda completions, **kwargs: [float(len(completion)) for completion in completions],
+        FR3EConfig("unused", **CPU | SIZES | {"max_completion_length": 24, "learning_rate": 0.0} | settings),
+        train_dataset=Dataset.from_dict(columns),
+        processing_class=processor,
+        tools=[tool],
+    )
+
+
+def test_tools_are_called_by_a_policy_that_sees():
+    """Over turns, rollouts see the image of their prompt, and the tools' answers are no part of the loss."""
+    trainer = make_tool_trainer(look)
+    trainer.train()
+    num_turns = 0
+    for batch, trees in trainer.batches:
+        assert len(batch["pixel_values"]) == len(batch["prompt_ids"]) == 16
+        for tree in trees:
+            for state in tree.states:
+                for rollout in state.rollouts:
+                    whole = np.concatenate([state.prefix_ids, rollout.token_ids])
+                    of_whole, _ = by_hand(trainer, tree.multimodal, whole)
+                    is_own = rollout.mask.astype(bool)
+                    assert close(rollout.logprobs[is_own], of_whole[state.position :][is_own])
+                    num_turns += len(rollout.dialogue.turns)
+    assert num_turns > 40  # of 32 rollouts: some call a tool
+
+
+def test_a_tool_that_returns_an_image_is_refused():
+    def look(key: str) -> list:
+        """
+        Look a picture up.
+
+        Args:
+            key: The digit.
+        """
+        return [{"type": "image", "image": make_image(0)}]
+
+    with pytest.raises(NotImplementedError, match="A tool returned an image"):
+        make_tool_trainer(look).train()
+
+
+def test_what_the_engine_in_this_process_is_asked():
+    image, other = make_image(0), make_image(1)
+    messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "1"}]}]
+    asked = [
+        VLLMColocateSampler._prompt(None, SamplingRequest([3, 4], 1, 5, 1.0, multimodal=multimodal))
+        for multimodal in (
+            None,
+            messages,
+            [messages[0] | {"content": [*messages[0]["content"], {"type": "image", "image": other}]}],
+        )
+    ]
+    ids = {"prompt_token_ids": [3, 4]}
+    assert asked == [
+        ids,
+        ids | {"multi_modal_data": {"image": image}},
+        ids | {"multi_modal_data": {"image": [image, other]}},
+    ]
+
+
+def test_two_processes(tmp_path, monkeypatch):
+    """A prompt's rows are in both, and in each with their images."""
+    monkeypatch.setattr(test_processes, "SCRIPT", Path(__file__).with_name("images_train.py"))
+    settings = {"num_generations": 8, "per_device_train_batch_size": 12, "max_refills": 1}
+    results = test_processes.launch(tmp_path / "output", 2, settings)
+    for result in results:
+        assert result["checked"] > 12 and result["greatest_difference"] < 2e-4
+    assert results[0]["losses"] == results[1]["losses"] and np.isfinite(results[0]["losses"]).all()
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_images_for_some_prompts_of_a_batch_are_refused_as_trl_cannot_take_them(form):
+    def example(i):
+        images = [make_image(i)] if i % 2 else []
+        content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": f"{i}="}]
+        columns = {"image": {"image": images[0] if images else None}, "images": {"images": images}, "parts": {}}[form]
+        text = content if form == "parts" else f"{i}="
+        return {"prompt": [{"role": "user", "content": text}], **columns}
+
+    dataset = IterableDataset.from_generator(lambda: map(example, range(1, 9)))
+    with pytest.raises(ValueError, match=r"value is None|take images for all prompts or for none"):
+        train("llava", dataset=dataset, shuffle_dataset=False)
+    with pytest.raises(TypeError, match="NoneType"):
+        train("llava", GRPOTrainer, GRPOConfig, dataset=dataset, shuffle_dataset=False)
+
+
+@pytest.mark.parametrize(
+    ("example", "error", "named"),
+    [
+        ({"prompt": "1+1=", "image": make_image(0)}, ValueError, "a text beside images"),
+        ({"prompt": [{"role": "user", "content": "1+1="}], "image": None}, ValueError, "remove_columns\\('image'\\)"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, ValueError, "a place for an image, and no im"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image", "image": make_image(0)}]}], "images": ["x"]},
+            ValueError,
+            "in its messages and in a column 'images'",
+        ),
+    ],
+)
+def test_examples_whose_images_cannot_be_read(example, error, named):
+    with pytest.raises(error, match=named):
+        make_trainer("llava", dataset=IterableDataset.from_generator(lambda: iter([example])))
+
+
+def test_a_tokenizer_takes_no_images():
+    with pytest.raises(NotImplementedError, match=r"takes text alone. Pass the model's processor"):
+        FR3ETrainer(
+            make_model(),
+            letters,
+            FR3EConfig("unused", **CPU | SIZES),
+            train_dataset=make_image_dataset(),
+            processing_class=make_tokenizer(),
+        )
+
+
+def test_continuous_batching_is_refused_by_trl():
+    with pytest.raises(ValueError, match="does not support multimodal models"):
+        make_trainer("llava", use_transformers_continuous_batching=True)
+
+
+class Sharded(FR3ETrainer):
+    is_sharded = True
+
+
+def test_a_sharded_model_is_refused():
+    with pytest.raises(NotImplementedError, match="cannot explore from images here: the model is sharded"):
+        make_trainer("llava", Sharded)
+    make_trainer("llava", Sharded, dataset=make_dataset(8, conversational=True))
+
+
+def test_a_server_and_a_dict_of_environments_are_refused():
+    """As they would be when the trainer is made, if there was a server to connect to."""
+    trainer = make_trainer("llava")
+    assert obstacle_to_images(trainer) is None
+    trainer._multi_environment = True
+    assert "Give one environment" in obstacle_to_images(trainer)
+    trainer._multi_environment, trainer.use_vllm, trainer.vllm_mode = False, True, "server"
+    assert "vllm_mode='colocate'" in obstacle_to_images(trainer)

@@ -1,0 +1,247 @@
+"""Tiny models that see, of five families, with their processors and a dataset of images: nothing is downloaded."""
+
+import atexit
+import functools
+import shutil
+import tempfile
+
+from datasets import Dataset, IterableDataset
+from models import make_model, make_tokenizer
+from PIL import Image
+from transformers import (
+    CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3Processor,
+    Gemma3TextConfig,
+    Idefics3Processor,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    InternVLProcessor,
+    InternVLVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedModel,
+    ProcessorMixin,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2Config,
+    SiglipVisionConfig,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+    set_seed,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
+
+# What a chat template writes for an image, which the processor makes the image's tokens of
+PLACEHOLDERS = {
+    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "gemma3": "<start_of_image>",
+    "smolvlm": "<image>",
+    "llava": "<image>",
+    "internvl": "<IMG_CONTEXT>",
+}
+
+# The tokens beside those of text
+SPECIAL_TOKENS = {
+    "qwen2_5_vl": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"],
+    "gemma3": ["<start_of_image>", "<image_soft_token>", "<end_of_image>"],
+    "smolvlm": ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"],
+    "llava": ["<image>"],
+    "internvl": ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"],
+}
+
+FAMILIES = list(PLACEHOLDERS)
+
+# Of the text models, with few layers and wide enough to have opinions
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+class InternVLImageProcessor(InternVLProcessor):
+    """InternVL's processor without that of videos, which takes torchvision."""
+
+    def __init__(self, image_processor=None, tokenizer=None, image_seq_length=256, chat_template=None):
+        super().__init__(image_processor, tokenizer, image_seq_length=image_seq_length, chat_template=chat_template)
+
+
+class QwenImageProcessor(Qwen2_5_VLProcessor):
+    """Qwen2.5-VL's processor without that of videos, which takes torchvision."""
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+
+
+def make_vision_tokenizer(family: str):
+    """A tokenizer of single characters and a family's special tokens."""
+    tokenizer = make_tokenizer()
+    special_tokens = SPECIAL_TOKENS[family]
+    tokenizer.add_tokens(special_tokens, special_tokens=True)
+    names = {
+        "gemma3": ["boi_token", "image_token", "eoi_token"],
+        "internvl": ["start_image_token", "end_image_token", "context_image_token", "video_token"],
+    }
+    for name, token in zip(names.get(family, []), special_tokens, strict=False):
+        setattr(tokenizer, name, token)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    parts = (
+        "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+        "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+        + PLACEHOLDERS[family]
+        + "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    )
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ message['content'] }}", parts)
+    return tokenizer
+
+
+def make_processor(family: str) -> ProcessorMixin:
+    """A family's processor, whose images have 4 tokens each; of Qwen's, as many as they are large."""
+    tokenizer = make_vision_tokenizer(family)
+    template = {"chat_template": tokenizer.chat_template}
+    if family == "qwen2_5_vl":
+        size = {"shortest_edge": 4 * 4, "longest_edge": 64 * 64}
+        return QwenImageProcessor(Qwen2VLImageProcessorPil(patch_size=4, size=size), tokenizer, **template)
+    if family == "gemma3":
+        image_processor = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+        return Gemma3Processor(image_processor, tokenizer, image_seq_length=4, **template)
+    if family == "smolvlm":
+        edge = {"longest_edge": 16}
+        image_processor = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+        return Idefics3Processor(image_processor, tokenizer, image_seq_len=4, **template)
+    if family == "internvl":
+        tiles = {"crop_to_patches": True, "min_patches": 1, "max_patches": 2}
+        image_processor = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, **tiles)
+        return InternVLImageProcessor(image_processor, tokenizer, image_seq_length=4, **template)
+    image_processor = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    return LlavaProcessor(
+        image_processor,
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        **template,
+    )
+
+
+def make_vision_model(family: str, seed: int = 0) -> PreTrainedModel:
+    """A family's model, with sharpened logits: its entropies differ from one position to the next."""
+    tokenizer = make_vision_tokenizer(family)
+    text = {**TEXT, "vocab_size": len(tokenizer)}
+    ids = dict(zip(SPECIAL_TOKENS[family], tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS[family]), strict=True))
+    set_seed(seed)
+    if family == "qwen2_5_vl":
+        rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+        vision = {
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "patch_size": 4,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        }
+        config = Qwen2_5_VLConfig(
+            text_config={**text, "rope_parameters": rope},
+            vision_config=vision,
+            image_token_id=ids["<|image_pad|>"],
+            video_token_id=ids["<|video_pad|>"],
+            vision_start_token_id=ids["<|vision_start|>"],
+            vision_end_token_id=ids["<|vision_end|>"],
+        )
+        model = Qwen2_5_VLForConditionalGeneration(config)
+    elif family == "gemma3":
+        config = Gemma3Config(
+            text_config=Gemma3TextConfig(**text, head_dim=8, query_pre_attn_scalar=8, sliding_window=64),
+            vision_config=SiglipVisionConfig(**VISION, image_size=16, patch_size=4),
+            mm_tokens_per_image=4,
+            boi_token_index=ids["<start_of_image>"],
+            eoi_token_index=ids["<end_of_image>"],
+            image_token_index=ids["<image_soft_token>"],
+            tie_word_embeddings=False,
+        )
+        model = Gemma3ForConditionalGeneration(config)
+        model.model.multi_modal_projector.mm_input_projection_weight.data.normal_()  # zero at first: blind
+    elif family == "smolvlm":
+        config = SmolVLMConfig(
+            text_config=LlamaConfig(**text),
+            vision_config=SmolVLMVisionConfig(**VISION, image_size=16, patch_size=4),
+            scale_factor=2,
+            image_token_id=ids["<image>"],
+        )
+        model = SmolVLMForConditionalGeneration(config)
+    elif family == "internvl":
+        config = InternVLConfig(
+            text_config=Qwen2Config(**text),
+            vision_config=InternVLVisionConfig(**VISION, image_size=16, patch_size=4),
+            image_token_id=ids["<IMG_CONTEXT>"],
+            image_seq_length=4,
+            tie_word_embeddings=False,
+        )
+        model = InternVLForConditionalGeneration(config)
+    else:
+        config = LlavaConfig(
+            text_config=make_model(vocab_size=len(tokenizer)).config,
+            vision_config=CLIPVisionConfig(**VISION | {"num_hidden_layers": 2}, image_size=16, patch_size=8),
+            image_token_id=ids["<image>"],
+        )
+        model = LlavaForConditionalGeneration(config)
+    model.lm_head.weight.data.mul_(20)
+    return model
+
+
+@functools.cache
+def vision_model_on_disk(family: str) -> str:
+    """Directory of a `make_vision_model(family)`: a reference model is loaded from where the policy came from."""
+    directory = tempfile.mkdtemp(prefix="fr3e-trl-test-")
+    atexit.register(shutil.rmtree, directory)
+    make_vision_model(family).save_pretrained(directory)
+    return directory
+
+
+def make_image(i: int, size: tuple[int, int] = (16, 16)) -> Image.Image:
+    """A pattern that differs from one image to the next."""
+    pixels = [((37 * i + 60 * x) % 256, 90 * i % 256, 80 * y % 256) for y in range(size[1]) for x in range(size[0])]
+    image = Image.new("RGB", size)
+    image.putdata(pixels)
+    return image
+
+
+def make_image_dataset(num_prompts: int = 8, form: str = "image") -> Dataset | IterableDataset:
+    """
+    Questions with images of several sizes.
+
+    In the column "image" each has one, in "images" one or two, and in "parts" one among the parts of its message.
+    """
+    images = [make_image(i, (16 + 8 * (i % 3), 16)) for i in range(num_prompts)]
+    texts = [f"{3 * i}+{i}=" for i in range(num_prompts)]
+    prompts = [[{"role": "user", "content": text}] for text in texts]
+    if form == "image":
+        return Dataset.from_dict({"prompt": prompts, "image": images})
+    if form == "images":
+        return Dataset.from_dict(
+            {"prompt": prompts, "images": [[image] * (1 + i % 2) for i, image in enumerate(images)]}
+        )
+    examples = [
+        {"prompt": [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}]}
+        for image, text in zip(images, texts, strict=True)
+    ]
+    return IterableDataset.from_generator(lambda: iter(examples))
