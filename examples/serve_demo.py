@@ -3,8 +3,8 @@ A vLLM server of the demo's policy on this machine's CPU, that takes LoRA adapte
 
     python examples/serve_demo.py --port 8000
 
-It is what `make serve` and the tests run. For a GPU, and a model of more than toy size, see
-`recipes/gsm8k_lora_vllm.yaml`.
+Further arguments are vLLM's, for example `--max-num-seqs 16`. It is what `make serve` and the tests run. For a GPU, and
+a model of more than toy size, see `recipes/gsm8k_lora_vllm.yaml`.
 """
 
 import argparse
@@ -39,5 +39,6 @@ def server_command(port: int) -> list[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=8000)
-    command = server_command(parser.parse_args().port)
+    options, of_vllm = parser.parse_known_args()
+    command = server_command(options.port) + of_vllm
     os.execvpe(command[0], command, os.environ | ENVIRONMENT)

@@ -146,4 +146,3 @@ if __name__ == "__main__":
     except Exception as error:
         (Path(sys.argv[1]) / f"{RANK}.error").write_text(f"{type(error).__name__}: {error}")
         raise
-    os._exit(0)  # all is written; a thread of gloo's or DeepSpeed's that still runs now and then aborts an exit

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import test_processes
 import torch
 from datasets import Dataset, IterableDataset
+from launches import launch
 from models import CPU, make_dataset, make_model, make_tokenizer
 from peft import LoraConfig
 from recorder import Recorder
@@ -444,11 +444,10 @@ def test_what_the_engine_in_this_process_is_asked():
     ]
 
 
-def test_two_processes(tmp_path, monkeypatch):
+def test_two_processes(tmp_path):
     """A prompt's rows are in both, and in each with their images."""
-    monkeypatch.setattr(test_processes, "SCRIPT", Path(__file__).with_name("images_train.py"))
     settings = {"num_generations": 8, "per_device_train_batch_size": 12, "max_refills": 1}
-    results = test_processes.launch(tmp_path / "output", 2, settings)
+    results = launch(tmp_path / "output", 2, settings, script=Path(__file__).with_name("images_train.py"))
     for result in results:
         assert result["checked"] > 12 and result["greatest_difference"] < 2e-4
     assert results[0]["losses"] == results[1]["losses"] and np.isfinite(results[0]["losses"]).all()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from datasets import Dataset
+from launches import launch
 from models import CPU, make_model, make_tokenizer, model_on_disk
-from test_processes import launch
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.generation.sampler import Sample

@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
+from launches import launch
 from models import CPU, make_dataset, make_model, make_tokenizer
 from recorder import Recorder
-from test_processes import launch, same, trees_of, weights_of
+from test_processes import same, trees_of, weights_of
 from transformers import set_seed
 
 from fr3e_trl import FR3EConfig

@@ -10,10 +10,11 @@ import pytest
 import torch
 import transformers
 from hypothesis import strategies as st
+from launches import launch
 from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
 from peft import LoraConfig
 from test_losses import KeepsMicroBatches
-from test_processes import launch, weights_of
+from test_processes import weights_of
 from transformers import set_seed
 from trl.trainer import utils as trl_utils
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from launches import launch
 from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
 from peft import LoraConfig
 from resume_train import letters, parity
-from test_processes import launch, weights_of
+from test_processes import weights_of
 from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 

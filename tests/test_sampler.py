@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from launches import launch
 from models import CPU, make_dataset, make_model, make_tokenizer
 from recorder import Recorder
-from test_processes import launch, same, trees_of, weights_of
+from test_processes import same, trees_of, weights_of
 from test_trainer import check_batch, digits, letters, make_trainer, train, weights
 from tool_policy import look, make_tool_dataset, make_tool_policy, make_tool_tokenizer, right
 from transformers import set_seed

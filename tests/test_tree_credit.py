@@ -5,10 +5,11 @@ from collections import defaultdict
 
 import pytest
 import torch
+from launches import launch
 from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
 from processes_train import FakeSampler
 from recorder import Recorder
-from test_processes import launch, same, trees_of, weights_of
+from test_processes import same, trees_of, weights_of
 from transformers import set_seed
 
 from fr3e_trl import FR3EConfig, FR3ETrainer

@@ -15,6 +15,12 @@ a completion that is longer than that. The ways:
 - mixed: the branches of a batch with the base trajectories of the next.
 
 Printed are times by way, as ratios to GRPO's of as many rows, for several numbers of rows for each place of the engine.
+
+    fr3e cost engine --url http://127.0.0.1:8000 --max_running 16 --mean_length 60 --longest 200
+
+holds the model against a vLLM server that decodes so many sequences at once (`--max-num-seqs`): a and b are measured on
+it, and each way is timed beside what the model says of the same lengths. (By rule there is nothing to time: a client
+does not see the tokens as they come.)
 """
 
 import argparse
@@ -258,7 +264,13 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--spread", type=float, default=0.8, help="of lengths: of their logarithm (default: 0.8)")
     parser.add_argument("--output", type=Path, help="where to draw the times")
+    parser.add_argument("--url", help="address of a vLLM server to hold the model against")
     options = parser.parse_args(argv)
+    if options.url is not None:
+        from .engine_check import check
+
+        check(options)
+        return
     loads = [0.125, 0.25, 0.5, 1, 2, 4, 8, 16]
     ratios = compare(options, loads)
     table = make_table(

@@ -1,0 +1,75 @@
+"""
+Scripts in several processes, by `accelerate launch`.
+
+Each process is forked from one that has imported what all need, which takes a fresh one seven seconds.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["accelerate.commands.launch", "datasets", "peft", "transformers.models.qwen3.modeling_qwen3", "fr3e_trl.trainer"]
+)
+
+SCRIPT = Path(__file__).with_name("processes_train.py")
+RECIPES = Path(__file__).parents[1] / "recipes" / "accelerate"
+TIMEOUT = 200  # seconds: nothing of this may hang
+
+
+def launch(
+    output: Path,
+    num_processes: int,
+    settings: dict,
+    *options: str,
+    recipe: str = "ddp",
+    check: bool = True,
+    script: Path = SCRIPT,
+):
+    """
+    Train with one of the configurations in the recipes.
+
+    Returns what each process wrote, or, if not `check`ed, whether the launch went well and what it printed.
+    """
+    output.mkdir()
+    arguments = ["--config_file", RECIPES / f"{recipe}.yaml", "--num_processes", num_processes]
+    arguments += ["--mixed_precision", "no", "--main_process_port", 0, script, output, json.dumps(settings), *options]
+    log = output / "log"
+    process = CONTEXT.Process(target=run, args=([str(argument) for argument in arguments], output, log))
+    process.start()
+    process.join(TIMEOUT)
+    if process.exitcode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise subprocess.TimeoutExpired(arguments, TIMEOUT, log.read_text())
+    if not check:
+        return process.exitcode == 0, log.read_text()
+    assert process.exitcode == 0, log.read_text()[-3000:]
+    return [json.loads((output / f"{i}.json").read_text()) for i in range(num_processes)]
+
+
+def run(arguments: list[str], directory: Path, log: Path) -> None:
+    """`accelerate launch`, whose processes are forked."""
+    from accelerate.commands import launch as accelerate_launch
+    from torch.distributed import run as torchrun
+
+    os.setsid()
+    os.chdir(directory)
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    get_parser = torchrun.get_args_parser
+
+    def forking_parser():
+        parser = get_parser()
+        parser.set_defaults(run_path=True, start_method="fork")
+        return parser
+
+    torchrun.get_args_parser = forking_parser
+    sys.path.insert(0, str(Path(__file__).parent))  # as a script has it
+    sys.argv = ["accelerate launch", *arguments]
+    accelerate_launch.main()
