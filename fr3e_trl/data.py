@@ -1,6 +1,8 @@
 """Datasets, rewards and tokenizers by name, as the commands take them from a recipe or the command line."""
 
-import importlib
+import asyncio
+import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -39,8 +41,8 @@ class FR3EScriptArguments(ScriptArguments):
     Args:
         reward_funcs (`list[str]`, *optional*, defaults to `["math_reward"]`):
             Reward functions: `"math_reward"`, `"accuracy_reward"`, `"reasoning_accuracy_reward"`,
-            `"think_format_reward"`, or the import path of another, for example `"my_lib.rewards.my_reward"`. The
-            first three need a `solution` column.
+            `"think_format_reward"`, or the import path or the file of another, for example `"my_lib.rewards.score"` or
+            `"my_rewards.py:score"`. The first three need a `solution` column.
         prompt_column (`str`, *optional*):
             Column with the question as text, to be put to the model as a user's message. If `None`, the dataset has a
             `prompt` column in one of TRL's formats, which is left as it is.
@@ -60,7 +62,9 @@ class FR3EScriptArguments(ScriptArguments):
 
     reward_funcs: list[str] = field(
         default_factory=lambda: ["math_reward"],
-        metadata={"help": f"Reward functions: {', '.join(REWARDS)}, or the import path of another."},
+        metadata={
+            "help": f"Reward functions: {', '.join(REWARDS)}, the import path of another, or my_rewards.py:score."
+        },
     )
     prompt_column: str | None = field(
         default=None,
@@ -103,22 +107,39 @@ class FR3EScriptArguments(ScriptArguments):
 
 
 def get_reward(name: str) -> Callable[..., list[float | None]]:
-    """The reward function of that name or import path. Modules are looked for in the current directory too."""
+    """The reward function of that name, import path or file. Modules are looked for in the current directory too."""
     remedy = (
-        f"Use one of {', '.join(REWARDS)}, or the import path of a function of your own, for example "
-        "my_lib.rewards.my_reward."
+        f"Use one of {', '.join(REWARDS)}, or the import path or the file of a function of your own, for example "
+        "my_lib.rewards.my_reward or my_rewards.py:score."
     )
-    module_name, _, attribute = REWARDS.get(name, name).rpartition(".")
+    is_file = ".py:" in name
+    module_name, _, attribute = REWARDS.get(name, name).rpartition(":" if is_file else ".")
     if not module_name:
         raise UsageError(f"There is no reward function {name!r}. {remedy}")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     with blaming(f"reward_funcs={name!r}", remedy, Exception):  # of all that a module of the user's may raise
-        module = importlib.import_module(module_name)
+        module = import_file(module_name) if is_file else importlib.import_module(module_name)
     reward = getattr(module, attribute, None)
     if not callable(reward):
         raise UsageError(f"reward_funcs={name!r}: module {module_name!r} has no function {attribute!r}. {remedy}")
     return reward
+
+
+def import_file(path: str) -> Any:
+    """The module of a file, which may lie anywhere."""
+    name = str(Path(path).resolve())  # no other module has it
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # of a file that ends with .py
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def call_reward(reward: Callable[..., Any], **arguments: Any) -> list[float | None]:
+    """What a reward function, asynchronous or not, says of each completion."""
+    rewards = reward(**arguments)
+    return list(asyncio.run(rewards) if inspect.iscoroutine(rewards) else rewards)
 
 
 def map_columns(example: dict[str, Any], args: FR3EScriptArguments) -> dict[str, Any]:
@@ -174,6 +195,11 @@ def load_examples(
             "question as prompt_column."
         )
     return dataset
+
+
+def test_split(args: FR3EScriptArguments) -> str:
+    """The split to evaluate on: a file has one."""
+    return "train" if Path(args.dataset_name or "").suffix in FORMATS else args.dataset_test_split
 
 
 def source_of(args: FR3EScriptArguments) -> dict[str, Any]:

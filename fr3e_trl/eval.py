@@ -11,8 +11,6 @@ was cut goes on from there by the same command. With more samples or examples th
 sampled.
 """
 
-import asyncio
-import inspect
 import json
 import math
 import queue
@@ -35,7 +33,15 @@ from trl import ModelConfig, TrlParser, get_quantization_config, is_conversation
 
 from .bench.checks import check_counts
 from .bench.statistics import best_of_k, bootstrap_interval, majority_of_k
-from .data import FORMATS, FR3EScriptArguments, get_reward, load_examples, load_tokenizer, model_argument
+from .data import (
+    FR3EScriptArguments,
+    call_reward,
+    get_reward,
+    load_examples,
+    load_tokenizer,
+    model_argument,
+    test_split,
+)
 from .generation.vllm_server import VLLMServer, VLLMServerError
 from .rewards import math_answers, math_reward
 from .usage import UsageError, blaming, require_argument
@@ -226,9 +232,7 @@ def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict
     require_argument(args, "dataset_name", RECIPE)
     tokenizer = load_tokenizer(model_args, args.trust_remote_code)
     rewards = {name: get_reward(name) for name in args.reward_funcs}
-    # A file has one split
-    split = "train" if Path(args.dataset_name).suffix in FORMATS else args.dataset_test_split
-    examples = list(islice(load_examples(args, split, tokenizer), args.limit))
+    examples = list(islice(load_examples(args, test_split(args), tokenizer), args.limit))
     output_dir = Path(args.output_dir)
     check_same(args, model_args, output_dir)
     path = output_dir / "completions.jsonl"
@@ -242,7 +246,8 @@ def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict
             maybe_apply_chat_template({"prompt": example["prompt"]}, tokenizer, **template)["prompt"]
             for example in examples
         ]
-        prompt_ids = tokenizer(prompts).input_ids
+        # A chat template has the special tokens already
+        prompt_ids = tokenizer(prompts, add_special_tokens=not is_conversational(examples[0])).input_ids
         sample = (
             server_sampler(args, model_args)
             if args.vllm_server_base_url
@@ -419,10 +424,7 @@ def scored(
         "completions": [[{"role": "assistant", "content": text}] if conversational else text for text in texts],
         "completion_ids": [sampled.token_ids for sampled in batch],
     }
-    values = {}
-    for name, reward in rewards.items():
-        value = reward(**arguments)
-        values[name] = list(asyncio.run(value) if inspect.iscoroutine(value) else value)
+    values = {name: call_reward(reward, **arguments) for name, reward in rewards.items()}
     for i, (sampled, text) in enumerate(zip(batch, texts, strict=True)):
         yield {
             "problem": sampled.problem,
@@ -431,7 +433,7 @@ def scored(
             "completion": text,
             "num_tokens": len(sampled.token_ids),
             "is_finished": sampled.is_finished,
-            "rewards": {name: None if of[i] is None else float(of[i]) for name, of in values.items()},
+            "rewards": {name: None if of[i] is None else float(of[i]) for name, of in values.items()},  # type: ignore[arg-type]
         }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 from transformers.trainer_utils import get_last_checkpoint
-from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from .config import FR3EConfig
 from .data import FR3EScriptArguments, get_reward, load_examples, load_tokenizer, model_argument
@@ -94,7 +94,7 @@ def train(script_args: TrainArguments, training_args: FR3EConfig, model_args: Mo
     trainer.accelerator.end_training()  # a process that leaves with its connections open may abort
 
 
-def set_model_init(training_args: FR3EConfig, model_args: ModelConfig) -> None:
+def set_model_init(training_args: GRPOConfig, model_args: ModelConfig) -> None:
     """Have the trainer load the model as `model_args` says, where `model_init_kwargs` does not say otherwise."""
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,

@@ -1,5 +1,6 @@
 """Datasets and rewards by name, as the commands take them."""
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,18 @@ def test_rewards_by_name_and_by_path():
     smoke_reward = data.get_reward("recipes.smoke_reward.answer_reward")
     texts = ["1 + 1 = 2\n<answer>2</answer>", "<answer>3</answer>", "2"]
     assert smoke_reward(completions=texts, solution=["2"] * 3, prompts=[""] * 3) == [1.0, 0.0, 0.0]
+
+
+def test_reward_in_a_file(tmp_path):
+    """Which may have the name of a module, and dataclasses, which look theirs up."""
+    (tmp_path / "json.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n"
+        "@dataclass\nclass Score:\n    value: float\n\n"
+        "def score(completions, **kwargs):\n    return [Score(len(text)).value for text in completions]\n"
+    )
+    score = data.get_reward(f"{tmp_path / 'json.py'}:score")
+    assert data.call_reward(score, completions=["12", ""]) == [2, 0]
+    assert importlib.import_module("json").loads("1") == 1
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import make_tokenizer, model_on_disk
 from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 from fr3e_trl import cli
@@ -199,16 +200,6 @@ def test_cut_evaluation_goes_on(evaluate):
     assert results["rewards"]["tests_of_eval.digit"]["pass@1"]["mean"] == sum(two) / 4
 
 
-def test_template_is_told(evaluate, tmp_path):
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if no_thinking %}no{% endif %}"
-    AutoModelForCausalLM.from_pretrained(model_on_disk()).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    settings = {"chat_template_kwargs": '{"no_thinking": true}', "limit": 1, "num_samples": 1}
-    _, (line,) = evaluate(model_name_or_path=tmp_path / "model", prompt_column="prompt", **settings)
-    assert line["prompt"] == "0+0=no"
-
-
 def greedy(model, prompt, num_tokens=6):
     """Without `generate`."""
     ids = make_tokenizer()(prompt, return_tensors="pt").input_ids
@@ -218,6 +209,19 @@ def greedy(model, prompt, num_tokens=6):
         if ids[0, -1] == 1:
             break
     return make_tokenizer().decode(ids[0, len(prompt) :], skip_special_tokens=True)
+
+
+def test_template_is_told(evaluate, tmp_path):
+    """It has the special tokens that a prompt begins with: the tokenizer's own do not come before them."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if no_thinking %}no{% endif %}"
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    model = AutoModelForCausalLM.from_pretrained(model_on_disk())
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    settings = {"chat_template_kwargs": '{"no_thinking": true}', "limit": 1, "num_samples": 1, "temperature": 0}
+    _, (line,) = evaluate(model_name_or_path=tmp_path / "model", prompt_column="prompt", **settings)
+    assert (line["prompt"], line["completion"]) == ("0+0=no", greedy(model, "0+0=no"))
 
 
 def test_greedy_completions(evaluate):

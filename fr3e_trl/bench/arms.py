@@ -12,12 +12,18 @@ import torch
 import yaml
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, ModelConfig
 
 from ..config import FR3EConfig
+from ..data import FR3EScriptArguments, model_argument
+from ..train import set_model_init
+from ..usage import blaming
 from .checks import check_count, check_rate
 from .measures import MeasuredFR3ETrainer, MeasuredGRPOTrainer
+from .own_task import OwnTask
+from .policies import starting_policy
 from .tasks import TASKS, Task
+from .tuning import GRIDS
 
 TRAINERS: dict[str, tuple[type[GRPOTrainer], type[GRPOConfig]]] = {
     "fr3e": (MeasuredFR3ETrainer, FR3EConfig),
@@ -40,6 +46,20 @@ DEFAULTS: dict[str, Any] = {
     "logging_steps": 100,
 }
 
+# Of a task of the user's own: what its base is laid over, and the arms that there are if none are named
+OWN_BASE: dict[str, Any] = {
+    "num_prompts": 16,
+    "num_generations": 8,
+    "max_completion_length": 256,
+    "learning_rate": 1e-6,
+    "gradient_checkpointing": True,
+    # FR3E's defaults; GRPOConfig's are others
+    "epsilon_high": 0.28,
+    "scale_rewards": "none",
+}
+PEFT_LEARNING_RATE = 1e-5
+OWN_ARMS: dict[str, Any] = {"grpo": {"trainer": "grpo"}, "fr3e": {"trainer": "fr3e"}}
+
 # Settings of an arm that are whole numbers of at least 1
 COUNTS = (
     "num_prompts",
@@ -56,45 +76,79 @@ DISPUTED = ("epsilon_high", "scale_rewards")
 
 
 @dataclass(kw_only=True)
-class ArmsArguments:
+class ArmsArguments(FR3EScriptArguments, ModelConfig):
     """
-    What every command that compares arms is told.
+    What every command that compares arms is told: a task of the bench, or one of the user's own by the names of its
+    model, dataset and reward functions.
 
-    Parameters:
-        task (`str`):
-            Task to learn.
-        output_dir (`str`):
+    Parameters, beside those of [`FR3EScriptArguments`] and [`~trl.ModelConfig`]:
+        task (`str`, *optional*):
+            Task to learn. If `None`, `model_name_or_path`, `dataset_name` and `reward_funcs` are the task.
+        output_dir (`str`, *optional*, defaults to `"outputs/compare"`):
             Directory of the results.
-        base (`dict[str, Any]`):
+        base (`dict[str, Any]`, *optional*):
             Settings that all arms have: `trainer`, `num_prompts`, `num_train_examples`, and those of `FR3EConfig` or
             `GRPOConfig`.
-        arms (`dict[str, dict[str, Any]]`):
-            Settings of each arm, by its name.
+        arms (`dict[str, dict[str, Any]]`, *optional*):
+            Settings of each arm, by its name. If `None`, for a task of the user's own, GRPO and FR3E.
         policy (`str`, *optional*):
             Directory of the starting policy. If `None`, the task's own.
+        eval_dataset_name (`str`, *optional*):
+            Dataset or file with the held-out examples.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether code of the model's repository may be run.
     """
 
-    task: str = field(metadata={"help": "Task to learn."})
-    output_dir: str = field(metadata={"help": "Directory of the results. What was cut goes on from it."})
+    task: str | None = field(
+        default=None,
+        metadata={
+            "help": f"Task to learn: {', '.join(TASKS)}. If `None`, model_name_or_path, dataset_name and "
+            "reward_funcs are the task."
+        },
+    )
+    output_dir: str = field(
+        default="outputs/compare", metadata={"help": "Directory of the results. What was cut goes on from it."}
+    )
     base: dict[str, Any] | str | None = field(
+        default=None,
         metadata={
             "help": "Settings that all arms have: `trainer` ('fr3e' or 'grpo'), `num_prompts` (prompts per generation "
             "batch), `num_train_examples`, and those of FR3EConfig or GRPOConfig. On the command line, in JSON."
         },
     )
     arms: dict[str, Any] | str | None = field(
-        metadata={"help": "Settings of each arm, by its name. On the command line, in JSON."},
+        default=None,
+        metadata={
+            "help": "Settings of each arm, by its name. On the command line, in JSON. If `None`, for a task of your "
+            "own, those of TRL's GRPO and of FR3E."
+        },
     )
     policy: str | None = field(
         default=None,
         metadata={"help": "Directory of the starting policy. If `None`, the task's own, made on first use."},
     )
+    eval_dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "Dataset or file with the held-out examples, with the same columns. If `None`, the test split of "
+            "the dataset (`dataset_test_split`), and if that is a file some of its examples, at random."
+        },
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Whether code of the model's repository may be run."}
+    )
 
     def __post_init__(self) -> None:
+        FR3EScriptArguments.__post_init__(self)
+        ModelConfig.__post_init__(self)
+        if self.task is None:
+            self._complete_own()
+        elif self.task not in TASKS:
+            raise ValueError(f"task={self.task!r} must be one of {', '.join(TASKS)}.")
+        elif self.dataset_name is not None or self.model_name_or_path is not None:
+            raise ValueError(f"task={self.task!r} has a dataset and a model. Leave it out for a task of your own.")
         self.base = read_settings(self.base)
         self.arms = {name: read_settings(settings) for name, settings in read_settings(self.arms).items()}
-        if self.task not in TASKS:
-            raise ValueError(f"task={self.task!r} must be one of {', '.join(TASKS)}.")
         if self.policy is not None and not (Path(self.policy) / "config.json").is_file():
             raise ValueError(
                 f"policy={self.policy!r} must be the directory of a model, with its config.json. Leave it out for the "
@@ -104,6 +158,46 @@ class ArmsArguments:
             raise ValueError(
                 "arms is empty. Name at least one, for example {'grpo': {'trainer': 'grpo', 'num_generations': 8}}."
             )
+
+    def _complete_own(self) -> None:
+        """Lay what is told of a task of the user's own over what it is by default."""
+        for name in ("model_name_or_path", "dataset_name"):
+            if getattr(self, name) is None:
+                raise ValueError(
+                    f"{name} is not set. A task of your own has a model_name_or_path, a dataset_name and reward_funcs; "
+                    f"one of the bench is a task: {', '.join(TASKS)}."
+                )
+        if self.policy is not None:
+            raise ValueError(f"policy={self.policy!r} is of a task of the bench. Use model_name_or_path.")
+        if self.dataset_streaming:
+            raise ValueError("dataset_streaming=True cannot be: runs draw from all of the dataset.")
+        given = read_settings({} if self.base is None else self.base)
+        tried = [setting for setting, name in GRIDS.items() if getattr(self, name, None) is not None]
+        base = {name: value for name, value in OWN_BASE.items() if name not in tried}
+        if self.use_peft and "learning_rate" in base:
+            base["learning_rate"] = PEFT_LEARNING_RATE
+        base |= {"bf16": torch.cuda.is_available(), "trust_remote_code": self.trust_remote_code} | given
+        if "steps_per_generation" not in base:  # one prompt's rows at a time: a real model has no room for all
+            base.setdefault("per_device_train_batch_size", base["num_generations"])
+        self.base = base
+        self.arms = OWN_ARMS if self.arms is None else self.arms
+
+    def task_and_policy(self, num_heldout: int = 0) -> tuple[Task | OwnTask, Path]:
+        """
+        What the arms learn, and where their policy starts.
+
+        A task of the user's own is loaded, and held to what the arms ask of it, so that what is wrong is told at once.
+        """
+        if self.task is not None:
+            task = TASKS[self.task]
+            return task, Path(self.policy) if self.policy is not None else starting_policy(task)
+        own = OwnTask(self, num_heldout)
+        num_examples = len(own.splits["train"])
+        assert own.rewards and isinstance(self.base, dict)
+        self.base.setdefault("num_train_examples", num_examples)
+        with blaming(f"dataset_name={self.dataset_name!r}", "Change the base, or the arms.", ValueError):
+            self.check_arms()
+        return own, Path(self.model_name_or_path or "")
 
     def settings_of(self, arm: str) -> dict[str, Any]:
         """The base's settings with the arm's over them."""
@@ -116,7 +210,7 @@ class ArmsArguments:
             try:
                 self.check_arm(name, self.settings_of(name))
             except (TypeError, ValueError) as error:
-                raise ValueError(f"Arm {name!r}: {error}") from error
+                raise ValueError(f"Arm {name!r}: {error}") from None
 
     def check_arm(self, name: str, settings: dict[str, Any]) -> None:
         """What [`check_arms`] checks of an arm. Its prompts per batch may still have to be found."""
@@ -129,7 +223,7 @@ class ArmsArguments:
 
 
 def make_trainer(
-    settings: dict[str, Any], policy: Path, task: Task, output_dir: Path, seed: int, **overrides: Any
+    settings: dict[str, Any], policy: Path, task: Task | OwnTask, output_dir: Path, seed: int, **overrides: Any
 ) -> GRPOTrainer:
     """
     The trainer of an arm: the real [`FR3ETrainer`] or [`~trl.GRPOTrainer`], with measurements taken.
@@ -142,8 +236,8 @@ def make_trainer(
             many prompts to train on), and any setting of [`FR3EConfig`] or [`~trl.GRPOConfig`].
         policy (`Path`):
             Directory of the starting policy and its tokenizer.
-        task ([`Task`]):
-            What is learned.
+        task ([`Task`] or [`OwnTask`]):
+            What is learned. The latter has its own policy.
         output_dir (`Path`):
             Directory of the trainer.
         seed (`int`):
@@ -157,20 +251,29 @@ def make_trainer(
     limits = {name: getattr(task, name) for name in ("max_completion_length", "max_tool_calling_iterations")}
     settings = DEFAULTS | limits | settings | overrides
     trainer_class, _ = TRAINERS[settings["trainer"]]
-    trainer = trainer_class(
-        model=AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32),
-        reward_funcs=task.reward,
-        args=make_config(settings, output_dir, seed),
-        train_dataset=_train_examples(task, seed, settings["num_train_examples"]),
-        processing_class=AutoTokenizer.from_pretrained(policy, padding_side="left"),
-        tools=list(task.tools),
-    )
+    config = make_config(settings, output_dir, seed)
+    arguments = {
+        "reward_funcs": task.reward,
+        "args": config,
+        "train_dataset": _train_examples(task, seed, settings["num_train_examples"]),
+        "tools": list(task.tools),
+    }
+    if isinstance(task, OwnTask):
+        set_model_init(config, task.args)
+        with blaming(model_argument(task.args), "Use a directory with a model's weights, or one on the hub.", OSError):
+            trainer = trainer_class(**arguments, **task.trainer_arguments())
+    else:
+        trainer = trainer_class(
+            model=AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32),
+            processing_class=AutoTokenizer.from_pretrained(policy, padding_side="left"),
+            **arguments,
+        )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
 @functools.lru_cache(maxsize=16)  # the runs of a process share few seeds
-def _train_examples(task: Task, seed: int, size: int) -> Dataset:
+def _train_examples(task: Task | OwnTask, seed: int, size: int) -> Dataset:
     return task.examples("train", seed, size)
 
 

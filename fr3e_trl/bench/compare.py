@@ -1,7 +1,8 @@
 """
-Arms compared at equal generated tokens, from one starting policy, over several seeds.
+Arms compared at equal generated tokens, training rows or time, from one starting policy, over several seeds.
 
     fr3e compare --config recipes/bench/compare_chain.yaml
+    fr3e compare --model_name_or_path MODEL --dataset_name FILE.jsonl --reward_funcs my_rewards.py:score
 
 Every arm is first tuned, in the same grid. What a recipe says of it:
 
@@ -22,26 +23,27 @@ cut goes on from there, and one that is complete writes its report anew.
 
 import json
 import multiprocessing
-import os
 import shlex
+import sys
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
-import torch
+import yaml
 from trl import TrlParser
 
+from ..usage import UsageError, blaming
+from . import worker
 from .arms import ArmsArguments, whole_prompts
 from .checks import check_counts, check_distinct, check_lists, check_rate
-from .policies import starting_policy
+from .own_task import OwnTask
 from .progress import CONSOLE, RunProgress
 from .report import write_report
-from .results import Results, mean_accuracy
-from .runs import Report, Run, be_quiet, execute, tokens_per_prompt, write_json
-from .tasks import TASKS
+from .results import BUDGETS, Results, mean_accuracy
+from .runs import Run, be_quiet, execute, tokens_per_prompt, write_json
+from .tasks import Task
 from .tuning import GRIDS, TUNED, grid, ranked
 
 # Settings that may change between one call and the next: no finished run depends on them
@@ -62,6 +64,10 @@ FREE = (
 TOKENS_FILE = "tokens_per_prompt.json"
 POLL_SECONDS = 0.5
 
+# For a task of the user's own, where nothing else is said
+OWN_TOKENS = 1_000_000
+OWN_EVAL_BATCH_SIZE = 64
+
 
 @dataclass(kw_only=True)
 class CompareArguments(ArmsArguments):
@@ -69,10 +75,12 @@ class CompareArguments(ArmsArguments):
     Arguments of `fr3e compare`.
 
     Parameters, beside those of [`ArmsArguments`]:
-        reference (`str`):
-            Arm that the others are compared with.
-        generated_tokens (`int`):
+        reference (`str`, *optional*):
+            Arm that the others are compared with. If `None`, the first.
+        generated_tokens (`int`, *optional*):
             Tokens that each run generates.
+        training_rows (`int`, *optional*), train_seconds (`float`, *optional*):
+            Rows that it trains on, or seconds that it trains, in their place.
         only (`list[str]`, *optional*):
             Arms to compare. If `None`, all.
         seeds (`list[int]`, *optional*, defaults to `[0, 1, 2, 3, 4]`):
@@ -97,17 +105,32 @@ class CompareArguments(ArmsArguments):
             Completions sampled of each.
         pass_at (`list[int]`, *optional*, defaults to `[4]`):
             Values of k in pass@k.
-        eval_batch_size (`int`, *optional*, defaults to `512`):
-            Completions that an evaluation generates at once.
-        num_workers (`int`, *optional*, defaults to `1`):
-            Runs at the same time, each in a process with one thread.
+        eval_batch_size (`int`, *optional*):
+            Completions that an evaluation generates at once. If `None`, 512, and 64 for a task of the user's own.
+        num_workers (`int`, *optional*):
+            Runs at the same time, each in a process with one thread. If `None`, as many as there are GPUs, or 1.
     """
 
-    reference: str = field(metadata={"help": "Arm that the others are compared with."})
-    generated_tokens: int = field(
+    reference: str | None = field(
+        default=None, metadata={"help": "Arm that the others are compared with. If `None`, the first."}
+    )
+    generated_tokens: int | None = field(
+        default=None,
         metadata={
             "help": "Tokens that each run generates: it stops after the first batch at which it has. Tokens of "
-            "prefixes that rollouts start from are not generated again, and not counted."
+            "prefixes that rollouts start from are not generated again, and not counted. If `None`, and with neither "
+            "training_rows nor train_seconds, 1,000,000 for a task of your own."
+        },
+    )
+    training_rows: int | None = field(
+        default=None,
+        metadata={"help": "Completions that each run trains on, even if they teach nothing, in place of tokens."},
+    )
+    train_seconds: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds that each run trains, in place of tokens, without those of evaluation: by the clock on a "
+            "GPU, and CPU time without one."
         },
     )
     only: list[str] | None = field(
@@ -166,13 +189,27 @@ class CompareArguments(ArmsArguments):
     pass_at: list[int] = field(
         default_factory=lambda: [4], metadata={"help": "Values of k in pass@k, up to `num_samples`."}
     )
-    eval_batch_size: int = field(default=512, metadata={"help": "Completions that an evaluation generates at once."})
-    num_workers: int = field(default=1, metadata={"help": "Runs at the same time, each in a process with one thread."})
+    eval_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Completions that an evaluation generates at once. If `None`, 512, and 64 for a task of your own."
+        },
+    )
+    num_workers: int | None = field(
+        default=None,
+        metadata={
+            "help": "Runs at the same time, each in a process with one thread, and with one GPU where there are any. "
+            "If `None`, as many as there are GPUs, or 1."
+        },
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         assert isinstance(self.arms, dict)
-        check_counts(self, generated_tokens=1, tuning_tokens=1, num_evals=1, num_heldout=1)
+        self._check_budget()
+        if self.eval_batch_size is None:
+            self.eval_batch_size = 512 if self.task is not None else OWN_EVAL_BATCH_SIZE
+        check_counts(self, tuning_tokens=1, num_evals=1, num_heldout=1)
         check_counts(self, num_samples=1, eval_batch_size=1, num_workers=1)
         if self.tuning_finalists is not None:
             check_counts(self, tuning_finalists=1)
@@ -185,10 +222,42 @@ class CompareArguments(ArmsArguments):
             if name not in self.arms:
                 raise ValueError(f"only={self.only!r} names {name!r}. The arms are {', '.join(self.arms)}.")
         self.arms = {name: self.arms[name] for name in self.only or self.arms}
+        if self.reference is None:
+            self.reference = next(iter(self.arms))
         if self.reference not in self.arms:
             raise ValueError(f"reference={self.reference!r} must be one of the arms: {', '.join(self.arms)}.")
         self._check_tuning()
         self.check_arms()
+        self._check_vllm()
+
+    def _check_budget(self) -> None:
+        check_counts(self, generated_tokens=1, training_rows=1)
+        if self.train_seconds is not None and not self.train_seconds > 0:
+            raise ValueError(f"train_seconds={self.train_seconds!r} must be above 0, for example 3600.")
+        given = [name for name in BUDGETS if getattr(self, name) is not None]
+        if not given and self.task is None:
+            self.generated_tokens, given = OWN_TOKENS, ["generated_tokens"]
+        if len(given) != 1:
+            raise ValueError(f"One of {', '.join(BUDGETS)} ends the runs, and {len(given)} are set.")
+        if self.tuning_tokens is not None and self.generated_tokens is None:
+            raise ValueError(f"tuning_tokens={self.tuning_tokens} are part of generated_tokens, and {given[0]} is set.")
+
+    def _check_vllm(self) -> None:
+        for arm in self.arms or {}:
+            settings = self.settings_of(arm)
+            if not settings.get("use_vllm"):
+                continue
+            if settings.get("vllm_mode") != "server":
+                raise ValueError(
+                    f"Arm {arm!r}: vLLM's engine in the same process keeps its memory when a run is over. Use a "
+                    "server, vllm_mode='server'."
+                )
+            if self.num_workers is None:
+                self.num_workers = 1
+            if self.num_workers > 1:
+                raise ValueError(
+                    f"Arm {arm!r}: a vLLM server has the weights of one run. Set num_workers=1, not {self.num_workers}."
+                )
 
     def _check_tuning(self) -> None:
         assert isinstance(self.base, dict)
@@ -233,8 +302,13 @@ class CompareArguments(ArmsArguments):
 def main(argv: list[str]) -> None:
     """Run a comparison, or what is missing of it, and write its report."""
     be_quiet()
-    (args,) = TrlParser([CompareArguments]).parse_args_and_config(argv)
-    compare(args, f"fr3e compare {shlex.join(argv)}")
+    with blaming("wrong arguments", "See --help.", OSError, ValueError, TypeError, yaml.YAMLError):
+        (args,) = TrlParser([CompareArguments]).parse_args_and_config(argv)
+    try:
+        compare(args, f"fr3e compare {shlex.join(argv)}")
+    except KeyboardInterrupt:
+        print(f"\nCut. The same command goes on from the runs in {args.output_dir}.", file=sys.stderr)
+        sys.exit(130)
 
 
 def compare(args: CompareArguments, command: str) -> None:
@@ -248,10 +322,12 @@ def compare(args: CompareArguments, command: str) -> None:
             The command that the report names as the one to reproduce it.
     """
     output_dir = Path(args.output_dir)
-    policy = Path(args.policy) if args.policy is not None else starting_policy(TASKS[args.task])
+    task, policy = args.task_and_policy(args.num_heldout)
+    if isinstance(task, OwnTask):
+        args.num_heldout = min(args.num_heldout, len(task.splits["heldout"]))
     check_same(args, policy, output_dir)
-    arms, screening, tuning = tuned_arms(args, policy)
-    runs = list(final_runs(args, arms, policy))
+    arms, screening, tuning = tuned_arms(args, task, policy)
+    runs = list(final_runs(args, arms, task, policy))
     execute_all(runs, args.num_workers)
     results = Results(
         arguments=asdict(args),
@@ -266,7 +342,7 @@ def compare(args: CompareArguments, command: str) -> None:
 
 
 def check_same(args: CompareArguments, policy: Path, output_dir: Path) -> None:
-    """Raise a `ValueError` if the directory has runs of other arguments. Arms may be added or left out."""
+    """Raise a `UsageError` if the directory has runs of other arguments. Arms may be added or left out."""
     path = output_dir / "arguments.json"
     fixed = {name: value for name, value in asdict(args).items() if name not in FREE} | {"policy": policy.name}
     earlier = read_json(path) if path.exists() else fixed
@@ -278,7 +354,7 @@ def check_same(args: CompareArguments, policy: Path, output_dir: Path) -> None:
         if name in arms and arms[name] != settings
     ]
     if differing and any(output_dir.glob("*/*.json")):
-        raise ValueError(
+        raise UsageError(
             f"{output_dir} has runs of another comparison. It differs in {', '.join(differing)}. Use another "
             "output_dir, or remove that one."
         )
@@ -288,7 +364,9 @@ def check_same(args: CompareArguments, policy: Path, output_dir: Path) -> None:
     write_json(path, fixed | {"arms": earlier["arms"] | arms})
 
 
-def tuned_arms(args: CompareArguments, policy: Path) -> tuple[dict[str, dict[str, Any]], list[Run], list[Run]]:
+def tuned_arms(
+    args: CompareArguments, task: Task | OwnTask, policy: Path
+) -> tuple[dict[str, dict[str, Any]], list[Run], list[Run]]:
     """
     Tune the arms.
 
@@ -296,32 +374,32 @@ def tuned_arms(args: CompareArguments, policy: Path) -> tuple[dict[str, dict[str
         All settings of each arm, those of them that were tuned being the best of its grid; the runs of all points with
         the first tuning seed; those of the finalists with all tuning seeds.
     """
-    grids = {arm: arm_grid(args, arm, policy) for arm in args.arms or {}}
+    grids = {arm: arm_grid(args, arm, task, policy) for arm in args.arms or {}}
     folder = "tuning" if args.tuning_tokens is None else "screening"
-    screening = list(tuning_runs(args, grids, args.tuning_seeds[:1], policy, args.tuning_tokens, folder))
+    screening = list(tuning_runs(args, grids, args.tuning_seeds[:1], task, policy, args.tuning_tokens, folder))
     execute_all(screening, args.num_workers)
     finalists = {arm: best_points(arm, points, screening)[: args.tuning_finalists] for arm, points in grids.items()}
-    tuning = list(tuning_runs(args, finalists, args.tuning_seeds, policy, None, "tuning"))
+    tuning = list(tuning_runs(args, finalists, args.tuning_seeds, task, policy, None, "tuning"))
     execute_all(tuning, args.num_workers)
     arms = {arm: best_points(arm, points, tuning)[0] for arm, points in finalists.items()}
     return arms, screening, tuning
 
 
-def arm_grid(args: CompareArguments, arm: str, policy: Path) -> list[dict[str, Any]]:
+def arm_grid(args: CompareArguments, arm: str, task: Task | OwnTask, policy: Path) -> list[dict[str, Any]]:
     """All settings of an arm, at each point of its grid."""
     settings, sizes = args.settings_of(arm), []
     if "num_prompts" not in settings:
-        tokens = measured_tokens_per_prompt(args, arm, policy)
+        tokens = measured_tokens_per_prompt(args, arm, task, policy)
         sizes = [whole_prompts(wanted / tokens, settings) for wanted in args.tokens_per_batch or []]
     return grid(settings, args.learning_rates or [], sizes, args.num_iterations or [])
 
 
-def measured_tokens_per_prompt(args: CompareArguments, arm: str, policy: Path) -> float:
+def measured_tokens_per_prompt(args: CompareArguments, arm: str, task: Task | OwnTask, policy: Path) -> float:
     """Tokens that an arm generates for each prompt, measured once."""
     path = Path(args.output_dir) / TOKENS_FILE
     measured: dict[str, float] = read_json(path) if path.exists() else {}
     if arm not in measured:
-        measured[arm] = tokens_per_prompt(args.settings_of(arm), policy, TASKS[args.task])
+        measured[arm] = tokens_per_prompt(args.settings_of(arm), policy, task)
         write_json(path, measured)
     return measured[arm]
 
@@ -330,15 +408,16 @@ def tuning_runs(
     args: CompareArguments,
     grids: dict[str, list[dict[str, Any]]],
     seeds: list[int],
+    task: Task | OwnTask,
     policy: Path,
-    generated_tokens: int | None,
+    amount: float | None,
     folder: str,
 ) -> Iterator[Run]:
     """The runs by which the best points of each arm's grid are found, where there is more than one."""
     for seed in seeds:
         for arm, points in grids.items():
             for settings in points if len(points) > 1 else []:
-                yield make_run(args, arm, settings, seed, policy, generated_tokens, folder)
+                yield make_run(args, arm, settings, seed, task, policy, amount, folder)
 
 
 def best_points(arm: str, points: list[dict[str, Any]], runs: list[Run]) -> list[dict[str, Any]]:
@@ -348,11 +427,13 @@ def best_points(arm: str, points: list[dict[str, Any]], runs: list[Run]) -> list
     return ranked(points, [(run.settings, mean_accuracy(read_json(run.path))) for run in runs if run.arm == arm])
 
 
-def final_runs(args: CompareArguments, arms: dict[str, dict[str, Any]], policy: Path) -> Iterator[Run]:
+def final_runs(
+    args: CompareArguments, arms: dict[str, dict[str, Any]], task: Task | OwnTask, policy: Path
+) -> Iterator[Run]:
     """The runs that are reported: all arms of one seed, then of the next."""
     for seed in args.seeds:
         for arm, settings in arms.items():
-            yield make_run(args, arm, settings, seed, policy, None, "runs")
+            yield make_run(args, arm, settings, seed, task, policy, None, "runs")
 
 
 def make_run(
@@ -360,21 +441,25 @@ def make_run(
     arm: str,
     settings: dict[str, Any],
     seed: int,
+    task: Task | OwnTask,
     policy: Path,
-    generated_tokens: int | None,
+    amount: float | None,
     folder: str,
 ) -> Run:
     rate, num_prompts, num_updates = (settings.get(name, 1) for name in TUNED)
-    tokens = args.generated_tokens if generated_tokens is None else generated_tokens
+    cost, budget = next((BUDGETS[name], value) for name in BUDGETS if (value := getattr(args, name)) is not None)
+    amount = budget if amount is None else amount
+    assert args.eval_batch_size is not None
     file = f"{arm}-rate{rate:g}-prompts{num_prompts}-updates{num_updates}-seed{seed}.json"
     return Run(
         arm=arm,
         settings=settings,
         seed=seed,
-        generated_tokens=tokens,
-        task=args.task,
+        cost=cost,
+        amount=amount,
+        task=task,
         policy=str(policy),
-        num_evals=max(1, round(args.num_evals * tokens / args.generated_tokens)),  # as far apart in all runs
+        num_evals=max(1, round(args.num_evals * amount / budget)),  # as far apart in all runs
         num_heldout=args.num_heldout,
         num_samples=args.num_samples,
         eval_batch_size=args.eval_batch_size,
@@ -382,30 +467,30 @@ def make_run(
     )
 
 
-def execute_all(runs: list[Run], num_workers: int) -> None:
-    """Execute the runs whose result is not there yet."""
+def execute_all(runs: list[Run], num_workers: int | None) -> None:
+    """Execute the runs whose result is not there yet, in workers of a GPU each where there are several."""
     runs = [run for run in runs if not Path(run.path).exists()]
     if not runs:
         return
-    with RunProgress({Path(run.path).stem: run.generated_tokens for run in runs}) as progress:
-        if num_workers > 1:
-            _execute_in_workers(runs, num_workers, progress)
+    devices = worker.visible_devices()
+    num_workers = num_workers or max(1, len(devices))
+    with RunProgress({Path(run.path).stem: run.amount for run in runs}) as progress:
+        if num_workers > 1 or len(devices) > 1:
+            _execute_in_workers(runs, num_workers, devices, progress)
             return
         for run in runs:
             name = Path(run.path).stem
-            execute(run, lambda tokens, name=name: progress.update(name, tokens))  # type: ignore[misc]
+            execute(run, lambda spent, name=name: progress.update(name, spent))  # type: ignore[misc]
             progress.finish(name)
 
 
-# In a worker process: where to tell how far its run is
-_reports: Any = None
-
-
-def _execute_in_workers(runs: list[Run], num_workers: int, progress: RunProgress) -> None:
+def _execute_in_workers(runs: list[Run], num_workers: int, devices: list[str], progress: RunProgress) -> None:
     context = multiprocessing.get_context("spawn")
-    reports = context.Queue()
-    with ProcessPoolExecutor(num_workers, context, _start_worker, (reports,)) as pool:
-        names: dict[Future[None], str] = {pool.submit(_execute_in_worker, run): Path(run.path).stem for run in runs}
+    reports, own_devices = context.Queue(), context.Queue()
+    for i in range(num_workers):
+        own_devices.put(devices[i % len(devices)] if devices else None)
+    with ProcessPoolExecutor(num_workers, context, worker.start, (reports, own_devices)) as pool:
+        names: dict[Future[None], str] = {pool.submit(worker.execute_run, run): Path(run.path).stem for run in runs}
         waiting = set(names)
         try:
             while waiting:
@@ -415,30 +500,12 @@ def _execute_in_workers(runs: list[Run], num_workers: int, progress: RunProgress
                 for future in done:
                     future.result()
                     progress.finish(names[future])
-        except BaseException:
+        except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
+            if isinstance(error, KeyboardInterrupt):  # or else the others end their runs first
+                for process in multiprocessing.active_children():
+                    process.terminate()
             raise
-
-
-def _start_worker(reports: Any) -> None:
-    global _reports
-    _reports = reports
-    torch.set_num_threads(1)
-    Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A worker whose parent was killed would finish its run, and then wait for the next for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _execute_in_worker(run: Run) -> None:
-    name = Path(run.path).stem
-    report: Report = lambda tokens: _reports.put((name, tokens))  # noqa: E731
-    execute(run, report)
 
 
 def read_json(path: str | Path) -> Any:

@@ -9,8 +9,10 @@ import torch
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from trl import is_conversational
 
 if TYPE_CHECKING:
+    from .own_task import OwnTask
     from .tasks import Task
 
 HELDOUT_SEED = 2507  # whatever a run's seed: every run is measured on the same prompts, with the same random numbers
@@ -42,7 +44,7 @@ class Evaluation:
 def evaluate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    task: "Task",
+    task: "Task | OwnTask",
     heldout: Dataset,
     num_samples: int,
     batch_size: int,
@@ -56,7 +58,7 @@ def evaluate(
             The policy.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Its tokenizer, which pads on the left.
-        task ([`Task`]):
+        task ([`Task`] or [`OwnTask`]):
             Scores the completions.
         heldout (`Dataset`):
             Examples of the task.
@@ -65,7 +67,8 @@ def evaluate(
         batch_size (`int`):
             Completions that are generated at once, at least.
         trainer ([`~trl.GRPOTrainer`], *optional*):
-            The policy's trainer. For a task with tools: they are called in its loop.
+            The policy's trainer. For conversational prompts, which its chat template makes text of, and for a task with
+            tools: they are called in its loop.
     """
     training = model.training
     model.eval()
@@ -83,7 +86,7 @@ def evaluate(
         if task.tools:
             sampled = _converse(trainer, task, heldout, num_samples, batch_size, config)
         else:
-            sampled = _complete(model, tokenizer, task, heldout, num_samples, batch_size, config)
+            sampled = _complete(model, tokenizer, task, heldout, num_samples, batch_size, config, trainer)
     model.train(training)
     starts = range(0, len(sampled.rewards), num_samples)
     rewards = [sampled.rewards[start : start + num_samples] for start in starts]
@@ -128,16 +131,19 @@ class _EntropyRecorder(LogitsProcessor):
 def _complete(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    task: "Task",
+    task: "Task | OwnTask",
     heldout: Dataset,
     num_samples: int,
     batch_size: int,
     config: GenerationConfig,
+    trainer: Any,
 ) -> _Completions:
     """`num_samples` completions of each prompt, in order."""
     result = _Completions([], [])
     for examples in _batches(heldout, max(1, batch_size // num_samples)):
-        inputs = tokenizer(examples["prompt"], padding=True, return_tensors="pt").to(model.device)
+        prompts = examples["prompt"]
+        prompt_ids = tokenizer(prompts).input_ids if trainer is None else trainer._tokenize_prompts(prompts)[0]
+        inputs = tokenizer.pad({"input_ids": prompt_ids}, return_tensors="pt").to(model.device)
         recorder = _EntropyRecorder()
         sequences = model.generate(
             **inputs, generation_config=config, num_return_sequences=num_samples, logits_processor=[recorder]
@@ -146,14 +152,20 @@ def _complete(
         ended_before = (new_ids == tokenizer.eos_token_id).cumsum(1) - (new_ids == tokenizer.eos_token_id).int() > 0
         result.entropy_sum += torch.stack(recorder.entropies, dim=1)[~ended_before].sum().item()
         result.num_tokens += int((~ended_before).sum())
-        completions = tokenizer.batch_decode(new_ids, skip_special_tokens=True)
-        result.texts += completions
-        result.rewards += task.reward(completions=completions, **_columns(examples, num_samples))
+        texts = tokenizer.batch_decode(new_ids, skip_special_tokens=True)
+        result.texts += texts
+        conversational = is_conversational({"prompt": prompts[0]})
+        result.rewards += task.reward(
+            prompts=[prompt for prompt in prompts for _ in range(num_samples)],
+            completions=[[{"role": "assistant", "content": text}] for text in texts] if conversational else texts,
+            completion_ids=[ids[~gone].tolist() for ids, gone in zip(new_ids, ended_before, strict=True)],
+            **_columns(examples, num_samples),
+        )
     return result
 
 
 def _converse(
-    trainer: Any, task: "Task", heldout: Dataset, num_samples: int, batch_size: int, config: GenerationConfig
+    trainer: Any, task: "Task | OwnTask", heldout: Dataset, num_samples: int, batch_size: int, config: GenerationConfig
 ) -> _Completions:
     """The same in several turns, by TRL's own loop, whatever the trainer samples with when it trains."""
     settings = {

@@ -25,10 +25,11 @@ from trl import TrlParser
 from .arms import ArmsArguments
 from .checks import check_counts, check_share
 from .gradients import batch_gradients, cosine, progress, progress_error, reference_quality
-from .policies import cache_dir, starting_policy
+from .own_task import OwnTask
+from .policies import cache_dir
 from .progress import CONSOLE, minutes
 from .runs import be_quiet, prompts_per_batch, write_json, write_whole
-from .tasks import TASKS, Task
+from .tasks import Task
 
 # The trainer of the reference: plain sampling, each row's baseline independent of the row, every row and token with the
 # same weight. So its gradient is that of the expected reward but for a factor, and the shrunk baseline makes it need
@@ -65,6 +66,8 @@ class GradientCheckArguments(ArmsArguments):
             Tokens at which it has to do, whatever its halves.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the arms.
+        output_dir (`str`, *optional*, defaults to `"outputs/gradient_check"`):
+            Directory of the results.
         versus (`str`, *optional*):
             Arm that the others are compared with, batch by batch. If `None`, the first.
     """
@@ -83,6 +86,10 @@ class GradientCheckArguments(ArmsArguments):
         default=20_000_000, metadata={"help": "Generated tokens at which the reference has to do, as good as it is."}
     )
     seed: int = field(default=0, metadata={"help": "Seed of the arms: decides their prompts and the sampling."})
+    output_dir: str = field(
+        default="outputs/gradient_check",
+        metadata={"help": "Directory of the results. What was cut goes on from it."},
+    )
     versus: str | None = field(
         default=None,
         metadata={
@@ -174,8 +181,7 @@ def main(argv: list[str]) -> None:
 
 def gradient_check(args: GradientCheckArguments) -> dict[str, Any]:
     """Run a gradient check, or what is missing of it, and write its report."""
-    task = TASKS[args.task]
-    policy = Path(args.policy) if args.policy else starting_policy(task)
+    task, policy = args.task_and_policy()
     reference = find_reference(task, policy, args.agreement, args.max_reference_tokens)
     assert isinstance(args.arms, dict)
     results = {}
@@ -189,7 +195,7 @@ def gradient_check(args: GradientCheckArguments) -> dict[str, Any]:
     return report
 
 
-def find_reference(task: Task, policy: Path, agreement: float, max_tokens: int) -> Reference:
+def find_reference(task: Task | OwnTask, policy: Path, agreement: float, max_tokens: int) -> Reference:
     """
     Sample until the halves of the reference agree. What was sampled is kept in the user's cache, for the next time.
 
@@ -218,7 +224,7 @@ def find_reference(task: Task, policy: Path, agreement: float, max_tokens: int) 
     return reference
 
 
-def _extended(reference: Reference, task: Task, policy: Path) -> Reference:
+def _extended(reference: Reference, task: Task | OwnTask, policy: Path) -> Reference:
     """The reference with another chunk of batches, every other one for each half."""
     gradients: list[torch.Tensor] = []
     seed = REFERENCE_SEED + reference.num_batches // CHUNK
@@ -247,16 +253,19 @@ def _tell(reference: Reference, agreement: float, max_tokens: int, seconds: floa
     )
 
 
-def _digest(task: Task, policy: Path) -> str:
+def _digest(task: Task | OwnTask, policy: Path) -> str:
     """Of everything that the reference depends on."""
     digest = hashlib.sha256(repr((CHUNK, sorted(REFERENCE.items()), task)).encode())
     digest.update(repr(list(task.examples("train", REFERENCE_SEED, 16))).encode())
-    for path in sorted(path for path in policy.iterdir() if path.suffix in (".json", ".safetensors")):
+    files = policy.iterdir() if policy.is_dir() else []  # a model on the hub is named by the task
+    for path in sorted(path for path in files if path.suffix in (".json", ".safetensors")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 
-def _check_arm(args: GradientCheckArguments, arm: str, task: Task, policy: Path, reference: Reference) -> ArmResult:
+def _check_arm(
+    args: GradientCheckArguments, arm: str, task: Task | OwnTask, policy: Path, reference: Reference
+) -> ArmResult:
     """The result of an arm, taken from the output directory if it is there."""
     path = Path(args.output_dir) / "arms" / f"{arm}.json"
     made_of = {
@@ -278,7 +287,7 @@ def _check_arm(args: GradientCheckArguments, arm: str, task: Task, policy: Path,
 
 
 def measure_arm(
-    settings: dict[str, Any], policy: Path, task: Task, num_batches: int, seed: int, reference: Reference
+    settings: dict[str, Any], policy: Path, task: Task | OwnTask, num_batches: int, seed: int, reference: Reference
 ) -> ArmResult:
     """Compare the updates of an arm's batches with the reference, see [`batch_gradients`]."""
     cosines: list[float] = []
@@ -348,7 +357,7 @@ def as_markdown(report: dict[str, Any]) -> str:
     """The report as a page."""
     arguments, reference = report["arguments"], report["reference"]
     lines = [
-        f"# Gradient check: {arguments['task']}",
+        f"# Gradient check: {arguments['task'] or arguments['dataset_name']}",
         "",
         f"Cosine of a batch's update with the gradient of the expected reward, mean ± standard error of "
         f"{arguments['num_batches']} independent batches of about {arguments['tokens_per_batch']:,} generated tokens. "

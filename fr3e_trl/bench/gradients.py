@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback
 
 from .arms import make_trainer
+from .own_task import OwnTask
 from .tasks import Task
 
 # Settings that would make several updates of a batch, or several batches an update
@@ -33,7 +34,7 @@ class _KeepGradients(TrainerCallback):
 def batch_gradients(
     settings: dict[str, Any],
     policy: Path,
-    task: Task,
+    task: Task | OwnTask,
     num_batches: int,
     seed: int,
     receive: Callable[[torch.Tensor], None],
@@ -80,9 +81,11 @@ def batch_gradients(
 
 
 def flat_gradient(model: torch.nn.Module) -> torch.Tensor:
-    """Gradient of all parameters, (P,) in double precision. It points uphill: the reverse of the loss's."""
+    """Gradient of all trained parameters, (P,) in double precision. It points uphill: the reverse of the loss's."""
     gradients = [
-        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in model.parameters()
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for parameter in model.parameters()
+        if parameter.requires_grad
     ]
     return -torch.cat([gradient.flatten() for gradient in gradients]).double().cpu()
 

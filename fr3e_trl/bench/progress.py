@@ -16,13 +16,13 @@ class RunProgress:
     Shows the progress of runs on stderr: a bar if it is a terminal, and a line for each finished run.
 
     Args:
-        tokens (`dict[str, int]`):
-            Tokens that each run is to generate, by its name.
+        amounts (`dict[str, float]`):
+            What each run is to spend, by its name.
     """
 
-    def __init__(self, tokens: dict[str, int]):
-        self.tokens = tokens
-        self.done = dict.fromkeys(tokens, 0)
+    def __init__(self, amounts: dict[str, float]):
+        self.amounts = amounts
+        self.done = dict.fromkeys(amounts, 0.0)
         self.num_finished = 0
         self.start = time.monotonic()
         self.bar = Progress(
@@ -34,7 +34,7 @@ class RunProgress:
             disable=not sys.stderr.isatty(),
             speed_estimate_period=600,
         )
-        self.task = self.bar.add_task(f"{len(tokens)} runs", total=sum(tokens.values()))
+        self.task = self.bar.add_task(f"{len(amounts)} runs", total=sum(amounts.values()))
 
     def __enter__(self) -> Self:
         self.bar.start()
@@ -45,19 +45,19 @@ class RunProgress:
     ) -> None:
         self.bar.stop()
 
-    def update(self, name: str, generated_tokens: int) -> None:
-        """A run has generated so many tokens."""
-        self.done[name] = min(generated_tokens, self.tokens[name])
+    def update(self, name: str, spent: float) -> None:
+        """A run has spent so much."""
+        self.done[name] = min(spent, self.amounts[name])
         self.bar.update(self.task, completed=sum(self.done.values()))
 
     def finish(self, name: str) -> None:
         """A run is done."""
-        self.update(name, self.tokens[name])
+        self.update(name, self.amounts[name])
         self.num_finished += 1
         elapsed = time.monotonic() - self.start
-        left = elapsed * (sum(self.tokens.values()) / sum(self.done.values()) - 1)
+        left = elapsed * (sum(self.amounts.values()) / sum(self.done.values()) - 1)
         CONSOLE.print(
-            f"[{self.num_finished}/{len(self.tokens)}] {name} after {minutes(elapsed)}, about {minutes(left)} left",
+            f"[{self.num_finished}/{len(self.amounts)}] {name} after {minutes(elapsed)}, about {minutes(left)} left",
             markup=False,
             highlight=False,
             soft_wrap=True,

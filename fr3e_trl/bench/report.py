@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from functools import partial
 from importlib.metadata import version
 from operator import itemgetter
@@ -12,9 +12,11 @@ from typing import Any
 
 import yaml
 
+from .arms import ArmsArguments
 from .plots import plot_all
 from .results import (
     COLLAPSED_NOISE,
+    COSTS,
     SHARES,
     SIGNALS,
     Measure,
@@ -48,7 +50,7 @@ def render(results: Results, plots: dict[str, str]) -> str:
     """The report, in Markdown. `plots` are file names by their titles."""
     arguments = results.arguments
     sections = [
-        f"# {arguments['task']}: arms at equal generated tokens",
+        f"# {arguments['task'] or arguments['dataset_name']}: arms at equal {COSTS[results.cost]}",
         f"**{verdict(results)}**",
         _verdict_table(results),
         _legend(results),
@@ -61,7 +63,7 @@ def render(results: Results, plots: dict[str, str]) -> str:
         _course_table(results),
         "## Diversity",
         _diversity_table(results),
-        "At half of the tokens, and in the end. pass@k is the expected reward of the best of k samples. Distinct: "
+        "At half of that, and in the end. pass@k is the expected reward of the best of k samples. Distinct: "
         f"different completions among the right ones of {arguments['num_samples']}, for prompts that have a right one "
         "(with graded rewards, among those of the prompt's highest reward). Before training: "
         f"{_start(results)}.",
@@ -95,7 +97,7 @@ def _legend(results: Results) -> str:
     return (
         f"{_seeds(results)} seeds ({', '.join(map(str, arguments['seeds']))}), {arguments['num_heldout']} held-out "
         f"prompts with {arguments['num_samples']} samples each; pass@1 is their mean reward. Mean: area under it "
-        f"against generated tokens, up to {arguments['generated_tokens']:,}, divided by its length. `±` is half of the "
+        f"against {COSTS[results.cost]}, up to {results.amount:,}, divided by its length. `±` is half of the "
         "95% interval over seeds, by Student's t; differences and ratios are taken seed by seed, and no interval is "
         "widened for the number of arms. Tokens and seconds (of CPU or GPU, in training): how many until pass@1 has "
         f"come so far from the start to the best arm's end, as multiples of `{arguments['reference']}`'s, with the 95% "
@@ -108,7 +110,7 @@ def verdict(results: Results) -> str:
     """What the intervals say of the mean along the run, in a sentence."""
     reference = results.arguments["reference"]
     against = f"`{reference}` ({_estimate(results, reference, mean_accuracy)})"
-    after = f"By the mean of pass@1 along {results.arguments['generated_tokens']:,} generated tokens"
+    after = f"By the mean of pass@1 along {results.amount:,} {COSTS[results.cost]}"
     others = [arm for arm in results.arms if arm != reference]
     if len(results.arguments["seeds"]) == 1:
         return f"{after}, one seed shows no difference from {against}: run more seeds for a verdict."
@@ -233,7 +235,7 @@ def _diversity_measures(results: Results) -> dict[str, Measure]:
 
 
 def _diversity_table(results: Results) -> str:
-    measures, end = _diversity_measures(results), results.arguments["generated_tokens"]
+    measures, end = _diversity_measures(results), results.amount
     rows = [
         [
             f"`{arm}`",
@@ -254,13 +256,13 @@ def _start(results: Results) -> str:
 
 
 def _course_table(results: Results) -> str:
-    budget, num_evals = results.arguments["generated_tokens"], results.arguments["num_evals"]
+    budget, num_evals = results.amount, results.arguments["num_evals"]
     amounts = [budget * i / num_evals for i in range(num_evals + 1)]
     rows = [
         [
             f"`{arm}`",
             *(
-                _estimate(results, arm, lambda run, amount=amount: accuracy_at(run, "generated_tokens", amount))  # type: ignore[misc]
+                _estimate(results, arm, lambda run, amount=amount: accuracy_at(run, results.cost, amount))  # type: ignore[misc]
                 for amount in amounts
             ),
         ]
@@ -337,10 +339,10 @@ def _tuning_section(results: Results) -> list[str]:
                 cell = _best_with(results, arm, name, value)
                 cells.append(f"**{cell}**" if cell and value == _tuned(settings, name) else cell)
         rows.append([f"`{arm}`", *cells, _num_collapsed(results.grid_of(arm)), _finalists(results, arm)])
-    tokens = arguments["tuning_tokens"] or arguments["generated_tokens"]
+    budget = arguments["tuning_tokens"] or results.amount
     return [
         "## Tuning",
-        f"Each arm was run at each point of its grid, for {tokens:,} generated tokens with seed "
+        f"Each arm was run at each point of its grid, for {budget:,} {COSTS[results.cost]} with seed "
         f"{arguments['tuning_seeds'][0]}: the mean of pass@1 along the run, of the best point with each value, and how "
         "many runs collapsed. The best points were run whole with the seeds "
         f"{', '.join(map(str, arguments['tuning_seeds']))}. The mean over these decided (of two alike, the lower "
@@ -375,4 +377,10 @@ def _settings(results: Results) -> dict[str, Any]:
         arm: results.arguments["arms"][arm] | {name: _tuned(settings, name) for name in TUNED}
         for arm, settings in results.arms.items()
     }
-    return results.arguments | {"arms": chosen}
+    # Most arguments are those of a dataset and a model, which a task of the bench has not
+    usual: dict[str, Any] = {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in fields(ArmsArguments)
+    }
+    told = {name: value for name, value in results.arguments.items() if name not in usual or value != usual[name]}
+    return told | {"arms": chosen}

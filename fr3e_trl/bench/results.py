@@ -17,6 +17,9 @@ COSTS = {
     "seconds": "CPU (or GPU) seconds of training",
 }
 
+# What ends a run when it has spent so much: arguments, and which of the costs each is of
+BUDGETS = {"generated_tokens": "generated_tokens", "training_rows": "training_rows", "train_seconds": "seconds"}
+
 # How far towards the best arm's end
 SHARES = {"½": 1 / 2, "¾": 3 / 4, "9/10": 9 / 10}
 
@@ -60,6 +63,16 @@ class Results:
     runs: list[dict[str, Any]]
     screening: list[dict[str, Any]]
     tuning: list[dict[str, Any]]
+
+    @property
+    def cost(self) -> str:
+        """The cost that is equal for all arms."""
+        return next(cost for name, cost in BUDGETS.items() if self.arguments.get(name) is not None)
+
+    @property
+    def amount(self) -> float:
+        """How much of it each run spends."""
+        return next(self.arguments[name] for name in BUDGETS if self.arguments.get(name) is not None)
 
     def of_arm(self, arm: str) -> list[dict[str, Any]]:
         """The runs of an arm, in the order of the seeds."""
@@ -117,18 +130,18 @@ def accuracy_at(run: dict[str, Any], cost: str, amount: float) -> float:
 
 
 def value_at(run: dict[str, Any], measure: Measure, amount: float) -> float:
-    """A measure of evaluations when a run had generated so many tokens, on the line through those around."""
-    return interpolate(curve(run, "generated_tokens"), list(map(measure, run["evaluations"])), amount)
+    """A measure of evaluations when a run had spent so much of its budget, on the line through those around."""
+    return interpolate(curve(run, run["cost"]), list(map(measure, run["evaluations"])), amount)
 
 
 def final(run: dict[str, Any]) -> float:
-    """Held-out pass@1 at the end of the run's tokens."""
-    return accuracy_at(run, "generated_tokens", run["generated_tokens"])
+    """Held-out pass@1 at the end of the run's budget."""
+    return accuracy_at(run, run["cost"], run["amount"])
 
 
 def mean_accuracy(run: dict[str, Any]) -> float:
-    """Area under the curve of held-out pass@1 against generated tokens, as its mean height."""
-    return mean_height(curve(run, "generated_tokens"), accuracies(run), run["generated_tokens"])
+    """Area under the curve of held-out pass@1 against what ends the run, as its mean height."""
+    return mean_height(curve(run, run["cost"]), accuracies(run), run["amount"])
 
 
 def reached(run: dict[str, Any], cost: str, level: float) -> float:

@@ -1,4 +1,4 @@
-"""One run of a comparison: an arm, trained with one seed until it has generated so many tokens."""
+"""One run of a comparison: an arm, trained with one seed until it has spent so much."""
 
 import json
 import os
@@ -15,9 +15,10 @@ import transformers
 from .arms import make_trainer, whole_prompts
 from .evaluation import HELDOUT_SEED, evaluate
 from .measures import now
-from .tasks import TASKS, Task
+from .own_task import OwnTask
+from .tasks import Task
 
-UNBOUNDED = 10**9  # steps: the tokens end a run
+UNBOUNDED = 10**9  # steps: what is spent ends a run
 
 # The batch by which an arm's tokens per prompt are measured, whatever its own batches are
 PROBE = {
@@ -41,10 +42,10 @@ class Run:
             All settings of the arm, see [`make_trainer`].
         seed (`int`):
             Seed of the training.
-        generated_tokens (`int`):
-            The run stops after the first batch at which it has generated as many tokens.
-        task (`str`):
-            Name of the task.
+        cost (`str`), amount (`float`):
+            The run stops after the first batch at which it has spent as much: one of [`Costs`].
+        task ([`Task`] or [`OwnTask`]):
+            The task.
         policy (`str`):
             Directory of the starting policy.
         num_evals, num_heldout, num_samples, eval_batch_size (`int`):
@@ -56,8 +57,9 @@ class Run:
     arm: str
     settings: dict[str, Any]
     seed: int
-    generated_tokens: int
-    task: str
+    cost: str
+    amount: float
+    task: Task | OwnTask
     policy: str
     num_evals: int
     num_heldout: int
@@ -66,21 +68,20 @@ class Run:
     path: str
 
 
-# Is told how many tokens of a run have been generated
-Report = Callable[[int], None]
+# Is told how much a run has spent
+Report = Callable[[float], None]
 
 
 class Course(transformers.TrainerCallback):
-    """Measures a run along its course, and ends it when its tokens are spent."""
+    """Measures a run along its course, and ends it when its budget is spent."""
 
-    def __init__(self, run: Run, task: Task, trainer: Any, report: Report):
+    def __init__(self, run: Run, trainer: Any, report: Report):
         self.run = run
-        self.task = task
         self.trainer = trainer
         self.report = report
-        self.heldout = task.examples("heldout", HELDOUT_SEED, run.num_heldout)
+        self.heldout = run.task.examples("heldout", HELDOUT_SEED, run.num_heldout)
         self.evaluations: list[dict[str, Any]] = []
-        self._num_due = 0  # the next evaluation, as a number of `num_evals`-ths of the tokens
+        self._num_due = 0.0  # the next evaluation, as a number of `num_evals`-ths of the budget
         self._since = 0.0  # when training went on
         self.evaluation_seconds = 0.0
 
@@ -93,10 +94,11 @@ class Course(transformers.TrainerCallback):
             return  # the batch is still being trained on
         costs, run = self.trainer.costs, self.run
         costs.seconds += now(args.device) - self._since
-        self.report(costs.generated_tokens)
-        control.should_training_stop = costs.generated_tokens >= run.generated_tokens
+        spent = getattr(costs, run.cost)
+        self.report(spent)
+        control.should_training_stop = spent >= run.amount
         # Several fractions of the budget that one batch steps over are measured once
-        if costs.generated_tokens * run.num_evals >= self._num_due * run.generated_tokens:
+        if spent * run.num_evals >= self._num_due * run.amount:
             self._evaluate()
         self._since = now(args.device)
 
@@ -106,14 +108,14 @@ class Course(transformers.TrainerCallback):
         evaluation = evaluate(
             trainer.model,
             trainer.processing_class,
-            self.task,
+            run.task,
             self.heldout,
             run.num_samples,
             run.eval_batch_size,
             trainer,
         )
         self.evaluations.append(asdict(trainer.costs) | asdict(evaluation))
-        self._num_due = trainer.costs.generated_tokens * run.num_evals // run.generated_tokens + 1
+        self._num_due = getattr(trainer.costs, run.cost) * run.num_evals // run.amount + 1
         self._since = now(trainer.args.device)
         self.evaluation_seconds += self._since - start
 
@@ -121,16 +123,15 @@ class Course(transformers.TrainerCallback):
 def execute(run: Run, report: Report) -> None:
     """Train, and write what was measured to the run's file."""
     be_quiet()
-    task = TASKS[run.task]
     with tempfile.TemporaryDirectory() as output_dir:
         trainer: Any = make_trainer(
-            run.settings, Path(run.policy), task, Path(output_dir), run.seed, max_steps=UNBOUNDED
+            run.settings, Path(run.policy), run.task, Path(output_dir), run.seed, max_steps=UNBOUNDED
         )
-        course = Course(run, task, trainer, report)
+        course = Course(run, trainer, report)
         trainer.add_callback(course)
         trainer.train()
     result = {
-        **{name: getattr(run, name) for name in ("arm", "settings", "seed", "generated_tokens")},
+        **{name: getattr(run, name) for name in ("arm", "settings", "seed", "cost", "amount")},
         "evaluations": course.evaluations,
         "evaluation_seconds": course.evaluation_seconds,
         "batches": trainer.batches,
@@ -138,12 +139,12 @@ def execute(run: Run, report: Report) -> None:
     write_json(Path(run.path), result)
 
 
-def prompts_per_batch(tokens_per_batch: int, settings: dict[str, Any], policy: Path, task: Task) -> int:
+def prompts_per_batch(tokens_per_batch: int, settings: dict[str, Any], policy: Path, task: Task | OwnTask) -> int:
     """Prompts for which an arm generates so many tokens, see [`tokens_per_prompt`] and [`whole_prompts`]."""
     return whole_prompts(tokens_per_batch / tokens_per_prompt(settings, policy, task), settings)
 
 
-def tokens_per_prompt(settings: dict[str, Any], policy: Path, task: Task) -> float:
+def tokens_per_prompt(settings: dict[str, Any], policy: Path, task: Task | OwnTask) -> float:
     """Tokens that an arm generates for each prompt, by its first batch from the starting policy."""
     be_quiet()
     settings = {name: value for name, value in settings.items() if name != "per_device_train_batch_size"}
