@@ -13,7 +13,7 @@ demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n auto --ignore tests/with_vllm
+	$(BIN)/python -m pytest -n auto --dist worksteal --ignore tests/with_vllm
 
 # With vLLM's server on the CPU, which the tests start and stop
 test-vllm: $(VLLM_VENV)/installed

@@ -530,7 +530,11 @@ def test_a_run_that_was_cut_goes_on(given, loss_type, tmp_path):
         {"peft_config": LoraConfig(target_modules="all-linear"), "learning_rate": 1e-2},
         {"num_iterations": 2},
         {"share_prefixes": False},
-        {"use_transformers_continuous_batching": True, "bf16": False},
+        {
+            "use_transformers_continuous_batching": True,
+            "transformers_continuous_batching_config": {"num_blocks": 64, "block_size": 16, "max_batch_tokens": 128},
+            "bf16": False,
+        },
     ],
     ids=["lora", "iterations", "apart", "continuous"],
 )
