@@ -73,6 +73,18 @@ GRPO_CHOICES = {
 # branch weigh more than those of the prefix that it left
 TREE_LOSSES = ("dapo", "bnpo", "dr_grpo", "cispo", "luspo", "vespo")
 
+# What goes with advantages of tokens, taken over trees of completions of one policy
+TREE_CHOICES: dict[str, Sequence[Any]] = {
+    "loss_type": TREE_LOSSES,
+    "importance_sampling_level": ("token",),
+    "scale_rewards": ("none",),
+    "multi_objective_aggregation": ("sum_then_normalize",),
+    "reuse_base": (True,),
+    "base_selection": ("all",),
+    "modulation": ("none",),
+    "explore_temperature_scale": (1,),
+}
+
 # What errors call the types of settings
 TYPE_NAMES = {int: "an integer", float: "a finite number", str: "a text", bool: "True or False", type(None): "None"}
 
@@ -121,7 +133,7 @@ class FR3EConfig(GRPOConfig):
 
         > Parameters that control the advantages
 
-        credit (`str`, *optional*, defaults to `"rollout"`):
+        credit (`str`, *optional*):
             What a token learns from: `"rollout"` or `"tree"`.
         modulation (`str`, *optional*, defaults to `"none"`):
             Factor on the advantages of a state: `"none"`, `"exp"` or `"sharpened"`.
@@ -265,15 +277,15 @@ class FR3EConfig(GRPOConfig):
 
     # The advantages
 
-    credit: str = field(
-        default="rollout",
+    credit: str | None = field(
+        default=None,
         metadata={
             "help": "What a token learns from: 'rollout', the outcome of the rollout that sampled it, as in the paper; "
             "'tree', the outcomes of all rollouts that pass through it. 'tree' takes the losses 'dapo', 'bnpo', "
             "'dr_grpo', 'cispo', 'luspo' and 'vespo', `importance_sampling_level='token'`, `reuse_base=True`, "
             "`base_selection='all'`, `modulation='none'`, `explore_temperature_scale=1`, `scale_rewards='none'` and "
             "`multi_objective_aggregation='sum_then_normalize'`; a base trajectory too short for its anchors then "
-            "leaves their rollouts to S_0.",
+            "leaves their rollouts to S_0. If `None`, 'tree' where all of this is so, and 'rollout' otherwise.",
             "choices": ["rollout", "tree"],
         },
     )
@@ -541,8 +553,9 @@ class FR3EConfig(GRPOConfig):
     def _resolve(self) -> None:
         """Check each of FR3E's fields, and fill in those that were left to be chosen."""
         for name in _own_fields():
-            choices = self.__dataclass_fields__[name].metadata.get("choices")
-            if choices is not None:
+            field_of = self.__dataclass_fields__[name]
+            choices = field_of.metadata.get("choices")
+            if choices is not None and (getattr(self, name), field_of.default) != (None, None):
                 _require_choice(self, name, choices)
         _require_type(self, "num_generations", int, "for example 8")
         for name in _own_fields():
@@ -596,6 +609,9 @@ class FR3EConfig(GRPOConfig):
             self.reject_degenerate_states = self.num_anchors != 0
         if self.share_prefixes is None:
             self.share_prefixes = self.num_anchors != 0
+        if self.credit is None:
+            takes_tree = all(getattr(self, name) in choices for name, choices in TREE_CHOICES.items())
+            self.credit = "tree" if self.num_anchors != 0 and takes_tree else "rollout"
         _require(
             self,
             "max_refills",
@@ -636,19 +652,10 @@ class FR3EConfig(GRPOConfig):
         )
 
     def _check_tree_credit(self) -> None:
-        """Refuse what does not go with advantages of tokens, taken over trees of completions of one policy."""
+        """Refuse what does not go with it."""
         remedy = ", or set credit='rollout'"
         _require(self, "num_anchors", self.num_anchors != 0, "above 0 with credit='tree', for example None" + remedy)
-        for name, choices in {
-            "loss_type": TREE_LOSSES,
-            "importance_sampling_level": ("token",),
-            "scale_rewards": ("none",),
-            "multi_objective_aggregation": ("sum_then_normalize",),
-            "reuse_base": (True,),
-            "base_selection": ("all",),
-            "modulation": ("none",),
-            "explore_temperature_scale": (1,),
-        }.items():
+        for name, choices in TREE_CHOICES.items():
             allowed = f"{' or '.join(map(repr, choices))} with credit='tree'"
             _require(self, name, getattr(self, name) in choices, allowed + remedy)
 
