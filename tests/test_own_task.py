@@ -167,27 +167,25 @@ def test_killed_comparison_goes_on_as_the_uncut_one(uncut):
     assert {path: path.stat().st_mtime_ns for path in finished} == finished  # not run again
 
 
-def test_ctrl_c_ends_workers_of_a_gpu_each(uncut, monkeypatch, capsys):
-    """Of three GPUs as the environment has them, two for two workers."""
+def test_ctrl_c_ends_workers_of_a_gpu_each(monkeypatch, capsys):
+    """Of three GPUs as the environment has them, two for two workers, which have more to do than they come to."""
     write_task()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
 
     def press_ctrl_c():
-        wait_for("out/runs/*.json", "device-3", "device-5")
+        wait_for("device-3", "device-5")
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=press_ctrl_c).start()
     with pytest.raises(SystemExit) as ending:
-        run(**CUT, num_workers=2)
+        run(**CUT | {"generated_tokens": 10**7}, num_workers=2)
     assert ending.value.code == 130
     assert "Cut. The same command goes on from the runs in out." in capsys.readouterr().err
     for process in multiprocessing.active_children():
         process.join(10)
         assert not process.is_alive()
     assert {path.name for path in Path().glob("device-*")} == {"device-3", "device-5"}
-    assert 1 <= len(list(Path("out").glob("runs/*.json"))) < 4
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert run(**CUT)["runs"] == uncut["runs"]
+    assert not list(Path("out").glob("runs/*.json"))
 
 
 def test_arms_by_default_differ_in_the_trainer_alone():
