@@ -100,7 +100,7 @@ def check(options: argparse.Namespace) -> None:
         rng = random.Random(options.seed)
         lengths = Lengths(options.mean_length, options.spread, options.longest, rng)
         num_bases = max(1, options.num_rows // 4)
-        table = make_table("Time of generation / GRPO's", "measured", "by the model")
+        table = make_table("Time of generation / GRPO's, by rows for each place", "measured", "by the model")
         for load in track(LOADS, description="Loads", console=Console(stderr=True)):
             num_prompts = max(1, round(load * options.max_running / options.num_rows))
             measured: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -118,8 +118,7 @@ def check(options: argparse.Namespace) -> None:
                     [x / grpo for x, grpo in zip(seconds[way], seconds["GRPO"], strict=True)]
                     for seconds in (measured, modelled)
                 )
-                name = f"{way}, {load:g} rows for each place"
-                table.add_row(name, over_turns(of_server), f"{statistics.median(of_model):.2f}")
+                table.add_row(f"{way}, {load:g}", over_turns(of_server), f"{statistics.median(of_model):.2f}")
     except VLLMServerError as error:
         raise SystemExit(f"fr3e cost engine: error: {error}") from None
     Console().print(table)
