@@ -1,4 +1,4 @@
-"""`fr3e compare` and `fr3e gradient-check` on a task of one's own: a model, examples and rewards in files."""
+"""`fr3e compare` on a task of one's own: a model, examples and rewards in files."""
 
 import json
 import multiprocessing
@@ -238,17 +238,6 @@ def test_conversational_prompts_and_an_adapter():
         2.0,
     }  # of both
     assert result["evaluations"][-1]["rewards"] != result["evaluations"][0]["rewards"]
-
-
-def test_gradient_check():
-    write_task()
-    settings = dict.fromkeys(("generated_tokens", "seeds", "num_evals", "num_heldout"))
-    arguments = command(**settings, tokens_per_batch=100, num_batches=2, max_reference_tokens=1, use_peft=True)
-    cli.main(["gradient-check", *arguments])
-    report = json.loads(Path("out/gradient_check.json").read_text())
-    assert report["arms"].keys() == ARMS.keys()
-    assert all(-1 < cosine < 1 for row in report["arms"].values() for cosine in row["cosines"])
-    assert Path("out/gradient_check.md").read_text().startswith("# Gradient check: data.jsonl")
 
 
 @pytest.mark.parametrize(

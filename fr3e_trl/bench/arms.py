@@ -78,8 +78,8 @@ DISPUTED = ("epsilon_high", "scale_rewards")
 @dataclass(kw_only=True)
 class ArmsArguments(FR3EScriptArguments, ModelConfig):
     """
-    What every command that compares arms is told: a task of the bench, or one of the user's own by the names of its
-    model, dataset and reward functions.
+    What is compared, and on what: a task of the bench, or one of the user's own by the names of its model, dataset and
+    reward functions.
 
     Parameters, beside those of [`FR3EScriptArguments`] and [`~trl.ModelConfig`]:
         task (`str`, *optional*):

@@ -36,12 +36,6 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
         raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
 
 
-def check_share(name: str, value: Any) -> None:
-    """Check a number above 0 and at most 1."""
-    if not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise ValueError(f"{name}={value!r} must be a number above 0 and at most 1, for example 0.5.")
-
-
 def check_rate(name: str, value: Any) -> None:
     """Check a learning rate."""
     if not isinstance(value, (int, float)) or not 0 <= value < math.inf:

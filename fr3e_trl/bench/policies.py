@@ -131,16 +131,14 @@ class MakePolicyArguments:
         task (`str`):
             Task of the policy.
         output_dir (`str`, *optional*):
-            Directory of the policy. If `None`, one in the user's cache, where `fr3e compare` and `fr3e gradient-check`
-            look for it.
+            Directory of the policy. If `None`, one in the user's cache, where `fr3e compare` looks for it.
     """
 
     task: str = field(metadata={"help": f"Task of the policy: {', '.join(TASKS)}."})
     output_dir: str | None = field(
         default=None,
         metadata={
-            "help": "Directory of the policy. If `None`, one in the user's cache, where `fr3e compare` and `fr3e "
-            "gradient-check` look for it."
+            "help": "Directory of the policy. If `None`, one in the user's cache, where `fr3e compare` looks for it."
         },
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import transformers
 
-from .arms import make_trainer, whole_prompts
+from .arms import make_trainer
 from .evaluation import HELDOUT_SEED, evaluate
 from .measures import now
 from .own_task import OwnTask
@@ -137,11 +137,6 @@ def execute(run: Run, report: Report) -> None:
         "batches": trainer.batches,
     }
     write_json(Path(run.path), result)
-
-
-def prompts_per_batch(tokens_per_batch: int, settings: dict[str, Any], policy: Path, task: Task | OwnTask) -> int:
-    """Prompts for which an arm generates so many tokens, see [`tokens_per_prompt`] and [`whole_prompts`]."""
-    return whole_prompts(tokens_per_batch / tokens_per_prompt(settings, policy, task), settings)
 
 
 def tokens_per_prompt(settings: dict[str, Any], policy: Path, task: Task | OwnTask) -> float:
