@@ -14,11 +14,12 @@ from launches import launch
 from models import CPU, make_dataset, make_model, make_tokenizer
 from peft import LoraConfig
 from recorder import Recorder
-from tool_policy import CALLS, look, make_tool_dataset, make_tool_policy, make_tool_tokenizer, train_tool_policy
+from tool_policy import CALLS, WORDS, look, make_tool_dataset, make_tool_policy, make_tool_tokenizer, train_tool_policy
 from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 from vision_models import (
     FAMILIES,
+    SPECIAL_TOKENS,
     make_image,
     make_image_dataset,
     make_processor,
@@ -29,7 +30,7 @@ from vision_models import (
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.generation.on_vllm import VLLMColocateSampler
 from fr3e_trl.generation.sampler import SamplingRequest, images_of
-from fr3e_trl.training.checks import obstacle_to_images
+from fr3e_trl.training.checks import obstacle_to_images, obstacle_to_tool_images
 
 SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 2}
 FORMS = ["image", "images", "parts"]
@@ -363,7 +364,7 @@ def look_at_picture(key: str) -> list:
     Args:
         key: The digit.
     """
-    digit = look(key)
+    digit = look("".join(re.findall(r"\d", key)) or "0")
     return [{"type": "image", "image": make_picture(digit)}, {"type": "text", "text": digit}]
 
 
@@ -416,13 +417,19 @@ def make_seeing_tool_policy(family):
 def make_tool_trainer(family, tool, cls=Recorder, config=FR3EConfig, with_images=True, reward_func=None, **settings):
     columns = make_tool_dataset(8).to_dict() | ({"image": [make_image(i) for i in range(8)]} if with_images else {})
     trainer_arguments = {key: settings.pop(key) for key in ("peft_config", "sampler") if key in settings}
-    settings = {"max_completion_length": 48, "learning_rate": 0.0} | settings
+    processor = make_processor(family, make_tool_tokenizer())
+    unwritten = [token for token in SPECIAL_TOKENS[family] if token in ("<image>", "<|image_pad|>", "<|video_pad|>")]
+    settings = {
+        "max_completion_length": 64,
+        "learning_rate": 0.0,
+        "generation_kwargs": {"suppress_tokens": processor.tokenizer.convert_tokens_to_ids(unwritten)},
+    } | settings
     return cls(
         make_seeing_tool_policy(family),
         reward_func or (lambda completions, **kwargs: [float(len(completion)) for completion in completions]),
         config("unused", **CPU | SIZES | settings),
         train_dataset=Dataset.from_dict(columns),
-        processing_class=make_processor(family, make_tool_tokenizer()),
+        processing_class=processor,
         tools=[tool],
         **trainer_arguments,
     )
@@ -474,9 +481,9 @@ def test_rollouts_see_the_images_that_their_tools_returned(with_images):
         is_own, turn = rollout.mask.astype(bool), rollout.dialogue.turn_at(state.position)
         logprobs = dialogue_by_hand(trainer, tree, state, rollout, [*of_prompt, *images_of(messages)])
         assert close(rollout.logprobs[is_own], logprobs[is_own])
-        num_images = len(images_of(messages))
-        num_calls += num_images - len(images_of([m for m in messages if m["role"] == "tool"][:turn]))
-        if num_images == 0:
+        turns = [i for i, message in enumerate(messages) if message["role"] != "tool"]
+        num_calls += sum(message["role"] == "tool" for message in messages[turns[turn] :])
+        if not images_of(messages):
             num_seen["none"] += 1
             continue
         num_seen["base" if state.base is None else "branch of a later turn" if turn else "branch"] += 1
@@ -486,6 +493,61 @@ def test_rollouts_see_the_images_that_their_tools_returned(with_images):
         assert (logprobs - of_others)[max(start, 0) :].abs().max() > 5e-4
     assert len(CALLS) == num_calls
     assert min(num_seen.values()) > 0, num_seen
+
+
+class KeepsPassesAndKnowsNothing(KeepsPasses, KnowsNothing):
+    pass
+
+
+@pytest.mark.parametrize(("with_images", "scale"), [(False, 1.0), (True, 1.3)])
+def test_rows_keep_the_images_of_their_tools(with_images, scale):
+    """Shuffled, split and rejected, beside rows without any; and so do old log-probs and the reference model's."""
+    trainer = make_tool_trainer(
+        "qwen2_5_vl",
+        look_at_picture,
+        KeepsPassesAndKnowsNothing,
+        with_images=with_images,
+        reward_func=lambda completions, answer, **kwargs: [
+            float(len(of_row) * (int(a) % 2)) for of_row, a in zip(completions, answer, strict=True)
+        ],
+        generation_kwargs=None,
+        value_prior_strength=0,
+        explore_temperature_scale=scale,
+        beta=0.1,
+        peft_config=LoraConfig(target_modules="all-linear"),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=8,
+        steps_per_generation=16,
+    )
+    with torch.no_grad():  # a video's token is written as often as a digit, which makes it no video
+        trainer.model.lm_head.weight[trainer._video_pad_token_id] = trainer.model.lm_head.weight[WORDS.index("7")]
+    trainer.train()
+    ((batch, trees),) = trainer.batches
+    num_images = batch["num_images"]
+    assert (0 in num_images) != with_images and len(set(num_images)) > 1
+    assert (batch["completion_ids"] == trainer._video_pad_token_id).any()
+    is_scored, sampled = (batch["completion_mask"] * batch["tool_mask"]).bool(), {}
+    for row, (tree, state, rollout) in enumerate(rollouts_of(trees)):
+        sampled[(*tree.prompt_ids, *state.prefix_ids, *rollout.token_ids)] = rollout
+        if batch["in_loss"][row]:
+            assert close(batch["old_per_token_logps"][row][is_scored[row]], rollout.logprobs[rollout.mask])
+    assert 0 < batch["in_loss"].sum() <= len(trainer.passes) < len(is_scored)  # the others are rejected
+    for input_ids, mask, logprobs in trainer.passes if scale == 1 else []:
+        rollout = sampled[tuple(input_ids[mask].tolist())]
+        of_rollout = logprobs[mask[-len(logprobs) :]][-rollout.length :]
+        assert close(of_rollout[rollout.mask], rollout.logprobs[rollout.mask])
+    assert np.abs(logged(trainer, "kl")).max() < 1e-6
+
+
+def test_without_exploration_tools_that_return_images_are_grpo_trainers():
+    settings = {"learning_rate": 1e-3, "num_generations": 4}
+    theirs = make_tool_trainer("qwen2_5_vl", look_at_picture, GRPOTrainer, GRPOConfig, **settings)
+    ours = make_tool_trainer("qwen2_5_vl", look_at_picture, FR3ETrainer, num_anchors=0, **settings)
+    for trainer in (theirs, ours):
+        set_seed(1)
+        trainer.train()
+    assert logged(ours, "loss", "grad_norm", "reward") == logged(theirs, "loss", "grad_norm", "reward")
+    assert weights(ours).equal(weights(theirs))
 
 
 def test_what_the_engine_in_this_process_is_asked():
@@ -577,6 +639,29 @@ def test_a_sharded_model_is_refused():
     with pytest.raises(NotImplementedError, match="cannot explore from images here: the model is sharded"):
         make_trainer("llava", Sharded)
     make_trainer("llava", Sharded, dataset=make_dataset(8, conversational=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "named"),
+    [
+        ("llava", {}, r"grid of their patches \(image_grid_thw\)"),
+        ("qwen2_5_vl", {"max_refills": 1}, "Set max_refills=0"),
+        ("qwen2_5_vl", {"sampler": lambda trainer: trainer._make_sampler()}, "without vLLM and without sampler="),
+    ],
+)
+def test_a_tool_that_returns_an_image_is_refused(family, settings, named):
+    with pytest.raises(NotImplementedError, match=f"A tool returned an image, and .* {named}"):
+        make_tool_trainer(family, look_at_picture, **settings).train()
+
+
+def test_processes_that_may_have_no_image_of_a_tool_are_refused():
+    trainer = make_tool_trainer("qwen2_5_vl", look_at_picture)
+    assert obstacle_to_tool_images(trainer) is None
+    trainer.accelerator.state.num_processes = 2
+    try:
+        assert "ddp_find_unused_parameters=True and log_multimodal=False" in obstacle_to_tool_images(trainer)
+    finally:
+        trainer.accelerator.state.num_processes = 1
 
 
 def test_a_server_and_a_dict_of_environments_are_refused():

@@ -298,10 +298,7 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
             of_rows = zip(map(images_of, prompts), tool_images, strict=True)
             flat = [image for of_prompt, of_tools in of_rows for image in (*of_prompt, *of_tools)]
             inputs = self.processing_class.image_processor(images=flat, return_tensors="pt").to(input_ids.device)
-            types = torch.where(input_ids == self._image_pad_token_id, 1, 0)
-            if types.sum() * self.processing_class.image_processor.merge_size**2 != len(inputs["pixel_values"]):
-                raise self._image_token_written()
-            return {**inputs, "mm_token_type_ids": types}
+            return {**inputs, "mm_token_type_ids": torch.where(input_ids == self._image_pad_token_id, 1, 0)}
         texts = [
             apply_chat_template(
                 {"prompt": prompt}, self.processing_class, tools=self.tools, **self.chat_template_kwargs
@@ -612,21 +609,12 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         columns = {column for row in own for column in row.rollout.score.logs}
         self._pending_extra_logs.update({c: [row.rollout.score.logs.get(c) for row in own] for c in columns})
         try:
-            batch = super()._generate_and_score_completions([self._rendered(row.example) for row in own])
+            with _replaced("_video_pad_token_id", None, self):  # no tool returns a video: such a token is the policy's
+                return super()._generate_and_score_completions([self._rendered(row.example) for row in own])
         finally:
             self._assembled = None
             self.rollout_func = None
             self.environment_factories = environment_factories
-        if "num_images" in batch and batch["num_images"] is None:  # TRL has left all images out, and goes on
-            raise self._image_token_written()
-        return batch
-
-    def _image_token_written(self) -> RuntimeError:
-        return RuntimeError(
-            f"The policy wrote {self._tokenizer.convert_ids_to_tokens(self._image_pad_token_id)!r}, the token that "
-            "stands for a part of an image, and there is none for it. Set "
-            f"generation_kwargs={{'suppress_tokens': [{self._image_pad_token_id}]}}."
-        )
 
     def _rendered(self, example: dict[str, Any]) -> dict[str, Any]:
         """An example whose images are in its prompt alone, where TRL would put those of its columns a second time."""
