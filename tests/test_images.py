@@ -14,7 +14,16 @@ from launches import launch
 from models import CPU, make_dataset, make_model, make_tokenizer
 from peft import LoraConfig
 from recorder import Recorder
-from tool_policy import CALLS, WORDS, look, make_tool_dataset, make_tool_policy, make_tool_tokenizer, train_tool_policy
+from tool_policy import (
+    CALLS,
+    WORDS,
+    MoodyWalk,
+    look,
+    make_tool_dataset,
+    make_tool_policy,
+    make_tool_tokenizer,
+    train_tool_policy,
+)
 from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 from vision_models import (
@@ -364,16 +373,24 @@ def look_at_picture(key: str) -> list:
     Args:
         key: The digit.
     """
-    digit = look("".join(re.findall(r"\d", key)) or "0")
-    return [{"type": "image", "image": make_picture(digit)}, {"type": "text", "text": digit}]
+    return shown(look(digits_in(key)))
 
 
 look_at_picture.__name__ = "look"  # which the policy knows
 
 
+def digits_in(key):
+    return "".join(re.findall(r"\d", key)) or "0"
+
+
 def make_picture(digit):
     """Of a digit: of two sizes."""
     return make_image(int(digit), (16 + 8 * (int(digit) % 2), 16))
+
+
+def shown(digit):
+    """A tool's answer, with a picture."""
+    return [{"type": "image", "image": make_picture(digit)}, {"type": "text", "text": digit}]
 
 
 @functools.cache
@@ -416,7 +433,8 @@ def make_seeing_tool_policy(family):
 
 def make_tool_trainer(family, tool, cls=Recorder, config=FR3EConfig, with_images=True, reward_func=None, **settings):
     columns = make_tool_dataset(8).to_dict() | ({"image": [make_image(i) for i in range(8)]} if with_images else {})
-    trainer_arguments = {key: settings.pop(key) for key in ("peft_config", "sampler") if key in settings}
+    names = ("peft_config", "sampler", "environment_factory")
+    trainer_arguments = {key: settings.pop(key) for key in names if key in settings}
     processor = make_processor(family, make_tool_tokenizer())
     unwritten = [token for token in SPECIAL_TOKENS[family] if token in ("<image>", "<|image_pad|>", "<|video_pad|>")]
     settings = {
@@ -430,7 +448,7 @@ def make_tool_trainer(family, tool, cls=Recorder, config=FR3EConfig, with_images
         config("unused", **CPU | SIZES | settings),
         train_dataset=Dataset.from_dict(columns),
         processing_class=processor,
-        tools=[tool],
+        tools=tool and [tool],
         **trainer_arguments,
     )
 
@@ -454,14 +472,14 @@ def test_tools_are_called_by_a_policy_that_sees():
 
 
 @torch.no_grad()
-def dialogue_by_hand(trainer, tree, state, rollout, images):
-    """Log-probs of a rollout by a plain forward pass: of what the processor makes of its dialogue's text and images."""
-    token_ids = [*tree.prompt_ids, *state.prefix_ids, *rollout.token_ids]
+def dialogue_by_hand(trainer, token_ids, images):
+    """Log-probs of tokens by a plain forward pass: of what the processor makes of their text and the images."""
+    token_ids = list(map(int, token_ids))
     text = re.sub(r"(<\|image_pad\|>)+", "<|image_pad|>", trainer.processing_class.decode(token_ids))
     inputs = trainer.processing_class(text=[text], images=images or None, return_tensors="pt")
     assert inputs["input_ids"].tolist() == [token_ids]
     logprobs = trainer.model(**inputs).logits[0, :-1].log_softmax(1)
-    return logprobs.gather(1, inputs["input_ids"][0, 1:, None]).squeeze(1)[-rollout.length :]
+    return logprobs.gather(1, inputs["input_ids"][0, 1:, None]).squeeze(1)
 
 
 def rollouts_of(trees):
@@ -478,9 +496,12 @@ def test_rollouts_see_the_images_that_their_tools_returned(with_images):
     num_seen = dict.fromkeys(["none", "base", "branch", "branch of a later turn"], 0)
     for tree, state, rollout in [of_rollout for _, trees in trainer.batches for of_rollout in rollouts_of(trees)]:
         of_prompt, messages = images_of(tree.multimodal or []), rollout.dialogue.messages
-        is_own, turn = rollout.mask.astype(bool), rollout.dialogue.turn_at(state.position)
-        logprobs = dialogue_by_hand(trainer, tree, state, rollout, [*of_prompt, *images_of(messages)])
-        assert close(rollout.logprobs[is_own], logprobs[is_own])
+        token_ids, turn = (
+            [*tree.prompt_ids, *state.prefix_ids, *rollout.token_ids],
+            rollout.dialogue.turn_at(state.position),
+        )
+        logprobs = dialogue_by_hand(trainer, token_ids, [*of_prompt, *images_of(messages)])
+        assert close(rollout.logprobs[rollout.mask], logprobs[-rollout.length :][rollout.mask])
         turns = [i for i, message in enumerate(messages) if message["role"] != "tool"]
         num_calls += sum(message["role"] == "tool" for message in messages[turns[turn] :])
         if not images_of(messages):
@@ -488,9 +509,9 @@ def test_rollouts_see_the_images_that_their_tools_returned(with_images):
             continue
         num_seen["base" if state.base is None else "branch of a later turn" if turn else "branch"] += 1
         others = images_of(with_other_images(messages))
-        of_others = dialogue_by_hand(trainer, tree, state, rollout, [*of_prompt, *others])
-        start = rollout.dialogue.turns[-1][0] - state.position
-        assert (logprobs - of_others)[max(start, 0) :].abs().max() > 5e-4
+        of_others = dialogue_by_hand(trainer, token_ids, [*of_prompt, *others])
+        start, end = rollout.dialogue.turns[-1]
+        assert (logprobs - of_others)[start - end :].abs().max() > 5e-4
     assert len(CALLS) == num_calls
     assert min(num_seen.values()) > 0, num_seen
 
@@ -539,6 +560,38 @@ def test_rows_keep_the_images_of_their_tools(with_images, scale):
     assert np.abs(logged(trainer, "kl")).max() < 1e-6
 
 
+class ShowingWalk(MoodyWalk):
+    """Shows what it tells, which is another thing when it is asked again."""
+
+    def look(self, key: str) -> list:
+        """
+        Look a digit up.
+
+        Args:
+            key: The digit.
+        """
+        return shown(super().look(digits_in(key)))
+
+
+def test_rollouts_that_are_given_up_keep_the_images_of_their_prefix():
+    """Or TRL would find other images than tokens of them, and drop those of all rows."""
+    settings = {"environment_factory": ShowingWalk, "replay_mismatch": "skip"}
+    trainer = make_tool_trainer("qwen2_5_vl", None, with_images=False, **settings)
+    trainer.train()
+    num_given_up = 0
+    for batch, trees in trainer.batches:
+        for num_images, (tree, state, rollout) in zip(batch["num_images"], rollouts_of(trees), strict=True):
+            token_ids = [*tree.prompt_ids, *state.prefix_ids, *rollout.token_ids]
+            images = images_of(rollout.dialogue.messages)
+            logprobs = dialogue_by_hand(trainer, token_ids, images)
+            num_given_up += rollout.dialogue.is_broken and num_images > 0
+            assert rollout.dialogue.is_broken or close(
+                rollout.logprobs[rollout.mask], logprobs[-rollout.length :][rollout.mask]
+            )
+        assert len(batch["image_grid_thw"]) == sum(batch["num_images"])
+    assert num_given_up > 0
+
+
 def test_without_exploration_tools_that_return_images_are_grpo_trainers():
     settings = {"learning_rate": 1e-3, "num_generations": 4}
     theirs = make_tool_trainer("qwen2_5_vl", look_at_picture, GRPOTrainer, GRPOConfig, **settings)
@@ -569,9 +622,13 @@ def test_what_the_engine_in_this_process_is_asked():
     ]
 
 
-def test_two_processes(tmp_path):
-    """A prompt's rows are in both, and in each with their images."""
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_two_processes(tmp_path, with_tools):
+    """A prompt's rows are in both, and in each with their images; or in one with none, where a tool returns them."""
     settings = {"num_generations": 8, "per_device_train_batch_size": 12, "max_refills": 1}
+    if with_tools:
+        settings = {"num_generations": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
+        settings |= {"with_tools": True, "ddp_find_unused_parameters": True, "log_multimodal": False}
     results = launch(tmp_path / "output", 2, settings, script=Path(__file__).with_name("images_train.py"))
     for result in results:
         assert result["checked"] > 12 and result["greatest_difference"] < 2e-4
