@@ -37,6 +37,7 @@ from vision_models import (
 )
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.generation.on_transformers import _initial_width
 from fr3e_trl.generation.on_vllm import VLLMColocateSampler
 from fr3e_trl.generation.sampler import SamplingRequest, images_of
 from fr3e_trl.training.checks import obstacle_to_images, obstacle_to_tool_images
@@ -601,6 +602,13 @@ def test_without_exploration_tools_that_return_images_are_grpo_trainers():
         trainer.train()
     assert logged(ours, "loss", "grad_norm", "reward") == logged(theirs, "loss", "grad_norm", "reward")
     assert weights(ours).equal(weights(theirs))
+
+
+def test_the_tokens_of_tools_images_are_there_when_the_model_takes_them():
+    """At the width that `generate` begins with, though no EOS follows them."""
+    for images, width in (([], 4), ([make_image(0)], 9)):
+        branch = SamplingRequest([3] * 9, 1, 2, 1.0, num_prompt_tokens=4, tool_images=images)
+        assert _initial_width([branch, SamplingRequest([3] * 4, 1, 7, 1.0)], [1]) == width
 
 
 def test_what_the_engine_in_this_process_is_asked():

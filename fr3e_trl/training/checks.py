@@ -148,12 +148,13 @@ def obstacle_to_tool_images(trainer: Any) -> str | None:
         return "only transformers' generate is told of them. Generate without vLLM and without sampler="
     if trainer.args.max_refills > 0:
         return "rows that are left over for the next step do not keep them. Set max_refills=0"
-    if trainer.accelerator.num_processes > 1 and not (
-        trainer.args.ddp_find_unused_parameters and not trainer.log_multimodal
-    ):
+    takes_none = trainer.args.ddp_find_unused_parameters and not (
+        trainer.log_multimodal or trainer.is_deepspeed_enabled
+    )
+    if trainer.accelerator.num_processes > 1 and not takes_none:
         return (
-            "rows of one process may have them where those of another have none. Set ddp_find_unused_parameters=True "
-            "and log_multimodal=False"
+            "rows of one process may have them where those of another have none. Train with DDP, "
+            "ddp_find_unused_parameters=True and log_multimodal=False"
         )
     return None
 
