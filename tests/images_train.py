@@ -13,24 +13,29 @@ from pathlib import Path
 
 import numpy as np
 from models import CPU
-from test_images import by_hand, parity
+from test_images import by_hand, dialogue_by_hand, look_at_picture, make_tool_trainer, parity
+from tool_policy import look
 from vision_models import make_image_dataset, make_processor, make_vision_model
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.generation.sampler import images_of
 
 RANK = int(os.environ.get("RANK", 0))
 
 
 def main(output: Path, settings: dict) -> None:
-    defaults = {"max_completion_length": 12, "max_steps": 2, "learning_rate": 0.0}
-    args = FR3EConfig("output", **CPU | defaults | settings)
-    trainer = FR3ETrainer(
-        make_vision_model("qwen2_5_vl"),
-        parity,
-        args,
-        train_dataset=make_image_dataset(8),
-        processing_class=make_processor("qwen2_5_vl"),
-    )
+    if with_tools := settings.pop("with_tools", False):
+        tool = look_at_picture if RANK == 0 else look  # so that one process may have no images at all
+        trainer = make_tool_trainer("qwen2_5_vl", tool, FR3ETrainer, with_images=False, **settings)
+    else:
+        defaults = {"max_completion_length": 12, "max_steps": 2, "learning_rate": 0.0}
+        trainer = FR3ETrainer(
+            make_vision_model("qwen2_5_vl"),
+            parity,
+            FR3EConfig("output", **CPU | defaults | settings),
+            train_dataset=make_image_dataset(8),
+            processing_class=make_processor("qwen2_5_vl"),
+        )
     rows = []
     assemble = trainer.assemble
     trainer.assemble = lambda batch_rows, *args: (
@@ -39,8 +44,14 @@ def main(output: Path, settings: dict) -> None:
     trainer.train()
     differences = []
     for row in rows:
-        logprobs, _ = by_hand(trainer, trainer.multimodal_of(row.example), row.completion_ids)
-        differences.append(np.abs(logprobs[len(row.prefix_ids) :].numpy() - row.rollout.logprobs).max().item())
+        if with_tools:
+            token_ids = [*row.prompt_ids, *row.completion_ids]
+            logprobs = dialogue_by_hand(trainer, token_ids, images_of(row.rollout.dialogue.messages))
+        else:
+            logprobs, _ = by_hand(trainer, trainer.multimodal_of(row.example), row.completion_ids)
+        is_own = np.array(row.loss_mask[len(row.prefix_ids) :], bool)
+        of_rollout = logprobs[-row.rollout.length :].numpy()
+        differences.append(np.abs(of_rollout - row.rollout.logprobs)[is_own].max().item())
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     result = {"checked": len(differences), "greatest_difference": max(differences), "losses": losses}
     (output / f"{RANK}.json").write_text(json.dumps(result))

@@ -1,6 +1,8 @@
 """Prompts with images, with tiny models of five families: of each way in which a batch holds images, one at least."""
 
+import functools
 import logging
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -12,11 +14,21 @@ from launches import launch
 from models import CPU, make_dataset, make_model, make_tokenizer
 from peft import LoraConfig
 from recorder import Recorder
-from tool_policy import look, make_tool_dataset, make_tool_policy, make_tool_tokenizer
-from transformers import LlavaForConditionalGeneration, LlavaProcessor, set_seed
+from tool_policy import (
+    CALLS,
+    WORDS,
+    MoodyWalk,
+    look,
+    make_tool_dataset,
+    make_tool_policy,
+    make_tool_tokenizer,
+    train_tool_policy,
+)
+from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 from vision_models import (
     FAMILIES,
+    SPECIAL_TOKENS,
     make_image,
     make_image_dataset,
     make_processor,
@@ -25,9 +37,10 @@ from vision_models import (
 )
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.generation.on_transformers import _initial_width
 from fr3e_trl.generation.on_vllm import VLLMColocateSampler
 from fr3e_trl.generation.sampler import SamplingRequest, images_of
-from fr3e_trl.training.checks import obstacle_to_images
+from fr3e_trl.training.checks import obstacle_to_images, obstacle_to_tool_images
 
 SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 2}
 FORMS = ["image", "images", "parts"]
@@ -108,6 +121,8 @@ def with_other_images(messages):
                 for part in message["content"]
             ],
         }
+        if isinstance(message.get("content"), list)
+        else message
         for message in messages
     ]
 
@@ -352,50 +367,96 @@ def test_a_model_of_images_trains_on_text_alone(family):
     assert "pixel_values" not in batch and all(len(tree.states) > 1 for tree in trees)
 
 
-def make_tool_processor():
-    """LLaVA's, with words and a template for tools."""
-    tokenizer = make_tool_tokenizer()
-    tokenizer.add_tokens(["<image>"], special_tokens=True)
-    parts = (
-        "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-        "{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>"
-        "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
-    )
-    template = tokenizer.chat_template.replace("{{ message['content'] }}", parts)
-    tokenizer.chat_template = template
-    processor = make_processor("llava")
-    return LlavaProcessor(
-        processor.image_processor,
-        tokenizer,
-        patch_size=processor.patch_size,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=template,
-    )
+def look_at_picture(key: str) -> list:
+    """
+    Look a digit up.
+
+    Args:
+        key: The digit.
+    """
+    return shown(look(digits_in(key)))
 
 
-def make_tool_trainer(tool, **settings):
-    processor, policy = make_tool_processor(), make_tool_policy()
-    policy.resize_token_embeddings(len(processor.tokenizer))
-    config = make_vision_model("llava").config
-    config.text_config, config.image_token_id = policy.config, processor.image_token_id
-    model = LlavaForConditionalGeneration(config)
+look_at_picture.__name__ = "look"  # which the policy knows
+
+
+def digits_in(key):
+    return "".join(re.findall(r"\d", key)) or "0"
+
+
+def make_picture(digit):
+    """Of a digit: of two sizes."""
+    return make_image(int(digit), (16 + 8 * (int(digit) % 2), 16))
+
+
+def shown(digit):
+    """A tool's answer, with a picture."""
+    return [{"type": "image", "image": make_picture(digit)}, {"type": "text", "text": digit}]
+
+
+@functools.cache
+def _trained_on_pictures():
+    """Qwen2.5-VL's, in dialogues whose tool answers with a picture and a digit."""
+    processor = make_processor("qwen2_5_vl", make_tool_tokenizer())
+    model = make_vision_model("qwen2_5_vl", tokenizer=make_tool_tokenizer())
+    pictures = [processor.image_processor(images=[make_picture(i)], return_tensors="pt") for i in range(10)]
+
+    def answer(digit):
+        num_tokens = len(pictures[digit]["pixel_values"]) // 4
+        return f"<|vision_start|>{'<|image_pad|>' * num_tokens}<|vision_end|>{digit}"
+
+    def inputs_of(texts):
+        inputs = processor.tokenizer(texts, padding=True, return_tensors="pt")
+        shown = [pictures[int(digit)] for text in texts for digit in re.findall(r"<\|vision_end\|>(\d)", text)]
+        return {
+            "input_ids": inputs["input_ids"],
+            "attention_mask": inputs["attention_mask"],
+            "mm_token_type_ids": (inputs["input_ids"] == processor.image_token_id).long(),
+            **{name: torch.cat([picture[name] for picture in shown]) for name in ("pixel_values", "image_grid_thw")},
+        }
+
+    train_tool_policy(model, inputs_of, answer)
+    model.lm_head.weight.data.mul_(0.5)  # so unsure that some rollouts call no tool
+    return model.state_dict()
+
+
+def make_seeing_tool_policy(family):
+    model = make_vision_model(family, tokenizer=make_tool_tokenizer())
+    if family == "qwen2_5_vl":
+        model.load_state_dict(_trained_on_pictures())
+        return model
+    policy = make_tool_policy()
+    policy.resize_token_embeddings(model.config.text_config.vocab_size)
     model.model.language_model.load_state_dict(policy.model.state_dict())
     model.lm_head.load_state_dict(policy.lm_head.state_dict())
-    columns = make_tool_dataset(8).to_dict() | {"image": [make_image(i) for i in range(8)]}
-    return Recorder(
-        model,
-        lambda completions, **kwargs: [float(len(completion)) for completion in completions],
-        FR3EConfig("unused", **CPU | SIZES | {"max_completion_length": 24, "learning_rate": 0.0} | settings),
+    return model
+
+
+def make_tool_trainer(family, tool, cls=Recorder, config=FR3EConfig, with_images=True, reward_func=None, **settings):
+    columns = make_tool_dataset(8).to_dict() | ({"image": [make_image(i) for i in range(8)]} if with_images else {})
+    names = ("peft_config", "sampler", "environment_factory")
+    trainer_arguments = {key: settings.pop(key) for key in names if key in settings}
+    processor = make_processor(family, make_tool_tokenizer())
+    unwritten = [token for token in SPECIAL_TOKENS[family] if token in ("<image>", "<|image_pad|>", "<|video_pad|>")]
+    settings = {
+        "max_completion_length": 64,
+        "learning_rate": 0.0,
+        "generation_kwargs": {"suppress_tokens": processor.tokenizer.convert_tokens_to_ids(unwritten)},
+    } | settings
+    return cls(
+        make_seeing_tool_policy(family),
+        reward_func or (lambda completions, **kwargs: [float(len(completion)) for completion in completions]),
+        config("unused", **CPU | SIZES | settings),
         train_dataset=Dataset.from_dict(columns),
         processing_class=processor,
-        tools=[tool],
+        tools=tool and [tool],
+        **trainer_arguments,
     )
 
 
 def test_tools_are_called_by_a_policy_that_sees():
     """Over turns, rollouts see the image of their prompt, and the tools' answers are no part of the loss."""
-    trainer = make_tool_trainer(look)
+    trainer = make_tool_trainer("llava", look, max_completion_length=24, max_steps=4)
     trainer.train()
     num_turns = 0
     for batch, trees in trainer.batches:
@@ -408,21 +469,146 @@ def test_tools_are_called_by_a_policy_that_sees():
                     is_own = rollout.mask.astype(bool)
                     assert close(rollout.logprobs[is_own], of_whole[state.position :][is_own])
                     num_turns += len(rollout.dialogue.turns)
-    assert num_turns > 40  # of 32 rollouts: some call a tool
+    assert num_turns > 72, num_turns  # of 64 rollouts: some call a tool
 
 
-def test_a_tool_that_returns_an_image_is_refused():
-    def look(key: str) -> list:
+@torch.no_grad()
+def dialogue_by_hand(trainer, token_ids, images):
+    """Log-probs of tokens by a plain forward pass: of what the processor makes of their text and the images."""
+    token_ids = list(map(int, token_ids))
+    text = re.sub(r"(<\|image_pad\|>)+", "<|image_pad|>", trainer.processing_class.decode(token_ids))
+    inputs = trainer.processing_class(text=[text], images=images or None, return_tensors="pt")
+    assert inputs["input_ids"].tolist() == [token_ids]
+    logprobs = trainer.model(**inputs).logits[0, :-1].log_softmax(1)
+    return logprobs.gather(1, inputs["input_ids"][0, 1:, None]).squeeze(1)
+
+
+def rollouts_of(trees):
+    return [(tree, state, rollout) for tree in trees for state in tree.states for rollout in state.rollouts]
+
+
+@pytest.mark.parametrize("with_images", [False, True])
+def test_rollouts_see_the_images_that_their_tools_returned(with_images):
+    """Beside their prompts', or alone; and a branch those of its prefix, for which no tool is called again."""
+    CALLS.clear()
+    trainer = make_tool_trainer("qwen2_5_vl", look_at_picture, with_images=with_images)
+    trainer.train()
+    num_calls = 0
+    num_seen = dict.fromkeys(["none", "base", "branch", "branch of a later turn"], 0)
+    for tree, state, rollout in [of_rollout for _, trees in trainer.batches for of_rollout in rollouts_of(trees)]:
+        of_prompt, messages = images_of(tree.multimodal or []), rollout.dialogue.messages
+        token_ids, turn = (
+            [*tree.prompt_ids, *state.prefix_ids, *rollout.token_ids],
+            rollout.dialogue.turn_at(state.position),
+        )
+        logprobs = dialogue_by_hand(trainer, token_ids, [*of_prompt, *images_of(messages)])
+        assert close(rollout.logprobs[rollout.mask], logprobs[-rollout.length :][rollout.mask])
+        turns = [i for i, message in enumerate(messages) if message["role"] != "tool"]
+        num_calls += sum(message["role"] == "tool" for message in messages[turns[turn] :])
+        if not images_of(messages):
+            num_seen["none"] += 1
+            continue
+        num_seen["base" if state.base is None else "branch of a later turn" if turn else "branch"] += 1
+        others = images_of(with_other_images(messages))
+        of_others = dialogue_by_hand(trainer, token_ids, [*of_prompt, *others])
+        start, end = rollout.dialogue.turns[-1]
+        assert (logprobs - of_others)[start - end :].abs().max() > 5e-4
+    assert len(CALLS) == num_calls
+    assert min(num_seen.values()) > 0, num_seen
+
+
+class KeepsPassesAndKnowsNothing(KeepsPasses, KnowsNothing):
+    pass
+
+
+@pytest.mark.parametrize(("with_images", "scale"), [(False, 1.0), (True, 1.3)])
+def test_rows_keep_the_images_of_their_tools(with_images, scale):
+    """Shuffled, split and rejected, beside rows without any; and so do old log-probs and the reference model's."""
+    trainer = make_tool_trainer(
+        "qwen2_5_vl",
+        look_at_picture,
+        KeepsPassesAndKnowsNothing,
+        with_images=with_images,
+        reward_func=lambda completions, answer, **kwargs: [
+            float(len(of_row) * (int(a) % 2)) for of_row, a in zip(completions, answer, strict=True)
+        ],
+        generation_kwargs=None,
+        value_prior_strength=0,
+        explore_temperature_scale=scale,
+        beta=0.1,
+        peft_config=LoraConfig(target_modules="all-linear"),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=8,
+        steps_per_generation=16,
+    )
+    with torch.no_grad():  # a video's token is written as often as a digit, which makes it no video
+        trainer.model.lm_head.weight[trainer._video_pad_token_id] = trainer.model.lm_head.weight[WORDS.index("7")]
+    trainer.train()
+    ((batch, trees),) = trainer.batches
+    num_images = batch["num_images"]
+    assert (0 in num_images) != with_images and len(set(num_images)) > 1
+    assert (batch["completion_ids"] == trainer._video_pad_token_id).any()
+    is_scored, sampled = (batch["completion_mask"] * batch["tool_mask"]).bool(), {}
+    for row, (tree, state, rollout) in enumerate(rollouts_of(trees)):
+        sampled[(*tree.prompt_ids, *state.prefix_ids, *rollout.token_ids)] = rollout
+        if batch["in_loss"][row]:
+            assert close(batch["old_per_token_logps"][row][is_scored[row]], rollout.logprobs[rollout.mask])
+    assert 0 < batch["in_loss"].sum() <= len(trainer.passes) < len(is_scored)  # the others are rejected
+    for input_ids, mask, logprobs in trainer.passes if scale == 1 else []:
+        rollout = sampled[tuple(input_ids[mask].tolist())]
+        of_rollout = logprobs[mask[-len(logprobs) :]][-rollout.length :]
+        assert close(of_rollout[rollout.mask], rollout.logprobs[rollout.mask])
+    assert np.abs(logged(trainer, "kl")).max() < 1e-6
+
+
+class ShowingWalk(MoodyWalk):
+    """Shows what it tells, which is another thing when it is asked again."""
+
+    def look(self, key: str) -> list:
         """
-        Look a picture up.
+        Look a digit up.
 
         Args:
             key: The digit.
         """
-        return [{"type": "image", "image": make_image(0)}]
+        return shown(super().look(digits_in(key)))
 
-    with pytest.raises(NotImplementedError, match="A tool returned an image"):
-        make_tool_trainer(look).train()
+
+def test_rollouts_that_are_given_up_keep_the_images_of_their_prefix():
+    """Or TRL would find other images than tokens of them, and drop those of all rows."""
+    settings = {"environment_factory": ShowingWalk, "replay_mismatch": "skip"}
+    trainer = make_tool_trainer("qwen2_5_vl", None, with_images=False, **settings)
+    trainer.train()
+    num_given_up = 0
+    for batch, trees in trainer.batches:
+        for num_images, (tree, state, rollout) in zip(batch["num_images"], rollouts_of(trees), strict=True):
+            token_ids = [*tree.prompt_ids, *state.prefix_ids, *rollout.token_ids]
+            images = images_of(rollout.dialogue.messages)
+            logprobs = dialogue_by_hand(trainer, token_ids, images)
+            num_given_up += rollout.dialogue.is_broken and num_images > 0
+            assert rollout.dialogue.is_broken or close(
+                rollout.logprobs[rollout.mask], logprobs[-rollout.length :][rollout.mask]
+            )
+        assert len(batch["image_grid_thw"]) == sum(batch["num_images"])
+    assert num_given_up > 0
+
+
+def test_without_exploration_tools_that_return_images_are_grpo_trainers():
+    settings = {"learning_rate": 1e-3, "num_generations": 4}
+    theirs = make_tool_trainer("qwen2_5_vl", look_at_picture, GRPOTrainer, GRPOConfig, **settings)
+    ours = make_tool_trainer("qwen2_5_vl", look_at_picture, FR3ETrainer, num_anchors=0, **settings)
+    for trainer in (theirs, ours):
+        set_seed(1)
+        trainer.train()
+    assert logged(ours, "loss", "grad_norm", "reward") == logged(theirs, "loss", "grad_norm", "reward")
+    assert weights(ours).equal(weights(theirs))
+
+
+def test_the_tokens_of_tools_images_are_there_when_the_model_takes_them():
+    """At the width that `generate` begins with, though no EOS follows them."""
+    for images, width in (([], 4), ([make_image(0)], 9)):
+        branch = SamplingRequest([3] * 9, 1, 2, 1.0, num_prompt_tokens=4, tool_images=images)
+        assert _initial_width([branch, SamplingRequest([3] * 4, 1, 7, 1.0)], [1]) == width
 
 
 def test_what_the_engine_in_this_process_is_asked():
@@ -444,9 +630,13 @@ def test_what_the_engine_in_this_process_is_asked():
     ]
 
 
-def test_two_processes(tmp_path):
-    """A prompt's rows are in both, and in each with their images."""
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_two_processes(tmp_path, with_tools):
+    """A prompt's rows are in both, and in each with their images; or in one with none, where a tool returns them."""
     settings = {"num_generations": 8, "per_device_train_batch_size": 12, "max_refills": 1}
+    if with_tools:
+        settings = {"num_generations": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
+        settings |= {"with_tools": True, "ddp_find_unused_parameters": True, "log_multimodal": False}
     results = launch(tmp_path / "output", 2, settings, script=Path(__file__).with_name("images_train.py"))
     for result in results:
         assert result["checked"] > 12 and result["greatest_difference"] < 2e-4
@@ -514,6 +704,29 @@ def test_a_sharded_model_is_refused():
     with pytest.raises(NotImplementedError, match="cannot explore from images here: the model is sharded"):
         make_trainer("llava", Sharded)
     make_trainer("llava", Sharded, dataset=make_dataset(8, conversational=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "named"),
+    [
+        ("llava", {}, r"grid of their patches \(image_grid_thw\)"),
+        ("qwen2_5_vl", {"max_refills": 1}, "Set max_refills=0"),
+        ("qwen2_5_vl", {"sampler": lambda trainer: trainer._make_sampler()}, "without vLLM and without sampler="),
+    ],
+)
+def test_a_tool_that_returns_an_image_is_refused(family, settings, named):
+    with pytest.raises(NotImplementedError, match=f"A tool returned an image, and .* {named}"):
+        make_tool_trainer(family, look_at_picture, **settings).train()
+
+
+def test_processes_that_may_have_no_image_of_a_tool_are_refused():
+    trainer = make_tool_trainer("qwen2_5_vl", look_at_picture)
+    assert obstacle_to_tool_images(trainer) is None
+    trainer.accelerator.state.num_processes = 2
+    try:
+        assert "ddp_find_unused_parameters=True and log_multimodal=False" in obstacle_to_tool_images(trainer)
+    finally:
+        trainer.accelerator.state.num_processes = 1
 
 
 def test_a_server_and_a_dict_of_environments_are_refused():

@@ -218,6 +218,7 @@ def test_what_a_batch_consists_of():
     assert not trainer.use_transformers_continuous_batching and trainer._tokenizer is trainer.processing_class
     assert {"beta", "loss_type", "continuous_batching_config", "generation_kwargs", "_dist"} <= vars(trainer).keys()
     assert {"_step", "_tr_loss", "_globalstep_last_logged", "_buffered_inputs", "_metrics"} <= vars(trainer).keys()
+    assert {"_image_pad_token_id", "_video_pad_token_id", "log_multimodal", "ref_model"} <= vars(trainer).keys()
     assert not trainer._pending_extra_logs and trainer._logs["advantages"].maxlen == 8
     assert "reward" in trainer.state.log_history[0]
 

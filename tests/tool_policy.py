@@ -164,11 +164,13 @@ def right(completions, answer, **kwargs):
     return [float(completion[-1].get("content") == a) for completion, a in zip(completions, answer, strict=True)]
 
 
-@functools.cache
-def _trained():
-    """Knows the form, and is unsure of the digits."""
-    tokenizer, generator = make_tool_tokenizer(), torch.Generator().manual_seed(0)
-    model = make_model(vocab_size=len(tokenizer))
+def train_tool_policy(model, inputs_of, answer=str):
+    """
+    Have a model know the form of dialogues, and be unsure of the digits.
+
+    It is trained on what `inputs_of` makes of texts, in which the tool says what `answer` makes of a digit.
+    """
+    generator = torch.Generator().manual_seed(0)
     model.lm_head.weight.data.div_(20)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(120):
@@ -180,13 +182,20 @@ def _trained():
             for turn in range(2):
                 asked = key if keep[turn] else noise[turn]
                 key = (3 * asked + 1) % 10
-                text += f"<|assistant|><call>{asked}</call><eos><|tool|>{key}<eos>"
+                text += f"<|assistant|><call>{asked}</call><eos><|tool|>{answer(key)}<eos>"
             texts.append(f"{text}<|assistant|>{key if keep[2] else noise[2]}<eos>")
-        ids = tokenizer(texts, return_tensors="pt")["input_ids"]
-        loss = model(input_ids=ids, labels=ids).loss
+        inputs = inputs_of(texts)
+        loss = model(**inputs, labels=inputs["input_ids"]).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@functools.cache
+def _trained():
+    tokenizer = make_tool_tokenizer()
+    model = make_model(vocab_size=len(tokenizer))
+    train_tool_policy(model, lambda texts: {"input_ids": tokenizer(texts, return_tensors="pt")["input_ids"]})
     return model.state_dict()
 
 

@@ -90,9 +90,9 @@ class QwenImageProcessor(Qwen2_5_VLProcessor):
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
 
-def make_vision_tokenizer(family: str):
-    """A tokenizer of single characters and a family's special tokens."""
-    tokenizer = make_tokenizer()
+def make_vision_tokenizer(family: str, tokenizer=None):
+    """A tokenizer of single characters, or another, and a family's special tokens."""
+    tokenizer = make_tokenizer() if tokenizer is None else tokenizer
     special_tokens = SPECIAL_TOKENS[family]
     tokenizer.add_tokens(special_tokens, special_tokens=True)
     names = {
@@ -112,9 +112,9 @@ def make_vision_tokenizer(family: str):
     return tokenizer
 
 
-def make_processor(family: str) -> ProcessorMixin:
+def make_processor(family: str, tokenizer=None) -> ProcessorMixin:
     """A family's processor, whose images have 4 tokens each; of Qwen's, as many as they are large."""
-    tokenizer = make_vision_tokenizer(family)
+    tokenizer = make_vision_tokenizer(family, tokenizer)
     template = {"chat_template": tokenizer.chat_template}
     if family == "qwen2_5_vl":
         size = {"shortest_edge": 4 * 4, "longest_edge": 64 * 64}
@@ -141,9 +141,9 @@ def make_processor(family: str) -> ProcessorMixin:
     )
 
 
-def make_vision_model(family: str, seed: int = 0) -> PreTrainedModel:
+def make_vision_model(family: str, seed: int = 0, tokenizer=None) -> PreTrainedModel:
     """A family's model, with sharpened logits: its entropies differ from one position to the next."""
-    tokenizer = make_vision_tokenizer(family)
+    tokenizer = make_vision_tokenizer(family, tokenizer)
     text = {**TEXT, "vocab_size": len(tokenizer)}
     ids = dict(zip(SPECIAL_TOKENS[family], tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS[family]), strict=True))
     set_seed(seed)

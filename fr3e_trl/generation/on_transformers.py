@@ -24,9 +24,9 @@ from .sampler import Sample, SamplingRequest
 # Enters generation mode, as TRL does, and yields the model to generate with.
 GenerationModel = Callable[[], AbstractContextManager[Any]]
 
-# Makes of prompts with images what the model is called with for them: (messages of each row, the column after each
-# prompt, columns) to tensors, of which those of tokens have as many columns.
-ImageInputs = Callable[[list[list[dict[str, Any]]], list[int], int], dict[str, Any]]
+# Makes of images what the model is called with for them: (messages of each row's prompt, images that tools returned
+# to it, tokens (B, L), the column after each prompt) to tensors, of which those of tokens are of that shape.
+ImageInputs = Callable[[list[Any], list[list[Any]], torch.Tensor, list[int]], dict[str, Any]]
 
 # How many logits are kept until log-probs and entropies are made of them, beside those of one step: 64 MiB
 MAX_LOGITS = 2**24
@@ -48,8 +48,8 @@ class GenerateSampler:
     The batch is as wide as the longest row, prefix and budget together, and takes as many steps as the largest budget:
     no more of either than if all were drawn from their prompts. All rows begin at one width, with what fits there of
     their prefixes, and the rest of a longer prefix is forced token by token while the others sample. Prompts with
-    images fit there as a whole, since the model takes images with its first tokens; all requests of a call have some,
-    or none.
+    images fit there as a whole, and so do prefixes with those of tools, since the model takes images with its first
+    tokens. All prompts of a call have some, or none.
 
     Args:
         generation_model (`GenerationModel`):
@@ -112,13 +112,14 @@ class GenerateSampler:
             "generation_config": config,
             "logits_processor": LogitsProcessorList([processor]),
         }
-        multimodal = [row.multimodal for row in rows if row.multimodal is not None]
-        if multimodal:
-            assert self.image_inputs is not None and len(multimodal) == len(rows)
+        has_images = any(row.multimodal is not None or row.tool_images for row in rows)
+        if has_images:
+            assert self.image_inputs is not None
             prompt_ends = [begin - row.num_sampled_before for begin, row in zip(begins, rows, strict=True)]
-            inputs |= self.image_inputs(multimodal, prompt_ends, width)
+            prompts, tool_images = [row.multimodal or [] for row in rows], [row.tool_images for row in rows]
+            inputs |= self.image_inputs(prompts, tool_images, inputs["input_ids"], prompt_ends)
         # With images, a row has a state of its own: some models keep each row's positions to themselves
-        if any(shares) and not multimodal and all(getattr(config, name) in allowed for name, allowed in BY_ROW.items()):
+        if any(shares) and not has_images and all(getattr(config, name) in allowed for name, allowed in BY_ROW.items()):
             config.max_new_tokens *= 2  # of columns: a rollout may begin with its prompt where another has ended
             growing = _GrowingRows(rows, shares, begins, processor, row_ends)
             inputs["stopping_criteria"] = StoppingCriteriaList([row_ends])
@@ -149,6 +150,7 @@ def _initial_width(rows: list[SamplingRequest], eos_token_ids: list[int]) -> int
     width = max(len(row.prefix_ids) + row.max_new_tokens for row in rows) - max(row.max_new_tokens for row in rows)
     eos_positions = [np.flatnonzero(np.isin(row.prefix_ids, eos_token_ids)) for row in rows]
     with_images = [len(row.prefix_ids) - row.num_sampled_before for row in rows if row.multimodal is not None]
+    with_images += [len(row.prefix_ids) for row in rows if row.tool_images]
     return max([width, *with_images, *(int(positions[-1]) + 1 for positions in eos_positions if positions.size)])
 
 

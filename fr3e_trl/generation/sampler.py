@@ -44,10 +44,11 @@ class Branching:
 
 
 def images_of(prompt: str | list[dict[str, Any]]) -> list[Any]:
-    """The images in the messages of a prompt, in order."""
+    """The images in the messages of a prompt or a dialogue, in order."""
     messages = [] if isinstance(prompt, str) else prompt
     contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
-    return [part["image"] for content in contents for part in content if part["type"] == "image" and "image" in part]
+    parts = [part for content in contents for part in content if isinstance(part, dict)]  # a tool may return any list
+    return [part["image"] for part in parts if part.get("type") == "image" and "image" in part]
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class SamplingRequest:
         multimodal (`list[dict]`, *optional*):
             The prompt's messages, if there are images in them, see [`images_of`]. The images' tokens are in
             `prefix_ids`.
+        tool_images (`list`):
+            The images that tools returned since, whose tokens are in `prefix_ids` too.
     """
 
     prefix_ids: TokenIds
@@ -89,6 +92,7 @@ class SamplingRequest:
     tree: int | None = None
     dialogue: Dialogue | None = None
     multimodal: list[dict[str, Any]] | None = None
+    tool_images: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix_ids", as_ids(self.prefix_ids))

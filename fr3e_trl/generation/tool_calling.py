@@ -127,7 +127,7 @@ class _Rollout:
     def retold_tools(self) -> ToolDicts:
         """Its tools in the turns of its script: they only tell again what they told, but for an environment's."""
         assert self.request.dialogue is not None
-        answers: dict[str, deque[str]] = {}
+        answers: dict[str, deque[Any]] = {}
         for message in self.request.dialogue.messages:
             if message["role"] == "tool":
                 answers.setdefault(message["name"], deque()).append(message["content"])
@@ -144,11 +144,11 @@ class _Rollout:
                 async_tools[name] = partial(self._retell_async, answers[name])
         return sync_tools, async_tools
 
-    def _retell(self, answers: deque[str], **arguments: Any) -> str:
+    def _retell(self, answers: deque[Any], **arguments: Any) -> Any:
         self.num_retold += 1
         return answers.popleft()
 
-    async def _retell_async(self, answers: deque[str], **arguments: Any) -> str:
+    async def _retell_async(self, answers: deque[Any], **arguments: Any) -> Any:
         return self._retell(answers)
 
     def keep_snapshot(self) -> None:
@@ -159,6 +159,7 @@ class _Rollout:
 
     def sample_of(self, completion_ids: list[int], messages: list[dict[str, Any]], eos_token_id: int) -> Sample:
         """What became of it, without its prefix."""
+        messages = self._messages_of_prefix() if self.is_broken else messages
         dialogue = Dialogue(messages, self.turns, self.instance.environment, self.snapshots, self.is_broken)
         if self.is_broken:
             return Sample([eos_token_id], mask=np.ones(1, bool), dialogue=dialogue)
@@ -179,6 +180,13 @@ class _Rollout:
             mask=mask[start:],
             dialogue=dialogue,
         )
+
+    def _messages_of_prefix(self) -> list[dict[str, Any]]:
+        """Those before the turn that it begins to write in."""
+        assert self.request.dialogue is not None
+        messages = self.request.dialogue.messages
+        turns = [i for i, message in enumerate(messages) if message["role"] != "tool"]
+        return messages[: turns[self.branch_turn]]
 
 
 class ToolCallingSampler:
@@ -272,7 +280,7 @@ class ToolCallingSampler:
         def set_tools(i: int, dicts: ToolDicts) -> None:
             trainer._sync_tool_dicts[i], trainer._async_tool_dicts[i] = map(trainer.limited, dicts)
 
-        def write_turns(prompts_and_completions: list[Any]) -> list[list[int]]:
+        def write_turns(prompts_and_completions: list[Any], tool_images: list[list[Any]]) -> list[list[int]]:
             going_on = [rollouts[ids.rollout] for ids in prompts_and_completions]
             written: list[list[int]] = []
             asked: list[tuple[int, SamplingRequest]] = []
@@ -292,6 +300,7 @@ class ToolCallingSampler:
                         num_prompt_tokens=rollout.num_prompt_tokens,
                         branching=None,
                         dialogue=None,
+                        tool_images=tool_images[i],
                     )
                     asked.append((i, request))
             drawn = turns.take(lambda: self.sampler.sample([request for _, request in asked]))

@@ -134,6 +134,31 @@ def obstacle_to_images(trainer: Any) -> str | None:
     return None
 
 
+def obstacle_to_tool_images(trainer: Any) -> str | None:
+    """Why a trainer cannot explore where tools return images, and what to do; `None` if it can."""
+    if obstacle := obstacle_to_images(trainer):
+        return obstacle
+    has_grid = "image_grid_thw" in trainer.processing_class.image_processor.model_input_names
+    if not has_grid or trainer._image_pad_token_id is None:
+        return (
+            "TRL trains on images of tools only with a model that has the grid of their patches (image_grid_thw), as "
+            "Qwen2.5-VL has. Take one"
+        )
+    if trainer.use_vllm or trainer.has_own_sampler:
+        return "only transformers' generate is told of them. Generate without vLLM and without sampler="
+    if trainer.args.max_refills > 0:
+        return "rows that are left over for the next step do not keep them. Set max_refills=0"
+    takes_none = trainer.args.ddp_find_unused_parameters and not (
+        trainer.log_multimodal or trainer.is_deepspeed_enabled
+    )
+    if trainer.accelerator.num_processes > 1 and not takes_none:
+        return (
+            "rows of one process may have them where those of another have none. Train with DDP, "
+            "ddp_find_unused_parameters=True and log_multimodal=False"
+        )
+    return None
+
+
 def warn_of_unscored_sampling(args: FR3EConfig) -> None:
     """Tell of a bias that stays: vLLM samples with settings that the loss does not take into account."""
     unscored = sorted(UNSCORED_SAMPLING & set(args.generation_kwargs or {}))

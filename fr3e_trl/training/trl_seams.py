@@ -32,7 +32,7 @@ from ..generation.vllm_sync import FR3EVLLMGeneration
 from ..method.advantages import weighted_rewards
 from ..method.batch import Deal, Row
 from ..method.tree import Dialogue, Score, TokenIds
-from .checks import IMAGE_COLUMNS, check_all_or_none
+from .checks import IMAGE_COLUMNS, check_all_or_none, obstacle_to_tool_images
 from .packing import IMPLEMENTATIONS, Trie, fold, share
 from .resume import ResumableGRPOTrainer
 from .tools import limited
@@ -80,8 +80,9 @@ class _Prepared(Exception):
         self.prompts = prompts
 
 
-# Writes the next turns of completions: prompts and completions so far to the tokens of each
-TurnWriter = Callable[[list[list[int]]], list[list[int]]]
+# Writes the next turns of completions: prompts and completions so far, and the images that tools returned to each, to
+# the tokens of each
+TurnWriter = Callable[[list[list[int]], list[list[Any]]], list[list[int]]]
 
 
 class RowsGRPOTrainer(ResumableGRPOTrainer):
@@ -94,10 +95,14 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
     _sync_tool_dicts: list[dict[str, Callable[..., Any]]]
     _async_tool_dicts: list[dict[str, Callable[..., Any]]]
     _last_loaded_step: int
+    _image_pad_token_id: int
 
     def __init__(self, *, args: FR3EConfig, **kwargs: Any):
         with _replaced("VLLMGeneration", functools.partial(FR3EVLLMGeneration, fr3e_args=args)):
             super().__init__(args=args, **kwargs)
+        for model in (self.model, self.ref_model):
+            if model is not None and self._is_vlm:
+                model.register_forward_pre_hook(_without_empty_images, with_kwargs=True)
         self._assembled: tuple[list[Row], torch.Tensor] | None = None  # set while a batch is assembled from these
         self._loss_mask: torch.Tensor | None = None  # set while a loss is computed over these tokens alone
         self._prepares = False  # set while prompts are prepared
@@ -196,7 +201,8 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
             prompt_ids, first_turns (`list[list[int]]`):
                 Token ids of the prompts, and of what the policy wrote first.
             write_turns (`Callable`):
-                Writes the turns that follow. Prompts and completions so far are a prompt's list plus others.
+                Writes the turns that follow. Prompts and completions so far are a prompt's list plus others; images
+                that tools returned come with them.
 
         Returns:
             `tuple`: Token ids and messages of the completions, how many calls were made, and how many failed.
@@ -207,12 +213,11 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         ]
         self._write_turns = write_turns
         try:
-            _, messages, completion_ids, _, num_calls, num_failures, images = self._tool_call_loop(
+            _, messages, completion_ids, _, num_calls, num_failures, _ = self._tool_call_loop(
                 [[] for _ in prompt_ids], prompt_ids, list(first_turns), messages, None, None, {}
             )
         finally:
             self._write_turns = None
-        _refuse_tool_images(images)
         return completion_ids, messages, num_calls, num_failures
 
     def _tools_of(self, row: int) -> list[Any]:
@@ -222,8 +227,12 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
     def _generate_single_turn(self, prompt_ids: Any, images: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._write_turns is None:
             return super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
-        _refuse_tool_images(images or [])
-        return self._write_turns(prompt_ids), None
+        if any(images or []) and (obstacle := obstacle_to_tool_images(self)):
+            raise NotImplementedError(
+                f"A tool returned an image, and FR3ETrainer cannot explore from it here: {obstacle}. Or have the tool "
+                "return text, or set num_anchors=0 to train with plain GRPO."
+            )
+        return self._write_turns(prompt_ids, [of_row or [] for of_row in images or [None] * len(prompt_ids)]), None
 
     def _tool_call_loop(self, *args: Any) -> tuple[Any, ...]:
         if self._assembled is not None:
@@ -266,21 +275,30 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         prompt = self.prompt_of(NO_PROMPT | example)
         return prompt if images_of(prompt) else None
 
-    def image_inputs(self, prompts: list[list[dict[str, Any]]], prompt_ends: list[int], width: int) -> dict[str, Any]:
+    def image_inputs(
+        self, prompts: list[Any], tool_images: list[list[Any]], input_ids: torch.Tensor, prompt_ends: list[int]
+    ) -> dict[str, Any]:
         """
-        What the model is called with for the images of prompts, beside tokens.
+        What the model is called with for the images of rows, beside tokens.
 
         Args:
             prompts (`list[list[dict]]`):
-                Messages of R prompts, with images in each.
+                Messages of R prompts, with images in each; or none for each, where only tools returned some.
+            tool_images (`list[list]`):
+                Of each, the images that tools returned since. As TRL has it, only for models with `image_grid_thw`.
+            input_ids (`torch.Tensor` of shape (R, T)):
+                The rows that the prompts are in.
             prompt_ends (`list[int]`):
-                Of each, the column after its last token.
-            width (`int`):
-                Columns of the rows that the prompts are in.
+                Of each prompt, the column after its last token.
 
         Returns:
-            `dict[str, torch.Tensor]`: Tensors of the model's own shapes, and types of tokens, of shape (R, width).
+            `dict[str, torch.Tensor]`: Tensors of the model's own shapes, and types of tokens, of shape (R, T).
         """
+        if any(tool_images):
+            of_rows = zip(map(images_of, prompts), tool_images, strict=True)
+            flat = [image for of_prompt, of_tools in of_rows for image in (*of_prompt, *of_tools)]
+            inputs = self.processing_class.image_processor(images=flat, return_tensors="pt").to(input_ids.device)
+            return {**inputs, "mm_token_type_ids": torch.where(input_ids == self._image_pad_token_id, 1, 0)}
         texts = [
             apply_chat_template(
                 {"prompt": prompt}, self.processing_class, tools=self.tools, **self.chat_template_kwargs
@@ -296,7 +314,7 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         }
         for name in inputs.keys() & set(TOKEN_TYPES):
             of_prompts = inputs[name]  # padded on the left
-            inputs[name] = of_prompts.new_zeros(len(prompts), width)
+            inputs[name] = of_prompts.new_zeros(input_ids.shape)
             for of_row, of_prompt, end in zip(inputs[name], of_prompts, prompt_ends, strict=True):
                 length = min(end, len(of_prompt))
                 of_row[end - length : end] = of_prompt[-length:]
@@ -388,7 +406,7 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         for start in range(0, len(completion_ids), size):
             completions = completion_ids[start : start + size]
             batch = self.padded(prompt_ids[start : start + size], completions)
-            images = self._image_kwargs((multimodal or [])[start : start + size], batch[0].size(1), completions)
+            images = self._image_kwargs((multimodal or [])[start : start + size], batch[0], completions)
             logprobs, entropies, _ = self._get_per_token_logps_and_entropies(
                 self.model, *batch, logits_to_keep=max(map(len, completions)), compute_entropy=True, **images
             )
@@ -400,12 +418,15 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
             ]
         return statistics[:num_own]
 
-    def _image_kwargs(self, multimodal: list[Any], width: int, completions: list[TokenIds]) -> dict[str, Any]:
+    def _image_kwargs(
+        self, multimodal: list[Any], input_ids: torch.Tensor, completions: list[TokenIds]
+    ) -> dict[str, Any]:
         """What TRL scores log-probs with for the images of rows, which are passed to the model in one call."""
         prompts = [prompt for prompt in multimodal if prompt is not None]
         if not prompts:
             return {}
-        inputs = self.image_inputs(prompts, [width - max(map(len, completions))] * len(prompts), width)
+        prompt_ends = [input_ids.size(1) - max(map(len, completions))] * len(prompts)
+        inputs = self.image_inputs(prompts, [[] for _ in prompts], input_ids, prompt_ends)
         num_tiles = [len(inputs["pixel_values"])] + [0] * (len(prompts) - 1)  # as a whole, where TRL slices by tiles
         num_images = [len(images_of(prompt)) for prompt in prompts]
         return {**images_in(inputs), "num_images": num_images, "num_tiles": num_tiles}
@@ -588,7 +609,8 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         columns = {column for row in own for column in row.rollout.score.logs}
         self._pending_extra_logs.update({c: [row.rollout.score.logs.get(c) for row in own] for c in columns})
         try:
-            return super()._generate_and_score_completions([self._rendered(row.example) for row in own])
+            with _replaced("_video_pad_token_id", None, self):  # no tool returns a video: such a token is the policy's
+                return super()._generate_and_score_completions([self._rendered(row.example) for row in own])
         finally:
             self._assembled = None
             self.rollout_func = None
@@ -608,11 +630,14 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         if self._assembled is None:
             return output
         # The mask goes in here, and not by `rollout_func`, for TRL to log the lengths of whole completions
-        prompt_ids, completion_ids, _, completions, logprobs, extra_fields, _, tool_images = output
+        prompt_ids, completion_ids, _, completions, logprobs, extra_fields, *_ = output
         masks = [row.loss_mask for row in self._assembled[0]]
-        # So do images, which TRL finds in messages only where it tokenizes them itself
+        # So do images, which TRL finds in messages only where it tokenizes them itself, or where it calls the tools
         images = [images_of(prompt) for prompt in prompts]
         check_all_or_none(list(map(len, images)))
+        dialogues = [row.rollout.dialogue for row in self._assembled[0]]
+        tool_images = [[] if dialogue is None else images_of(dialogue.messages) for dialogue in dialogues]
+        images = [[*of_prompt, *of_tools] for of_prompt, of_tools in zip(images, tool_images, strict=True)]
         return (
             *(prompt_ids, completion_ids, masks, completions, logprobs, extra_fields),
             *(images if any(images) else None, tool_images),
@@ -706,13 +731,12 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
             self.beta, self._loss_mask = beta, None
 
 
-def _refuse_tool_images(images: list[Any]) -> None:
-    """Refuse images that tools returned, of each row a list."""
-    if any(images):
-        raise NotImplementedError(
-            "A tool returned an image, which FR3ETrainer does not support while exploring. Have it return text, or set "
-            "num_anchors=0 to train with plain GRPO."
-        )
+def _without_empty_images(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Pass a model no images for rows that have none, where other rows of the batch do: TRL passes empty tensors."""
+    grid = kwargs.get("image_grid_thw")
+    if grid is not None and len(grid) == 0:
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("pixel_values", "image_grid_thw")}
+    return args, kwargs
 
 
 def images_in(batch: dict[str, Any]) -> dict[str, Any]:
