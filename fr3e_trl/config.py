@@ -320,6 +320,7 @@ class FR3EConfig(GRPOConfig):
             "states of several; with `value_memory`, what past steps say is best."
         },
     )
+    archive: float = field(default=0.0, metadata={"help": "share of known prompts that continue an archived prefix"})
     value_memory: bool = field(
         default=False,
         metadata={

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import random
 import textwrap
 from collections.abc import Callable
 from functools import partial
@@ -180,6 +181,7 @@ class FR3ETrainer(RatioGRPOTrainer):
         self.has_own_sampler = sampler is not None
         self._refill: Refill | None = None
         self._memory = ValueMemory() if args.value_memory else None
+        self._archive: dict[int, dict[str, Any]] = {}
         self._tree_log: TreeLog | None = None
         if args.log_trees is not None:
             self._tree_log = TreeLog(args.log_trees, self._tokenizer, self.reward_func_names, self.accelerator)
@@ -327,6 +329,8 @@ class FR3ETrainer(RatioGRPOTrainer):
         deal = self.deal(num_prompts * self.num_generations)
         trees = [Tree(as_ids(), 0) for _ in range(num_prompts)]
 
+        prefixes: dict[int, list[int]] = {}
+
         def set_prompts() -> dict[int, int]:
             check_images(list(examples.values()), self._obstacle_to_images)
             if self.tools:
@@ -338,7 +342,11 @@ class FR3ETrainer(RatioGRPOTrainer):
             images = [images_of(prompt) for prompt in prompts]
             for i, prompt, prompt_ids in zip(examples, prompts, all_ids, strict=True):
                 multimodal = prompt if any(images) else None
-                trees[i] = Tree(as_ids(prompt_ids), self._budget(prompt_ids), multimodal=multimodal)
+                prefix = self._archived_prefix(prompt_key(as_ids(prompt_ids)))
+                prefixes[i] = prefix
+                trees[i] = Tree(
+                    as_ids([*prompt_ids, *prefix]), self._budget(prompt_ids) - len(prefix), multimodal=multimodal
+                )
             return {i: prompt_key(trees[i].prompt_ids, of_tree) for i, of_tree in zip(examples, images, strict=True)}
 
         def score(owners: list[int], completion_ids: list[TokenIds], dialogues: list[Dialogue | None]) -> list[Score]:
@@ -346,8 +354,8 @@ class FR3ETrainer(RatioGRPOTrainer):
             scores = [Score([math.nan] * len(self.reward_funcs), math.nan)] * len(owners)
             scored = self.score(
                 [examples[owners[k]] for k in whole],
-                [trees[owners[k]].prompt_ids for k in whole],
-                [completion_ids[k] for k in whole],
+                [self._root_ids(trees[owners[k]], prefixes[owners[k]]) for k in whole],
+                [as_ids([*prefixes[owners[k]], *completion_ids[k]]) for k in whole],
                 [dialogues[k] for k in whole],
             )
             for k, of_rollout in zip(whole, scored, strict=True):
@@ -363,8 +371,39 @@ class FR3ETrainer(RatioGRPOTrainer):
             if dialogue is not None:
                 dialogue.environment, dialogue.snapshots = None, []  # for the next rollouts
         self.trees += trees
+        for i, tree in enumerate(trees):
+            self._put_into_archive(tree, prefixes[i])
         explore_temperature = self.temperature * self.args.explore_temperature_scale
         return rows_of(trees, deal, self.temperature, explore_temperature, examples, indices or [None] * num_prompts)
+
+    def _root_ids(self, tree: Tree, prefix: list[int]) -> TokenIds:
+        return tree.prompt_ids[: len(tree.prompt_ids) - len(prefix)]
+
+    def _archived_prefix(self, key: int) -> list[int]:
+        """What a prompt goes on from: a success of a prompt that mostly fails, a failure of one that does not."""
+        if not self.args.archive or key not in self._archive:
+            return []
+        rng = random.Random(repr((self.args.seed, self.state.global_step, key)))
+        entry = self._archive[key]
+        trajectory = entry["success" if entry["value"] < 0.5 else "failure"]
+        if trajectory is None or rng.random() > self.args.archive:
+            return []
+        return list(trajectory[: rng.randrange(1, max(2, len(trajectory) - 1))])
+
+    def _put_into_archive(self, tree: Tree, prefix: list[int]) -> None:
+        if not self.args.archive:
+            return
+        entry = self._archive.setdefault(
+            prompt_key(self._root_ids(tree, prefix)), {"value": 0.0, "weight": 0.0, "success": None, "failure": None}
+        )
+        rollouts = [(state, rollout) for state in tree.states for rollout in state.rollouts]
+        for state, rollout in rollouts:
+            kind = "success" if rollout.score.reward > 0.5 else "failure"
+            entry[kind] = [*prefix, *state.prefix_ids.tolist(), *rollout.token_ids.tolist()]
+        if not prefix:
+            mean = sum(rollout.score.reward for _, rollout in rollouts) / len(rollouts)
+            entry["value"] = (0.75 * entry["weight"] * entry["value"] + mean) / (0.75 * entry["weight"] + 1)
+            entry["weight"] = 0.75 * entry["weight"] + 1
 
     def _provide_tools(self, examples: dict[int, dict[str, Any]], deal: Deal) -> list[list[int]]:
         """

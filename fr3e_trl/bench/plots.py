@@ -140,7 +140,7 @@ def _save(figure: Figure, path: Path) -> str:
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     with Image.open(path) as image:  # in few colours, a quarter as large
-        image.convert("RGB").quantize(64).save(path, optimize=True)
+        image.convert("RGB").quantize(128, Image.Quantize.FASTOCTREE).save(path, optimize=True)
     return path.name
 
 
