@@ -14,8 +14,9 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean
 
+from fr3e_trl.bench.report import signed
 from fr3e_trl.bench.results import mean_accuracy
-from fr3e_trl.bench.statistics import Interval, mean_interval
+from fr3e_trl.bench.statistics import mean_interval
 
 # Of several references, the one with the best mean is taken in each comparison
 GRPO = ["grpo_4", "grpo_8", "grpo_dapo"]
@@ -32,8 +33,11 @@ def means_of(directory: Path) -> dict[str, dict[int, float]]:
     return means
 
 
-def as_text(interval: Interval) -> str:
-    return f"{interval.mean:+.3f} ± {interval.half_width:.3f}"
+def best_of(names: list[str], arms: dict[str, dict[int, float]], where: str) -> str:
+    known = [name for name in names if name in arms]
+    if not known:
+        raise SystemExit(f"--reference {' '.join(names)}: {where} has the arms {', '.join(sorted(arms))}.")
+    return max(known, key=lambda arm: mean(arms[arm].values()))
 
 
 def main() -> None:
@@ -42,10 +46,7 @@ def main() -> None:
     parser.add_argument("--reference", nargs="+", default=GRPO, help=f"an arm, or several (default: {' '.join(GRPO)})")
     options = parser.parse_args()
     comparisons = {directory.name: means_of(directory) for directory in options.directories}
-    references = {
-        name: max((arm for arm in options.reference if arm in arms), key=lambda arm: mean(arms[arm].values()))
-        for name, arms in comparisons.items()
-    }
+    references = {name: best_of(options.reference, arms, name) for name, arms in comparisons.items()}
     print("reference:", ", ".join(f"{arm} on {name}" for name, arm in references.items()))
     for arm in sorted(set.intersection(*map(set, comparisons.values()))):
         differences = {
@@ -54,9 +55,9 @@ def main() -> None:
         }
         pooled = [difference for of_one in differences.values() for difference in of_one]
         ahead = sum(difference > 0 for difference in pooled)
-        print(f"{arm}: {as_text(mean_interval(pooled))} pooled, ahead in {ahead} of {len(pooled)}")
+        print(f"{arm}: {signed(mean_interval(pooled))} pooled, ahead in {ahead} of {len(pooled)}")
         for name, of_one in differences.items():
-            print(f"    {name}: {as_text(mean_interval(of_one))}")
+            print(f"    {name}: {signed(mean_interval(of_one))}")
 
 
 if __name__ == "__main__":

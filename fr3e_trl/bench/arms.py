@@ -182,7 +182,7 @@ class ArmsArguments(FR3EScriptArguments, ModelConfig):
         self.base = base
         self.arms = OWN_ARMS if self.arms is None else self.arms
 
-    def task_and_policy(self, num_heldout: int = 0) -> tuple[Task | OwnTask, Path]:
+    def task_and_policy(self, num_heldout: int) -> tuple[Task | OwnTask, Path]:
         """
         What the arms learn, and where their policy starts.
 

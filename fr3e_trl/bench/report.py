@@ -133,7 +133,7 @@ def _seeds(results: Results) -> int:
 
 def _listed(differences: dict[str, Interval]) -> str:
     ordered = sorted(differences.items(), key=lambda item: -item[1].mean)
-    return ", ".join(f"`{arm}` ({_signed(difference)})" for arm, difference in ordered)
+    return ", ".join(f"`{arm}` ({signed(difference)})" for arm, difference in ordered)
 
 
 def _estimate(results: Results, arm: str, measure: Measure) -> str:
@@ -152,7 +152,8 @@ def number(interval: Interval, digits: int = 3) -> str:
     return f"{round(interval.mean, digits) + 0.0:.{digits}f}{half_width}"  # 0.0 makes -0 a 0
 
 
-def _signed(interval: Interval) -> str:
+def signed(interval: Interval) -> str:
+    """A difference and its interval, such as `+0.029 ± 0.023`."""
     return f"{'+' if interval.mean >= 0 else ''}{number(interval)}".replace("-", "−")
 
 
@@ -171,7 +172,7 @@ def _verdict_table(results: Results) -> str:
             [
                 f"`{arm}`",
                 _estimate(results, arm, mean_accuracy),
-                "" if is_reference else _signed(_difference(results, arm, mean_accuracy)),
+                "" if is_reference else signed(_difference(results, arm, mean_accuracy)),
                 _estimate(results, arm, final),
                 *(
                     _speed(results, arm, cost, results.levels()[share])

@@ -158,13 +158,8 @@ def be_quiet() -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file, see [`write_whole`]."""
-    write_whole(path, lambda partial: partial.write_text(json.dumps(content)))
-
-
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Have `write` make a file that is there as a whole, or not at all, whenever the process is killed."""
+    """Write a JSON file that is there as a whole, or not at all, whenever the process is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    write(partial)
+    partial.write_text(json.dumps(content))
     partial.replace(path)

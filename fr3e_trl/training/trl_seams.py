@@ -227,12 +227,13 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
     def _generate_single_turn(self, prompt_ids: Any, images: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._write_turns is None:
             return super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
-        if any(images or []) and (obstacle := obstacle_to_tool_images(self)):
+        tool_images = [of_row or [] for of_row in images or [None] * len(prompt_ids)]
+        if any(tool_images) and (obstacle := obstacle_to_tool_images(self)):
             raise NotImplementedError(
                 f"A tool returned an image, and FR3ETrainer cannot explore from it here: {obstacle}. Or have the tool "
                 "return text, or set num_anchors=0 to train with plain GRPO."
             )
-        return self._write_turns(prompt_ids, [of_row or [] for of_row in images or [None] * len(prompt_ids)]), None
+        return self._write_turns(prompt_ids, tool_images), None
 
     def _tool_call_loop(self, *args: Any) -> tuple[Any, ...]:
         if self._assembled is not None:
