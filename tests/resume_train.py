@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from models import CPU, make_dataset, make_model, make_tokenizer
 from peft import LoraConfig
+from tool_policy import look, make_tool_dataset, make_tool_policy, make_tool_tokenizer, right
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 
@@ -22,17 +23,28 @@ def parity(completions, **kwargs):
 
 
 def main() -> None:
-    """More than an epoch, each generated batch used in several steps, checkpoints within a batch, dropout, refill."""
+    """
+    More than an epoch, each generated batch used in several steps, checkpoints within a batch, dropout, refill.
+
+    With the argument "tools", completions are dialogues.
+    """
+    has_tools = sys.argv[1:] == ["tools"]
     sizes = {"num_generations": 8, "per_device_train_batch_size": 8, "steps_per_generation": 2, "num_iterations": 2}
     saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 20}
     refill = {"max_refills": 2, "value_prior_strength": 0.0}
     trainer = FR3ETrainer(
-        make_model(),
-        parity,
-        FR3EConfig("output", max_completion_length=12, learning_rate=1e-2, **CPU | sizes | saving | refill),
-        train_dataset=make_dataset(6),
-        processing_class=make_tokenizer(),
+        make_tool_policy() if has_tools else make_model(),
+        right if has_tools else parity,
+        FR3EConfig(
+            "output",
+            max_completion_length=24 if has_tools else 12,
+            learning_rate=1e-2,
+            **CPU | sizes | saving | refill,
+        ),
+        train_dataset=make_tool_dataset(6) if has_tools else make_dataset(6),
+        processing_class=make_tool_tokenizer() if has_tools else make_tokenizer(),
         peft_config=LoraConfig(lora_dropout=0.1, target_modules="all-linear"),
+        tools=[look] if has_tools else None,
     )
     print("training", flush=True)
     try:

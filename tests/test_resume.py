@@ -185,9 +185,9 @@ def test_nothing_to_resume_from(tmp_path):
         make_trainer().train(resume_from_checkpoint=True)
 
 
-def start():
+def start(*arguments):
     """A run in a process of its own, when it begins to train."""
-    command = [sys.executable, Path(__file__).with_name("resume_train.py")]
+    command = [sys.executable, Path(__file__).with_name("resume_train.py"), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     line_of(process, "training")
     return process
@@ -209,9 +209,10 @@ def finish(process) -> str:
 
 
 @pytest.mark.timeout(900)
-def test_kill_9_at_random_moments(num_kills):
+@pytest.mark.parametrize("arguments", [[], ["tools"]], ids=["text", "tools"])
+def test_kill_9_at_random_moments(num_kills, arguments):
     """Each run is killed once, within the time that the whole one trained, and resumed to its end."""
-    process = start()
+    process = start(*arguments)
     began = time.monotonic()
     whole = line_of(process, "digest")
     seconds = time.monotonic() - began
@@ -219,12 +220,12 @@ def test_kill_9_at_random_moments(num_kills):
     print("uncut:", whole, end="")
     for kill in range(num_kills):
         shutil.rmtree("output", ignore_errors=True)
-        process = start()
+        process = start(*arguments)
         moment = random.random() * seconds
         time.sleep(moment)
         process.kill()
         process.communicate()
         saved = sorted(path.name for path in Path("output").glob("checkpoint-*"))
-        resumed = finish(start())
+        resumed = finish(start(*arguments))
         print(f"kill {kill + 1} after {moment:.2f} of {seconds:.2f} s, {saved}: {resumed}", end="", flush=True)
         assert resumed == whole
