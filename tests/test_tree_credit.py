@@ -198,7 +198,7 @@ def test_a_tree_by_hand():
         assert row.in_loss
     assert rows[0].advantage == pytest.approx((3 * 0.4 - 4 * 0.72 - 3 * 0.3) / 10)
     own = rows[1].token_credit
-    assert own.shape == (8, 2) and own[:3].eq(0).all() and own[3:, 1].tolist() == pytest.approx([1 - 0.8 / 6] * 5)
+    assert own.shape == (2, 8) and not own[:, :3].any() and own[1, 3:].tolist() == pytest.approx([1 - 0.8 / 6] * 5)
     # As text, for which the anchors' states come in order
     text = render_tree(trees[0], make_tokenizer())
     assert "  advantages: +0.40 before S1, -0.72 before S2, -0.30 to the end" in text
@@ -355,7 +355,7 @@ class KeepsLeftovers(Recorder):
         self.left_over.append(defaultdict(list))
         for row in leftovers:  # of which two may be alike, token by token, and not in what is theirs of it
             tokens = (*row.prompt_ids, *row.completion_ids)
-            self.left_over[-1][tokens].append(row.token_credit[:, 1].tolist())
+            self.left_over[-1][tokens].append(row.token_credit[1].tolist())
 
 
 def test_left_over_rows_keep_their_credit():

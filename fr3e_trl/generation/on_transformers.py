@@ -87,9 +87,10 @@ class GenerateSampler:
         width = _initial_width(rows, config.eos_token_id)
         begins = [max(width, len(row.prefix_ids)) for row in rows]  # the columns at which sampling begins
         ends = [begin + row.max_new_tokens for begin, row in zip(begins, rows, strict=True)]
-        known_ids = torch.full((len(rows), max(begins)), -1)
-        for of_row, begin, row in zip(known_ids, begins, rows, strict=True):
-            of_row[begin - len(row.prefix_ids) : begin] = torch.tensor(row.prefix_ids)
+        known = np.full((len(rows), max(begins)), -1)
+        for of_row, begin, row in zip(known, begins, rows, strict=True):
+            of_row[begin - len(row.prefix_ids) : begin] = row.prefix_ids
+        known_ids = torch.from_numpy(known)
         min_new_tokens = config.min_new_tokens or 0
         min_lengths = [
             begin - row.num_sampled_before + min_new_tokens if min_new_tokens else 0
@@ -148,7 +149,8 @@ def _initial_width(rows: list[SamplingRequest], eos_token_ids: list[int]) -> int
     takes a row for finished where it is forced: a prompt may have one, of a chat's earlier turns. So are images.
     """
     width = max(len(row.prefix_ids) + row.max_new_tokens for row in rows) - max(row.max_new_tokens for row in rows)
-    eos_positions = [np.flatnonzero(np.isin(row.prefix_ids, eos_token_ids)) for row in rows]
+    prefixes = {id(row): row.prefix_ids for row in rows}.values()  # a request has many
+    eos_positions = [np.flatnonzero((prefix[:, None] == eos_token_ids).any(1)) for prefix in prefixes]
     with_images = [len(row.prefix_ids) - row.num_sampled_before for row in rows if row.multimodal is not None]
     with_images += [len(row.prefix_ids) for row in rows if row.tool_images]
     return max([width, *with_images, *(int(positions[-1]) + 1 for positions in eos_positions if positions.size)])
@@ -163,7 +165,7 @@ def _shares(request: SamplingRequest) -> Sequence[int]:
 
 def _until_eos(token_ids: np.ndarray, eos_token_ids: list[int]) -> np.ndarray:
     """A copy that ends with the first EOS: what follows is padding."""
-    is_eos = np.isin(token_ids, eos_token_ids)
+    is_eos = (token_ids[:, None] == eos_token_ids).any(1)
     return token_ids[: is_eos.argmax() + 1 if is_eos.any() else None].astype(np.int32)
 
 

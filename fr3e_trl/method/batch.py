@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..config import FR3EConfig
 from .advantages import compute_advantages, normalized_rewards, state_values, weighted_rewards
@@ -108,11 +109,10 @@ class Row:
         return mask.tolist()
 
     @property
-    def token_credit(self) -> torch.Tensor:
-        """Of shape (L, 2): how many tokens each counts for, and its advantage; 0 for those of the prefix."""
-        lengths, *weights_and_advantages = zip(*self.rollout.credit, strict=True)
-        own = torch.tensor(weights_and_advantages, dtype=torch.float64).T.repeat_interleave(torch.tensor(lengths), 0)
-        return torch.cat([own.new_zeros(len(self.prefix_ids), 2), own])
+    def token_credit(self) -> NDArray[np.float64]:
+        """Of shape (2, L): how many tokens each counts for, and its advantage; 0 for those of the prefix."""
+        lengths, weights, advantages = zip(*self.rollout.credit, strict=True)
+        return np.repeat([(0.0, *weights), (0.0, *advantages)], (len(self.prefix_ids), *lengths), axis=1)
 
 
 def rows_of(

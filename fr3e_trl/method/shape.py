@@ -1,5 +1,6 @@
 """How the rows of a prompt are shared out: which are base trajectories, and how many branch from each anchor."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ class Shape(NamedTuple):
     num_rollouts: int
 
 
+@functools.lru_cache  # it is asked for every row
 def share_rows(
     num_rows: int, num_anchors: int | None, num_bases: int | None, reuse_base: bool, has_prior: bool
 ) -> Shape:

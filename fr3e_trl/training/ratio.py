@@ -38,7 +38,7 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
         if self.use_vllm and self.vllm_importance_sampling_correction:
             return self._assemble_corrected(batch_rows, off_temperature, tool_counts)
         own = self.own_rows(batch_rows)
-        known = [self._known_logprobs(row) for row in own]
+        known = self._known_logprobs(own)
         # Where updates are of batches sampled before other updates, as TRL decides it
         wants_old = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
         if wants_old and all(logprobs is not None for logprobs in known):
@@ -56,8 +56,8 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
         if self.use_vllm and self.vllm_importance_sampling_correction:
             return  # against vLLM's log-probs, which are of the policy as it is now
         held = [row for row in leftovers if row.holder == self.accelerator.process_index]
-        for row in held:
-            row.old_logprobs = self._known_logprobs(row)
+        for row, logprobs in zip(held, self._known_logprobs(held), strict=True):
+            row.old_logprobs = logprobs
         held = [row for row in held if row.old_logprobs is None]
         for temperature in dict.fromkeys(row.temperature for row in leftovers):
             own = [row for row in held if row.temperature == temperature]
@@ -70,17 +70,20 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
             for row, (logprobs, _) in zip(own, statistics, strict=True):
                 row.old_logprobs = logprobs.clone()
 
-    def _known_logprobs(self, row: Row) -> torch.Tensor | None:
+    def _known_logprobs(self, rows: Sequence[Row]) -> list[torch.Tensor | None]:
         """
-        Log-probs of a row's tokens, of shape (L,), under the policy that it was sampled from, if they were told: by
+        Log-probs of each row's tokens, of shape (L,), under the policy that it was sampled from, if they were told: by
         generation in float32, by a sampler of one's own, or for a row left over by the step before. 0 for a prefix, not
         in the loss. In half precision decoding rounds otherwise than training does, and the ratio would not be 1 where
         nothing has changed.
         """
         is_told = self.has_own_sampler or (self.in_float32 and not self.use_vllm)
-        if row.old_logprobs is not None or row.rollout.logprobs is None or not is_told:
-            return row.old_logprobs
-        return torch.cat([torch.zeros(len(row.prefix_ids)), torch.from_numpy(row.rollout.logprobs)])
+        return [
+            row.old_logprobs
+            if row.old_logprobs is not None or row.rollout.logprobs is None or not is_told
+            else torch.cat([torch.zeros(len(row.prefix_ids)), torch.from_numpy(row.rollout.logprobs)])
+            for row in rows
+        ]
 
     def _set_old_logprobs(
         self, batch: dict[str, torch.Tensor], rows: list[Row], known: list[torch.Tensor | None]

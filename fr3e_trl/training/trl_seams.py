@@ -681,11 +681,11 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
                 The rows of all processes, with the credit of their tokens.
         """
         mask = batch["completion_mask"] * batch["tool_mask"]
-        weights, advantages = torch.zeros(2, *mask.shape).to(batch["advantages"])
+        credit = np.zeros((2, *mask.shape))
         for i, row in enumerate(self.own_rows(batch_rows)):
-            credit = row.token_credit.to(advantages)
-            weights[i, : len(credit)], advantages[i, : len(credit)] = credit.T
-        batch["advantages"] = advantages
+            of_row = row.token_credit
+            credit[:, i, : of_row.shape[1]] = of_row
+        weights, batch["advantages"] = torch.from_numpy(credit).to(batch["advantages"])
         # A token counts for all rows that pass through it
         num_counted = self.accelerator.gather((weights * mask).sum()).sum()
         batch["tokens_per_counted"] = batch["num_items_in_batch"] / num_counted.clamp(min=1)
