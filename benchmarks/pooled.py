@@ -24,12 +24,12 @@ GRPO = ["grpo_4", "grpo_8", "grpo_dapo"]
 
 def means_of(directory: Path) -> dict[str, dict[int, float]]:
     """The mean of pass@1 along the run, by arm and seed."""
+    path = directory / "results.json"
+    if not path.is_file():
+        raise SystemExit(f"{directory} has no results.json. Run fr3e compare with output_dir={directory} first.")
     means: dict[str, dict[int, float]] = defaultdict(dict)
-    for path in sorted((directory / "runs").glob("*.json")):
-        run = json.loads(path.read_text())
+    for run in json.loads(path.read_text())["runs"]:
         means[run["arm"]][run["seed"]] = mean_accuracy(run)
-    if not means:
-        raise SystemExit(f"{directory} has no runs. Run fr3e compare with output_dir={directory} first.")
     return means
 
 
