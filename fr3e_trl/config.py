@@ -338,13 +338,6 @@ class FR3EConfig(GRPOConfig):
         },
     )
 
-    # Candidates, tried and not kept
-    nested_branches: bool = field(default=False, metadata={"help": "The last branch leaves the first."})
-    polarity: str | None = field(default=None, metadata={"help": "Negatives by pass rate: p, or q for 1 - p."})
-    regression_baseline: bool = field(default=False, metadata={"help": "Baselines are corrected by a regression."})
-    path_power: float = field(default=1.0, metadata={"help": "w = |T| to this power."})
-    skip_known: bool = field(default=False, metadata={"help": "Prompts whose rows agreed are skipped, more and more."})
-
     # The refill of a batch
 
     max_refills: int = field(

@@ -263,8 +263,6 @@ class FR3ETrainer(RatioGRPOTrainer):
         self.trees = []
         explored: list[Row] = []
         with self.vllm_engine():
-            if self._refill is not None and self.args.skip_known:
-                self._refill.prompts.num_agreed = self.__dict__.setdefault("_num_agreed", {})
             if self._refill is None:
                 # TRL repeats an example for its group, and deals out the repeats as it does the rows
                 examples = {row // self.num_generations: inputs[i] for i, row in enumerate(self.deal(num_rows).own)}
@@ -307,10 +305,6 @@ class FR3ETrainer(RatioGRPOTrainer):
         own = {row // self.num_generations for row in self.deal(len(indices) * self.num_generations).own}
         rows += self._explore(len(indices), {i: self.train_dataset[indices[i]] for i in own}, indices)
         set_advantages(rows, self.trees, self.args, self._memory)
-        if self.args.skip_known:
-            for i, tree in zip(indices, self.trees[-len(indices) :], strict=True):
-                agree = len({r.score.reward for s in tree.states for r in s.rollouts}) == 1
-                self._num_agreed[i] = self._num_agreed.get(i, 0) + 1 if agree else 0
         return rows
 
     def _explore(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..config import FR3EConfig
 from .advantages import compute_advantages, normalized_rewards, state_values, weighted_rewards
 from .anchors import even_shares
-from .credit import Credit, Regression, compute_credit, informative_rows, prompt_values, tree_values
+from .credit import Credit, compute_credit, informative_rows, prompt_values, tree_values
 from .memory import ValueMemory
 from .tree import Rollout, State, TokenIds, Tree, as_ids, chains_of
 
@@ -196,34 +196,9 @@ def set_advantages(rows: list[Row], trees: list[Tree], args: FR3EConfig, memory:
     if args.credit == "tree":
         rewards, parents, positions, lengths, prompts, copies = _paths_of(trees, args)
         credit = compute_credit(
-            rewards,
-            parents,
-            positions,
-            lengths,
-            prompts,
-            prior_strength or 0.0,
-            copies=copies,
-            priors=priors,
-            power=args.path_power,
-            regression=_regression(args),
+            rewards, parents, positions, lengths, prompts, prior_strength or 0.0, copies=copies, priors=priors
         )
-        if args.polarity is not None:
-            totals = rewards.new_zeros(len(trees), 2).index_add(
-                0, prompts, torch.stack([rewards.nan_to_num(0), (~rewards.isnan()).double()], 1)
-            )
-            mean = rewards.nanmean()
-            rate = (4 * mean + totals[:, 0]) / (4 + totals[:, 1])
-            scale = (rate if args.polarity == "p" else 1 - rate)[prompts][credit.rows]
-            negative = credit.advantages < 0
-            credit.advantages[negative] *= scale[negative]
         _set_tree_credit(rows, trees, args, credit)
-
-
-_REGRESSIONS: dict[int, Regression] = {}
-
-
-def _regression(args):
-    return _REGRESSIONS.setdefault(id(args), Regression()) if args.regression_baseline else None
 
 
 def compared_rewards(trees: list[Tree], args: FR3EConfig) -> torch.Tensor:
@@ -318,12 +293,7 @@ def _paths_of(
         for state in tree.states:
             for rollout in state.rollouts:
                 rewards.append(rollout.score.reward)
-                nested = getattr(state, "row", None)
-                if nested is not None:
-                    rows_before = [r for s in tree.states for r in s.rollouts]
-                    parents.append(root + next(k for k, r in enumerate(rows_before) if r is nested))
-                else:
-                    parents.append(None if state.base is None else root + state.base)
+                parents.append(None if state.base is None else root + state.base)
                 positions.append(state.position)
                 lengths.append(state.position + rollout.length)
                 prompts.append(i)

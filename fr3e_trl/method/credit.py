@@ -80,8 +80,6 @@ def compute_credit(
     weight: str = "paths",
     copies: list[int] | None = None,
     priors: torch.Tensor | None = None,
-    power: float = 1.0,
-    regression: "Regression | None" = None,
 ) -> Credit:
     """
     Credit of a batch.
@@ -105,59 +103,7 @@ def compute_credit(
     if priors is None:
         priors = leave_one_out_means(prompt_values(values, prompts, int(prompts.max()) + 1))
     baselines = root_baselines(values, prompts, priors, prior_strength)
-    return tree_credit(
-        rewards, parents, positions, lengths, baselines, prior_strength, weight, copies, power, regression
-    )
-
-
-class Regression:
-    """What a stretch's rollouts earn beyond its baseline, by a ridge regression over the steps before."""
-
-    def __init__(self, num_features: int = 6):
-        self.xx = 20.0 * torch.eye(num_features, dtype=torch.float64)
-        self.xy = torch.zeros(num_features, dtype=torch.float64)
-
-    def __call__(self, rows, starts, passing, own, parents, positions, budget, baselines, compared_with):
-        trees: dict[int, list[int]] = {}
-        root = [row if parent is None else parent for row, parent in enumerate(parents)]
-        for row, base in enumerate(root):
-            trees.setdefault(base, []).append(row)
-        features = []
-        own = own.tolist()
-        beta = baselines.nan_to_num(0).tolist()
-        for row, start, flat in zip(rows.tolist(), starts.tolist(), compared_with.tolist(), strict=True):
-            base = root[row]
-            others = []
-            for q in trees[base]:
-                if q == row:
-                    continue
-                if row == base:
-                    if positions[q] <= start and q != base:
-                        others.append((positions[q], q))
-                else:
-                    others.append((min(positions[q], positions[row]) if q != base else positions[row], q))
-            depth = max((d for d, _ in others), default=-1)
-            near = [own[q] for d, q in others if d == depth]
-            far = [own[q] for d, q in others if d < depth]
-            v = beta[base]
-            chain = []
-            for k in (1.0, 4.0):
-                x = (4 * v + sum(r for r, _ in far)) / (4 + sum(n for _, n in far))
-                x = (k * x + sum(r for r, _ in near)) / (k + sum(n for _, n in near))
-                chain.append(x)
-            place = start / budget
-            features.append([1.0, v, flat, chain[0], chain[1], place])
-        x = torch.tensor(features, dtype=torch.float64)
-        y = (passing[:, 0] / passing[:, 1]).nan_to_num(0) - compared_with
-        w = passing[:, 1]
-        known = ~y.isnan() & (w > 0)
-        correction = x @ torch.linalg.solve(self.xx, self.xy)
-        x, y, w = x[known], y[known], w[known]
-        ridge = 20.0 * torch.eye(x.size(1), dtype=torch.float64)
-        self.xx = ridge + 0.95 * (self.xx - ridge) + (x * w[:, None]).T @ x
-        self.xy = 0.95 * self.xy + (x * (w * y)[:, None]).sum(0)
-        self.error = (y.square() * w).sum() / w.sum(), ((y - correction[known]).square() * w).sum() / w.sum()
-        return compared_with + correction
+    return tree_credit(rewards, parents, positions, lengths, baselines, prior_strength, weight, copies)
 
 
 def tree_values(rewards: torch.Tensor, parents: list[int | None], copies: list[int] | None = None) -> torch.Tensor:
@@ -236,8 +182,6 @@ def tree_credit(
     prior_strength: float,
     weight: str = "paths",
     copies: list[int] | None = None,
-    power: float = 1.0,
-    regression: "Regression | None" = None,
 ) -> Credit:
     """
     A(t) of every row's own tokens. Unscorable rows are in no T and no U.
@@ -285,14 +229,10 @@ def tree_credit(
     bases = torch.tensor([lineage[-1] for lineage in lineages], device=own.device)[rows]
     left = below[bases] - passing
     compared_with = _shrink(left[:, 0], left[:, 1], baselines.to(own.dtype)[bases], prior_strength)
-    if regression is not None:
-        compared_with = regression(
-            rows, starts, passing, own, parents, positions, max(lengths), baselines, compared_with
-        )
     advantages = (passing[:, 0] / passing[:, 1] - compared_with).nan_to_num(0)
     rounding = 1000 * torch.finfo(own.dtype).eps * rewards.nan_to_num(0).abs().max()
     advantages = advantages.masked_fill(advantages.abs() <= rounding, 0)
-    weights = passing[:, 1] ** power if weight == "paths" else torch.ones_like(advantages)
+    weights = passing[:, 1] if weight == "paths" else torch.ones_like(advantages)
     return Credit(rows, starts, ends, weights, weights * advantages)
 
 

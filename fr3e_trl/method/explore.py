@@ -132,8 +132,6 @@ def explore(
 
     surveys = [survey for of_process in in_every_process(first_return) for survey in of_process]
     _branch(trees, args, surveys, seed, deal)
-    if args.nested_branches:
-        _nest(trees, args, sampler)
     outcomes = in_every_process(lambda: _explore(trees, args, sampler, score, deal, drawn))
     _know_all(trees, outcomes)
 
@@ -161,7 +159,7 @@ def _first_return(
     """
     bases = own_bases(len(trees), args, deal)
     branching = None
-    if args.num_anchors and args.reuse_base and args.base_selection == "all" and not args.nested_branches:
+    if args.num_anchors and args.reuse_base and args.base_selection == "all":
         branching = Branching(
             args.num_rollouts,
             args.temperature * args.explore_temperature_scale,
@@ -332,36 +330,6 @@ def _branch(trees: list[Tree], args: FR3EConfig, surveys: list[Survey], seed: tu
         for state in tree.states:
             num_missing = (size if state.parent is None else args.num_rollouts) - len(state.rollouts)
             state.rollouts += [Rollout() for _ in range(num_missing)]
-
-
-def _nest(trees: list[Tree], args: FR3EConfig, sampler: Sampler) -> None:
-    """Have the last anchor of each tree leave the first branch in the place of the base trajectory."""
-    firsts = [tree for tree in trees if len(tree.states) == args.num_anchors + 1]
-    requests = [
-        SamplingRequest(
-            prefix_ids=np.concatenate([tree.prompt_ids, tree.states[1].prefix_ids]),
-            num_samples=1,
-            max_new_tokens=tree.budget - tree.states[1].position,
-            temperature=args.temperature,
-            num_prompt_tokens=len(tree.prompt_ids),
-            with_entropies=True,
-        )
-        for tree in firsts
-    ]
-    for tree, samples in zip(firsts, sampler.sample(requests), strict=True):
-        first, last = tree.states[1], tree.states[-1]
-        first.rollouts[0] = rollout = _rollout(samples[0])
-        entropies = torch.as_tensor(samples[0].entropies)
-        eligible = eligible_positions(entropies, tree.budget - first.position, args.anchor_min_budget)
-        if args.anchor_threshold is not None:
-            places = first_anchors(entropies, eligible, args.anchor_threshold, 1, args.anchor_min_gap)
-        else:
-            places = rank_anchors(entropies, eligible, 1, args.anchor_min_gap)
-        if places:
-            last.position = first.position + places[0]
-            last.prefix_ids = np.concatenate([first.prefix_ids, rollout.token_ids[: places[0]]])
-            last.row = rollout
-            last.entropy = entropies[places[0]].item()
 
 
 def _explore(

@@ -44,16 +44,7 @@ class PromptStream:
     def draw(self, num_indices: int) -> list[int]:
         """The next indices."""
         self.num_drawn += num_indices
-        num_agreed = getattr(self, "num_agreed", None)
-        if num_agreed is None:
-            return list(islice(self._indices, num_indices))
-        rng = self.__dict__.setdefault("rng", __import__("random").Random(0))
-        drawn: list[int] = []
-        while len(drawn) < num_indices:
-            index = next(self._indices)
-            if rng.random() < 0.5 ** num_agreed.get(index, 0) and index not in drawn:
-                drawn.append(index)
-        return drawn
+        return list(islice(self._indices, num_indices))
 
 
 def num_to_draw(num_missing: int, num_informative: int, num_explored: int, limit: int) -> int:
