@@ -76,15 +76,17 @@ class GenerateSampler:
         self.image_inputs = image_inputs
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
-        rows = [request for request in requests for _ in range(request.num_samples)]
-        shares = [share for request in requests for share in _shares(request)]
-        drawn = iter(self._generate(rows, shares) if rows else [])
+        drawn = iter(self._generate(requests))
         return [[next(drawn) for _ in range(request.num_samples)] for request in requests]
 
-    def _generate(self, rows: list[SamplingRequest], shares: list[int]) -> list[Sample]:
-        """One continuation for each row, and of each as many anchors' rollouts as its share, or fewer."""
+    def _generate(self, requests: Sequence[SamplingRequest]) -> list[Sample]:
+        """The samples of all requests, and of each as many anchors' rollouts as its share, or fewer."""
+        rows = [request for request in requests for _ in range(request.num_samples)]
+        shares = [share for request in requests for share in _shares(request)]
+        if not rows:
+            return []
         config = copy.deepcopy(self.generation_config)
-        width = _initial_width(rows, config.eos_token_id)
+        width = _initial_width(requests, config.eos_token_id)
         begins = [max(width, len(row.prefix_ids)) for row in rows]  # the columns at which sampling begins
         ends = [begin + row.max_new_tokens for begin, row in zip(begins, rows, strict=True)]
         known = np.full((len(rows), max(begins)), -1)
@@ -141,18 +143,17 @@ class GenerateSampler:
         return samples
 
 
-def _initial_width(rows: list[SamplingRequest], eos_token_ids: list[int]) -> int:
+def _initial_width(requests: Sequence[SamplingRequest], eos_token_ids: list[int]) -> int:
     """
     The width that a batch begins with: the smallest from which it takes no more steps than the largest budget.
 
     It becomes as wide as its longest row then. But whatever has an EOS in it is there at the beginning, as `generate`
     takes a row for finished where it is forced: a prompt may have one, of a chat's earlier turns. So are images.
     """
-    width = max(len(row.prefix_ids) + row.max_new_tokens for row in rows) - max(row.max_new_tokens for row in rows)
-    prefixes = {id(row): row.prefix_ids for row in rows}.values()  # a request has many
-    eos_positions = [np.flatnonzero((prefix[:, None] == eos_token_ids).any(1)) for prefix in prefixes]
-    with_images = [len(row.prefix_ids) - row.num_sampled_before for row in rows if row.multimodal is not None]
-    with_images += [len(row.prefix_ids) for row in rows if row.tool_images]
+    width = max(len(r.prefix_ids) + r.max_new_tokens for r in requests) - max(r.max_new_tokens for r in requests)
+    eos_positions = [np.flatnonzero(np.isin(r.prefix_ids, eos_token_ids)) for r in requests]
+    with_images = [len(r.prefix_ids) - r.num_sampled_before for r in requests if r.multimodal is not None]
+    with_images += [len(r.prefix_ids) for r in requests if r.tool_images]
     return max([width, *with_images, *(int(positions[-1]) + 1 for positions in eos_positions if positions.size)])
 
 
@@ -165,7 +166,7 @@ def _shares(request: SamplingRequest) -> Sequence[int]:
 
 def _until_eos(token_ids: np.ndarray, eos_token_ids: list[int]) -> np.ndarray:
     """A copy that ends with the first EOS: what follows is padding."""
-    is_eos = (token_ids[:, None] == eos_token_ids).any(1)
+    is_eos = np.isin(token_ids, eos_token_ids)
     return token_ids[: is_eos.argmax() + 1 if is_eos.any() else None].astype(np.int32)
 
 

@@ -29,7 +29,7 @@ class Shape(NamedTuple):
     num_rollouts: int
 
 
-@functools.lru_cache  # it is asked for every row
+@functools.lru_cache(typed=True)  # it is asked for every row
 def share_rows(
     num_rows: int, num_anchors: int | None, num_bases: int | None, reuse_base: bool, has_prior: bool
 ) -> Shape:
