@@ -320,6 +320,10 @@ class FR3EConfig(GRPOConfig):
             "states of several; with `value_memory`, what past steps say is best."
         },
     )
+    value_head: bool = field(
+        default=False,
+        metadata={"help": "Candidate: whether a linear value head predicts what is left of each token's advantage."},
+    )
     value_memory: bool = field(
         default=False,
         metadata={

@@ -28,6 +28,7 @@ from .generation.on_vllm import VLLMColocateSampler, VLLMServerSampler
 from .generation.sampler import InStepSampler, OwnSampler, Sampler, images_of
 from .generation.tool_calling import EnvironmentFailure, Instance, ToolCallingSampler
 from .generation.vllm_server import VLLMServerError
+from .method.head import ValueHead
 from .method.batch import Deal, Row, remember, rows_of, set_advantages
 from .method.explore import explore, own_bases
 from .method.memory import ValueMemory, prompt_key
@@ -268,6 +269,9 @@ class FR3ETrainer(RatioGRPOTrainer):
                 examples = {row // self.num_generations: inputs[i] for i, row in enumerate(self.deal(num_rows).own)}
                 rows = explored = self._explore(num_prompts, examples)
                 set_advantages(rows, self.trees, self.args, self._memory)
+                if self.args.value_head:
+                    self._value_head = self.__dict__.get("_value_head") or ValueHead()
+                    self._value_head.apply(rows, self.model, self.args)
             else:
                 rows, refill_metrics = self._refill.fill(partial(self._explore_drawn, explored), num_prompts, num_rows)
                 hand_over(rows, self.deal(num_rows), in_every_process, self.train_dataset)
