@@ -320,6 +320,10 @@ class FR3EConfig(GRPOConfig):
             "states of several; with `value_memory`, what past steps say is best."
         },
     )
+    anchor_auto: float | None = field(
+        default=None,
+        metadata={"help": "Candidate: positions above the threshold for each anchor that past steps had on average."},
+    )
     value_head: bool = field(
         default=False,
         metadata={"help": "Candidate: whether a linear value head predicts what is left of each token's advantage."},

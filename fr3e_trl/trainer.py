@@ -362,7 +362,22 @@ class FR3ETrainer(RatioGRPOTrainer):
             for i, key in keys.items():
                 trees[i].key = key
         seed = (self.args.seed, self.state.global_step)
+        auto = self.args.anchor_auto
+        if auto is not None:
+            self.args.anchor_threshold = self.__dict__.get("_threshold")
         explore(trees, self.args, self.sampler, score, self.token_statistics, seed, deal, in_every_process)
+        if auto is not None:
+            entropies = [e[1:] for tree in trees for e in tree.entropies if e is not None]
+            pooled = torch.cat(entropies)
+            pooled = pooled[~pooled.isnan()].sort(descending=True).values
+            index = round(auto * self.args.num_anchors / self.args.num_bases * len(entropies))
+            found = pooled[min(index, len(pooled) - 1)].item()
+            before = self.__dict__.get("_threshold")
+            self._threshold = found if before is None else 0.7 * before + 0.3 * found
+            if (log := __import__("os").environ.get("HEAD_LOG")) is not None:
+                anchors = sum(len(tree.states) - 1 for tree in trees) / len(trees)
+                with open(log, "a") as file:
+                    print("auto", auto, self.args.seed, self._threshold, anchors, file=file)
         for dialogue in (rollout.dialogue for tree in trees for state in tree.states for rollout in state.rollouts):
             if dialogue is not None:
                 dialogue.environment, dialogue.snapshots = None, []  # for the next rollouts
