@@ -324,6 +324,10 @@ class FR3EConfig(GRPOConfig):
         default=None,
         metadata={"help": "Candidate: positions above the threshold for each anchor that past steps had on average."},
     )
+    copy_missing: bool = field(
+        default=False,
+        metadata={"help": "Candidate: whether the base stands for branches that it has no anchor for."},
+    )
     value_head: bool = field(
         default=False,
         metadata={"help": "Candidate: whether a linear value head predicts what is left of each token's advantage."},
