@@ -320,18 +320,6 @@ class FR3EConfig(GRPOConfig):
             "states of several; with `value_memory`, what past steps say is best."
         },
     )
-    anchor_auto: float | None = field(
-        default=None,
-        metadata={"help": "Candidate: positions above the threshold for each anchor that past steps had on average."},
-    )
-    copy_missing: bool = field(
-        default=False,
-        metadata={"help": "Candidate: whether the base stands for branches that it has no anchor for."},
-    )
-    value_head: bool = field(
-        default=False,
-        metadata={"help": "Candidate: whether a linear value head predicts what is left of each token's advantage."},
-    )
     value_memory: bool = field(
         default=False,
         metadata={

@@ -28,7 +28,6 @@ from .generation.on_vllm import VLLMColocateSampler, VLLMServerSampler
 from .generation.sampler import InStepSampler, OwnSampler, Sampler, images_of
 from .generation.tool_calling import EnvironmentFailure, Instance, ToolCallingSampler
 from .generation.vllm_server import VLLMServerError
-from .method.head import ValueHead
 from .method.batch import Deal, Row, remember, rows_of, set_advantages
 from .method.explore import explore, own_bases
 from .method.memory import ValueMemory, prompt_key
@@ -269,9 +268,6 @@ class FR3ETrainer(RatioGRPOTrainer):
                 examples = {row // self.num_generations: inputs[i] for i, row in enumerate(self.deal(num_rows).own)}
                 rows = explored = self._explore(num_prompts, examples)
                 set_advantages(rows, self.trees, self.args, self._memory)
-                if self.args.value_head:
-                    self._value_head = self.__dict__.get("_value_head") or ValueHead()
-                    self._value_head.apply(rows, self.model, self.args)
             else:
                 rows, refill_metrics = self._refill.fill(partial(self._explore_drawn, explored), num_prompts, num_rows)
                 hand_over(rows, self.deal(num_rows), in_every_process, self.train_dataset)
@@ -362,22 +358,7 @@ class FR3ETrainer(RatioGRPOTrainer):
             for i, key in keys.items():
                 trees[i].key = key
         seed = (self.args.seed, self.state.global_step)
-        auto = self.args.anchor_auto
-        if auto is not None:
-            self.args.anchor_threshold = self.__dict__.get("_threshold")
         explore(trees, self.args, self.sampler, score, self.token_statistics, seed, deal, in_every_process)
-        if auto is not None:
-            entropies = [e[1:] for tree in trees for e in tree.entropies if e is not None]
-            pooled = torch.cat(entropies)
-            pooled = pooled[~pooled.isnan()].sort(descending=True).values
-            index = round(auto * self.args.num_anchors / self.args.num_bases * len(entropies))
-            found = pooled[min(index, len(pooled) - 1)].item()
-            before = self.__dict__.get("_threshold")
-            self._threshold = found if before is None else 0.7 * before + 0.3 * found
-            if (log := __import__("os").environ.get("HEAD_LOG")) is not None:
-                anchors = sum(len(tree.states) - 1 for tree in trees) / len(trees)
-                with open(log, "a") as file:
-                    print("auto", auto, self.args.seed, self._threshold, anchors, file=file)
         for dialogue in (rollout.dialogue for tree in trees for state in tree.states for rollout in state.rollouts):
             if dialogue is not None:
                 dialogue.environment, dialogue.snapshots = None, []  # for the next rollouts

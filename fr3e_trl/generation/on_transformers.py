@@ -313,9 +313,6 @@ class _GrowingRow:
         return replace(self.sample, branches=branches)
 
 
-COPY = __import__('os').environ.get('COPY')
-
-
 class _GrowingRows:
     """
     A decoding loop for `generate` in which rollouts leave their base trajectories while these grow.
@@ -444,8 +441,6 @@ class _GrowingRows:
     def _begin_anew(self, ended: list[int], column: int) -> list[int]:
         """Rows that ended without all of their anchors, as often as rollouts are to begin anew; these are added."""
         anew = []
-        if COPY:
-            return anew
         for i in ended:
             row = self.live[i]
             if row.share > len(row.branches) and row.request.branching is not None:

@@ -292,7 +292,7 @@ def _paths_of(
         copies += [1 + (share - num_anchors[b]) * num_rollouts for b, share in enumerate(shares)]
         for state in tree.states:
             for rollout in state.rollouts:
-                rewards.append(float("nan") if getattr(rollout, "is_copy", False) else rollout.score.reward)
+                rewards.append(rollout.score.reward)
                 parents.append(None if state.base is None else root + state.base)
                 positions.append(state.position)
                 lengths.append(state.position + rollout.length)

@@ -337,22 +337,7 @@ def _explore(
 ) -> list[tuple[int, int, list[float], float]]:
     """Sample and score what is missing of this process's rows; return lengths, rewards and reward of each row."""
     own = _slots(trees)[deal.own.start : deal.own.stop]
-    if args.copy_missing:
-        for tree in trees:
-            taken = Counter(state.base for state in tree.states)
-            lacking = [
-                b
-                for b, share in enumerate(even_shares(args.num_anchors or 0, args.num_bases))
-                for _ in range((share - taken[b]) * args.num_rollouts)
-            ]
-            for k, b in enumerate(lacking, args.num_bases):
-                base = tree.bases[b]
-                copied = Rollout(base.token_ids, base.logprobs, base.score, mask=base.mask, dialogue=base.dialogue)
-                copied.num_written, copied.is_copy = 0, True
-                tree.states[0].rollouts[k] = copied
     for i, state, k in own:
-        if getattr(state.rollouts[k], "is_copy", False):
-            continue
         # S_0 has those of all of its tree's base trajectories
         bases = range(args.num_bases) if state.base is None else [state.base]
         samples = [sample for b in bases for sample in drawn.get((i, b), {}).get(state.position, [])]
