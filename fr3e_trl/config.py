@@ -111,8 +111,8 @@ class FR3EConfig(GRPOConfig):
             What makes an anchor: `"entropy"`, `"surprisal"` or `"random"`.
         anchor_quantile (`float`, *optional*):
             Quantile of a trajectory's entropies that anchors are above.
-        anchor_threshold (`float`, *optional*):
-            Entropy, in nats, that makes the first positions above it anchors.
+        anchor_threshold (`float` or `"auto"`, *optional*, defaults to `"auto"`):
+            Entropy, in nats, that makes the first positions above it anchors; `None` for the highest of a trajectory.
         anchor_positions (`str`, *optional*, defaults to `"any"`):
             Where anchors may be: at `"any"` token that the policy wrote, or at those that begin its `"turns"`.
         anchor_min_gap (`int`, *optional*, defaults to `1`):
@@ -211,12 +211,15 @@ class FR3EConfig(GRPOConfig):
             "anchors, for example 0.75. If `None`, all may."
         },
     )
-    anchor_threshold: float | None = field(
-        default=None,
+    anchor_threshold: float | str | None = field(
+        default="auto",
         metadata={
             "help": "The first positions of a trajectory whose entropy is above this many nats become anchors, as many "
-            "as it gets, for example 0.3. If `None`, those with the highest scores. A stopping rule, which does not "
-            "look at what follows: with it `credit='tree'` is unbiased."
+            "as it gets, for example 0.3. A stopping rule, which does not look at what follows: with it "
+            "`credit='tree'` is unbiased, and branches are generated while their base trajectory is. With 'auto' it "
+            "is the threshold at which half of the last steps' base trajectories have all their anchors; where "
+            "something else than the entropy of any position decides, or with `credit='rollout'`, it is `None`. If "
+            "`None` ('none' on a command line), the positions with the highest scores are anchors."
         },
     )
     anchor_positions: str = field(
@@ -284,8 +287,9 @@ class FR3EConfig(GRPOConfig):
             "'tree', the outcomes of all rollouts that pass through it. 'tree' takes the losses 'dapo', 'bnpo', "
             "'dr_grpo', 'cispo', 'luspo' and 'vespo', `importance_sampling_level='token'`, `reuse_base=True`, "
             "`base_selection='all'`, `modulation='none'`, `explore_temperature_scale=1`, `scale_rewards='none'` and "
-            "`multi_objective_aggregation='sum_then_normalize'`; a base trajectory too short for its anchors then "
-            "leaves their rollouts to S_0. If `None`, 'tree' where all of this is so, and 'rollout' otherwise.",
+            "`multi_objective_aggregation='sum_then_normalize'`; a base trajectory with fewer anchors than it may have "
+            "then stands for the rollouts that it lacks, and nothing is sampled in their place. If `None`, 'tree' "
+            "where all of this is so, and 'rollout' otherwise.",
             "choices": ["rollout", "tree"],
         },
     )
@@ -451,8 +455,6 @@ class FR3EConfig(GRPOConfig):
         self._resolve()
         if self.epsilon_high is None and self.num_anchors:
             self.epsilon_high = PAPER_CLIPPING
-        if self.scale_rewards is None:
-            self.scale_rewards = PAPER_SCALING if self.num_anchors or self.has_prior else "group"
         super().__post_init__()
         self._check_combinations()
 
@@ -570,13 +572,16 @@ class FR3EConfig(GRPOConfig):
             self.anchor_quantile is None or 0 <= self.anchor_quantile < 1,
             "None or at least 0 and below 1, for example 0.75",
         )
+        takes_threshold = self.anchor_score == "entropy" and self.anchor_quantile is None
+        if isinstance(self.anchor_threshold, str):
+            self.anchor_threshold = _threshold_of(self.anchor_threshold)
         _require(
             self,
             "anchor_threshold",
-            self.anchor_threshold is None
-            or (self.anchor_threshold >= 0 and self.anchor_score == "entropy" and self.anchor_quantile is None),
-            f"None, or 0 or more with anchor_score='entropy' and anchor_quantile=None (they are {self.anchor_score!r} "
-            f"and {self.anchor_quantile}), for example 0.3",
+            self.anchor_threshold in (None, "auto")
+            or (isinstance(self.anchor_threshold, int | float) and self.anchor_threshold >= 0 and takes_threshold),
+            "'auto', None, or 0 or more with anchor_score='entropy' and anchor_quantile=None (they are "
+            f"{self.anchor_score!r} and {self.anchor_quantile}), for example 0.3",
         )
         _require(self, "explore_temperature_scale", self.explore_temperature_scale > 0, "above 0, for example 1.0")
         _require(self, "modulation_clip", self.modulation_clip > 0, "above 0, for example 5.0")
@@ -605,6 +610,8 @@ class FR3EConfig(GRPOConfig):
             "rewards have the mean 0 in every step, and nothing is left to remember",
         )
         self.num_base_trajectories, self.num_anchors, _ = self._shape
+        if self.scale_rewards is None:
+            self.scale_rewards = PAPER_SCALING if self.num_anchors or self.has_prior else "group"
         if self.reject_degenerate_states is None:
             self.reject_degenerate_states = self.num_anchors != 0
         if self.share_prefixes is None:
@@ -612,6 +619,10 @@ class FR3EConfig(GRPOConfig):
         if self.credit is None:
             takes_tree = all(getattr(self, name) in choices for name, choices in TREE_CHOICES.items())
             self.credit = "tree" if self.num_anchors != 0 and takes_tree else "rollout"
+        if self.anchor_threshold == "auto" and not (
+            self.credit == "tree" and takes_threshold and self.anchor_positions == "any"
+        ):
+            self.anchor_threshold = None
         _require(
             self,
             "max_refills",
@@ -682,6 +693,16 @@ def _require_type(config: FR3EConfig, name: str, annotation: Any, example: str) 
     is_finite = not isinstance(value, float) or math.isfinite(value)
     allowed = f"{' or '.join(TYPE_NAMES[t] for t in types)}, {example}"
     _require(config, name, is_of_type and is_finite and (bool in types or not is_bool), allowed)
+
+
+def _threshold_of(text: str) -> float | str | None:
+    """A threshold as a command line gives it."""
+    if text.lower() == "none":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _lost_by_scaling(config: FR3EConfig) -> str:

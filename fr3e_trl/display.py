@@ -84,6 +84,8 @@ def _state_lines(tree: Tree, i: int, tokenizer: PreTrainedTokenizerBase) -> list
     outcomes = _outcomes(state.rollouts, tree)
     for rollout, outcome in zip(state.rollouts, outcomes, strict=True):
         note = f"  (trajectory {explored[id(rollout)] + 1})" if id(rollout) in explored else ""
+        if rollout.copy_of is not None:
+            note = f"  (trajectory {rollout.copy_of + 1} again, which had no more anchors)"
         text = _text(tokenizer, state.prefix_ids, rollout.token_ids)
         if len(rollout.token_ids) == 0:
             text = f"({rollout.length} tokens, in another process)"

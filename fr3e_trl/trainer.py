@@ -28,6 +28,7 @@ from .generation.on_vllm import VLLMColocateSampler, VLLMServerSampler
 from .generation.sampler import InStepSampler, OwnSampler, Sampler, images_of
 from .generation.tool_calling import EnvironmentFailure, Instance, ToolCallingSampler
 from .generation.vllm_server import VLLMServerError
+from .method.anchors import next_threshold
 from .method.batch import Deal, Row, remember, rows_of, set_advantages
 from .method.explore import explore, own_bases
 from .method.memory import ValueMemory, prompt_key
@@ -180,6 +181,7 @@ class FR3ETrainer(RatioGRPOTrainer):
         self.has_own_sampler = sampler is not None
         self._refill: Refill | None = None
         self._memory = ValueMemory() if args.value_memory else None
+        self._threshold: float | None = None  # that base trajectories branch above, where past steps say it
         self._tree_log: TreeLog | None = None
         if args.log_trees is not None:
             self._tree_log = TreeLog(args.log_trees, self._tokenizer, self.reward_func_names, self.accelerator)
@@ -237,6 +239,8 @@ class FR3ETrainer(RatioGRPOTrainer):
             state |= self._refill.state(self.accelerator.num_processes, self.accelerator.process_index)
         if self._memory is not None:
             state["value_memory"] = self._memory.state()
+        if self._threshold is not None:
+            state["anchor_threshold"] = self._threshold
         return state
 
     def resume_from_state(self, state: dict[str, Any]) -> None:
@@ -244,6 +248,7 @@ class FR3ETrainer(RatioGRPOTrainer):
             self._refill.resume(state, self.accelerator.num_processes)
         if self._memory is not None and "value_memory" in state:
             self._memory.resume(state["value_memory"])
+        self._threshold = state.get("anchor_threshold")
 
     # A step
 
@@ -288,6 +293,8 @@ class FR3ETrainer(RatioGRPOTrainer):
             dialogues = [row.rollout.dialogue for row in self.own_rows(rows)]
             is_broken = [dialogue is not None and dialogue.is_broken for dialogue in dialogues]
             metrics["fr3e/tools/skipped"] = sum(map(sum, in_every_process(lambda: is_broken))) / num_rows
+        if self._threshold is not None:
+            metrics["fr3e/anchor/threshold"] = self._threshold
         if self._memory is not None:
             metrics |= remember(self.trees, self.args, self._memory)
         if self._refill is not None:
@@ -358,7 +365,19 @@ class FR3ETrainer(RatioGRPOTrainer):
             for i, key in keys.items():
                 trees[i].key = key
         seed = (self.args.seed, self.state.global_step)
-        explore(trees, self.args, self.sampler, score, self.token_statistics, seed, deal, in_every_process)
+        uncertainties = explore(
+            trees,
+            self.args,
+            self.sampler,
+            score,
+            self.token_statistics,
+            seed,
+            deal,
+            in_every_process,
+            self._threshold,
+        )
+        if self.args.anchor_threshold == "auto":
+            self._threshold = next_threshold(self._threshold, uncertainties)
         for dialogue in (rollout.dialogue for tree in trees for state in tree.states for rollout in state.rollouts):
             if dialogue is not None:
                 dialogue.environment, dialogue.snapshots = None, []  # for the next rollouts

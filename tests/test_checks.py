@@ -174,5 +174,6 @@ def test_the_only_base_trajectory_of_one_prompt_teaches_nothing():
     )
     trainer.train()
     (tree,) = trainer.trees
-    assert len(tree.states[0].rollouts) == 1 and tree.states[0].rejected
-    assert not all(state.rejected for state in tree.states)
+    (base,) = tree.states[0].rollouts
+    assert [advantage == 0 for _, _, advantage in base.credit] == [True, *[False] * (len(base.credit) - 1)]
+    assert len(base.credit) > 1 and not tree.states[1].rejected

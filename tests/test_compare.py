@@ -220,7 +220,9 @@ def sampled(monkeypatch):
 
     def sample_and_count(self, requests):
         samples = sample(self, requests)
-        lengths.extend(len(sample.token_ids) for of_request in samples for sample in of_request)
+        for drawn in (drawn for of_request in samples for drawn in of_request):
+            left = [branch for branches in drawn.branches.values() for branch in branches]
+            lengths.extend(len(sample.token_ids) for sample in [drawn, *left])
         return samples
 
     def reward_and_count(self, completions, right, completion_ids=None, trainer_state=None, **kwargs):

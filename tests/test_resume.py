@@ -119,6 +119,7 @@ def test_resuming_with_other_processes(tmp_path):
         "save_strategy": "steps",
         "save_steps": 1,
         "max_refills": 3,
+        "credit": "rollout",
         "value_prior_strength": 0,
         "num_rewards": 2,  # that many, and no prior, for states to be rejected
     }

@@ -72,7 +72,9 @@ def explored(trainer):
 
 
 def own_calls(state, rollout):
-    """How many calls a rollout made: those of its prefix were made before."""
+    """How many calls a rollout made: those of its prefix were made before, and a copy's by its base trajectory."""
+    if rollout.copy_of is not None:
+        return 0
     first = sum(end <= state.position for _, end in rollout.dialogue.turns)
     of_turns = [message.get("tool_calls") or [] for message in rollout.dialogue.messages if message["role"] != "tool"]
     return sum(map(len, of_turns[first:]))
@@ -409,7 +411,8 @@ def test_an_environment_that_tells_otherwise_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("environment", [MoodyWalk, WordyWalk])
 def test_rollouts_that_cannot_go_on_leave_the_loss(environment):
-    trainer = make_trainer(environment_factory=environment, reward_funcs=[owned], replay_mismatch="skip")
+    settings = {"environment_factory": environment, "replay_mismatch": "skip", "anchor_threshold": None}
+    trainer = make_trainer(reward_funcs=[owned], **settings)
     for trees, batch in explored(trainer):
         broken = [rollout.dialogue.is_broken for _, _, rollout in rollouts_of(trees)]
         in_loss = batch["in_loss"].tolist()

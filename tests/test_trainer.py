@@ -173,7 +173,7 @@ def test_evaluation_does_not_explore():
 
 
 def test_a_completion_and_one_branch_of_it_train():
-    trainer = train(num_generations=2, reward_funcs=letters, max_steps=3)
+    trainer = train(num_generations=2, reward_funcs=letters, credit="rollout", max_steps=3)
     for batch, trees in trainer.batches:
         check_batch(trainer, batch, trees)
         # By hand: the prior of a prompt is the mean of the others' values; that of a branch its prompt's shrunk value,
@@ -206,7 +206,11 @@ def check_batch(trainer, batch, trees):
         # No token of the prefix, no padding and no rejected row is in the loss
         counted = (batch["completion_mask"][i] * batch["tool_mask"][i]).tolist()
         truncated = args.mask_truncated_completions and completion[-1] not in (1, pad_id)  # as TRL has it
-        in_loss = int(not state.rejected and not truncated)
+        is_in_loss = not state.rejected
+        if args.credit == "tree":
+            teaches = any(advantage != 0 for _, _, advantage in rollout.credit)
+            is_in_loss = rollout.copy_of is None and (teaches or not args.reject_degenerate_states)
+        in_loss = int(is_in_loss and not truncated)
         assert counted == [0] * prefix + [in_loss] * (length - prefix) + [0] * len(padding)
         if state.base is not None:
             assert tree.bases[state.base].token_ids[:prefix] == state.prefix_ids
@@ -243,9 +247,10 @@ def test_what_trl_logs_of_completions_fits_the_rows():
         return digits(completions)
 
     trainer = train(reward_funcs=reward, max_steps=1)
-    (batch, trees) = trainer.batches[0]
+    (_, trees) = trainer.batches[0]
     logs = trainer._logs
-    assert list(logs["advantages"]) == batch["advantages"].tolist()
+    means = [sum(n * a for n, _, a in r.credit) / len(r.token_ids) for _, _, r in rollouts_of(trees)]
+    assert list(logs["advantages"]) == pytest.approx(means, abs=1e-6)
     assert list(logs["rewards"]["reward"]) == [rollout.score.reward for _, _, rollout in rollouts_of(trees)]
     assert list(logs["extra"]["length"]) == [len(completion) for completion in logs["completion"]]
     assert list(logs["prompt"]) == [
@@ -387,7 +392,7 @@ def row_losses(batch, loss_type, max_completion_length):
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "sapo", "luspo", "bnpo"])
 def test_rejected_rows_leave_numerator_and_denominator(loss_type):
-    trainer = train(loss_type=loss_type, max_steps=3)
+    trainer = train(loss_type=loss_type, credit="rollout", max_steps=3)
     for (batch, _), (loss,) in zip(trainer.batches, logged(trainer, "loss"), strict=True):
         assert loss == pytest.approx(row_losses(batch, loss_type, 12).nan_to_num().item(), abs=1e-5)
     assert any(not batch["in_loss"].all() for batch, _ in trainer.batches)
@@ -408,7 +413,7 @@ def test_splitting_the_batch_changes_no_gradient(loss_type):
 
 
 def test_kept_degenerate_rows_dilute_the_loss():
-    trainer = train(reject_degenerate_states=False, max_steps=3)
+    trainer = train(reject_degenerate_states=False, credit="rollout", max_steps=3)
     diluted = 0
     for (batch, trees), (loss,) in zip(trainer.batches, logged(trainer, "loss"), strict=True):
         assert batch["in_loss"].all()
@@ -468,12 +473,12 @@ def squared(completions, **kwargs):
 
 
 def sometimes_none(completions, **kwargs):
-    return [None if i % 3 == 0 else value for i, value in enumerate(digits(completions))]
+    return [None if i % 3 == 0 else value for i, value in enumerate(letters(completions))]
 
 
 async def asynchronous(completions, **kwargs):
     await asyncio.sleep(0)
-    return digits(completions)
+    return letters(completions)
 
 
 @pytest.mark.parametrize(
@@ -551,9 +556,10 @@ def test_unscorable_rows_have_no_advantage():
     trainer = train(reward_funcs=sometimes_none)
     unscorable = 0
     for batch, trees in trainer.batches:
-        for advantage, (_, _, rollout) in zip(batch["advantages"].tolist(), rollouts_of(trees), strict=True):
-            if math.isnan(rollout.score.reward):
-                assert advantage == 0
+        for advantages, (_, _, rollout) in zip(batch["advantages"], rollouts_of(trees), strict=True):
+            # Tokens that others pass through learn from these
+            if math.isnan(rollout.score.reward) and len(rollout.credit) == 1:
+                assert not advantages.any()
                 unscorable += 1
     assert unscorable > 4
 
@@ -633,6 +639,17 @@ def test_qlora(tmp_path):
     trainer.train()
     check_only_the_adapter_moved(trainer, before)
     check_batch(trainer, *trainer.batches[0])
+
+
+@pytest.mark.parametrize("settings", [{}, {"peft_config": LORA}, {"num_anchors": 0}], ids=["all", "LoRA", "GRPO"])
+def test_forward_passes_call_no_more_hooks_as_steps_go_by(settings):
+    """With checkpointing, transformers 5.23 adds one after each round of generation, and TRL's trainer removes none."""
+
+    def num_hooks(max_steps):
+        trainer = train(gradient_checkpointing=True, max_steps=max_steps, **settings)
+        return sum(len(module._forward_hooks) for module in trainer.model.modules())
+
+    assert num_hooks(2) == num_hooks(6) <= 6
 
 
 # Other ways to configure it

@@ -16,7 +16,7 @@ from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.bench.measures import MeasuredFR3ETrainer
 from fr3e_trl.config import TREE_LOSSES
 from fr3e_trl.display import render_tree
-from fr3e_trl.method.anchors import even_shares, first_anchors
+from fr3e_trl.method.anchors import even_shares, first_anchors, next_threshold, uncertainty
 from fr3e_trl.method.batch import Deal, rows_of, set_advantages
 from fr3e_trl.method.refill import row_from, state_of
 from fr3e_trl.method.tree import Rollout, Score, Tree
@@ -74,12 +74,14 @@ def naive_credit(trees, num_anchors, strength, num_rollouts=1):
         groups = {}
         for state in tree.states:
             for k, rollout in enumerate(state.rollouts):
+                if rollout.copy_of is not None:
+                    continue
                 base = k if state.base is None else state.base
                 path = [("base", base, t) for t in range(state.position)]
                 own = ("base", base) if state.base is None else ("branch", id(rollout))
                 path += [(*own, t) for t in range(state.position, state.position + rollout.length)]
                 groups.setdefault(base, []).append((path, rollout.score.reward))
-        # Rollouts of the prompt come first in their groups, and stand for what could not branch
+        # Base trajectories come first in their groups, and stand for what could not branch
         for base, group in groups.items():
             planned = num_anchors // 2 + (base == 0) * (num_anchors % 2) if base < 2 else 0
             groups[base] = [group[0]] * (planned * num_rollouts + 1 - len(group)) + group
@@ -95,6 +97,9 @@ def naive_credit(trees, num_anchors, strength, num_rollouts=1):
         prior = mean(mean(of_groups) for k, of_groups in enumerate(values) if k != i)
         for state in tree.states:
             for k, rollout in enumerate(state.rollouts):
+                if rollout.copy_of is not None:
+                    credit.append((0, []))
+                    continue
                 g = k if state.base is None else state.base
                 others = [value for h, value in enumerate(values[i]) if h != g and not math.isnan(value)]
                 beta = shrunk(prior, others, strength)
@@ -249,6 +254,61 @@ def test_the_first_positions_above_a_threshold():
     assert first_anchors(entropies[:5], eligible[:5], 0.3, 2) == first_anchors(entropies, eligible, 0.3, 2) == [2, 4]
 
 
+def test_the_threshold_follows_the_policy():
+    """By hand: the second, and the third most uncertain position, the median, and the smoothing."""
+    entropies = torch.tensor([9.0, 0.2, 0.4, NAN, 2.0, 0.5])
+    eligible = torch.tensor([False, True, True, False, True, True])
+    assert [uncertainty(entropies, eligible, k) for k in (1, 2, 4, 5)] == pytest.approx([2.0, 0.5, 0.2, 0.0])
+    assert math.isnan(uncertainty(entropies, eligible, 0))
+    assert next_threshold(None, [0.5, 0.1, 0.3, NAN]) == pytest.approx(0.3)
+    assert next_threshold(0.2, [0.4]) == pytest.approx(0.7 * 0.2 + 0.3 * 0.4)
+
+
+def test_anchors_of_a_run_are_above_the_threshold_of_the_steps_before():
+    """In the first step, which has none before it, they are the most uncertain positions."""
+    trainer = train(sampler=FakeSampler(), anchor_threshold="auto", max_steps=4, num_base_trajectories=2)
+    threshold = None
+    logged = [entry["fr3e/anchor/threshold"] for entry in trainer.state.log_history if "fr3e/anchor/threshold" in entry]
+    assert len(trainer.batches) == len(logged) == 4
+    for (_, trees), next_one in zip(trainer.batches, logged, strict=True):
+        found = []
+        for tree in trees:
+            for b in range(2):
+                positions = [state.position for state in tree.states if state.base == b]
+                entropies = tree.entropies[b].tolist()[1:]
+                ranked = sorted(entropies, reverse=True)
+                found.append(ranked[2] if len(ranked) > 2 else 0.0)
+                if threshold is None:
+                    assert sorted(entropies[t - 1] for t in positions) == sorted(ranked[:3])
+                else:
+                    assert positions == [t for t, h in enumerate(entropies, 1) if h > threshold][:3]
+        median = sorted(found)[len(found) // 2 - 1 : len(found) // 2 + 1]
+        now = sum(median) / 2
+        threshold = now if threshold is None else 0.7 * threshold + 0.3 * now
+        assert next_one == pytest.approx(threshold, rel=1e-5)
+
+
+def test_a_base_trajectory_without_anchors_stands_for_their_rollouts():
+    """Nothing is generated or learned for those, and the batch has a row for each."""
+    trainer = train(sampler=FakeSampler(), anchor_threshold=2.0)
+    num_copies = 0
+    for batch, trees in trainer.batches:
+        rollouts = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]
+        assert len(rollouts) == len(batch["in_loss"]) == 32
+        copies = [i for i, rollout in enumerate(rollouts) if rollout.copy_of is not None]
+        assert not batch["in_loss"][copies].any() and not batch["advantages"][copies].any()
+        for tree in trees:
+            for rollout in tree.states[0].rollouts:
+                if rollout.copy_of is not None:
+                    base = tree.bases[rollout.copy_of]
+                    assert rollout.token_ids is base.token_ids and rollout.num_written == 0
+                    assert repr(rollout.score) == repr(base.score)  # which may be NaN
+        num_copies += len(copies)
+    assert num_copies > 4
+    logs = [entry for entry in trainer.state.log_history if "fr3e/rows/copied" in entry]
+    assert sum(entry["fr3e/rows/copied"] for entry in logs) * 32 == pytest.approx(num_copies)
+
+
 def test_shares_are_even():
     assert even_shares(7, 3) == [3, 2, 2] and even_shares(1, 2) == [1, 0]
 
@@ -373,9 +433,16 @@ def test_left_over_rows_keep_their_credit():
     assert found == num_reused > 0
 
 
-def test_resuming_is_exact():
+@pytest.mark.parametrize("threshold", [0.3, "auto"])
+def test_resuming_is_exact(threshold):
     """Within a generated batch, and with left-over rows."""
-    settings = REFILL | {"save_strategy": "steps", "save_steps": 1, "num_iterations": 2, "max_steps": 6}
+    settings = REFILL | {
+        "anchor_threshold": threshold,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "num_iterations": 2,
+        "max_steps": 6,
+    }
     whole = train(FR3ETrainer, **settings)
     assert any(entry.get("fr3e/refill/reused", 0) for entry in whole.state.log_history)
     for step in (1, 2):
@@ -385,11 +452,13 @@ def test_resuming_is_exact():
         assert all(map(torch.equal, resumed.model.parameters(), whole.model.parameters()))
 
 
-@pytest.mark.parametrize("refill", [False, True], ids=["", "refill"])
-def test_two_processes_are_one(refill, tmp_path):
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_refills": 2}, {"anchor_threshold": "auto"}], ids=["fixed", "refill", "auto"]
+)
+def test_two_processes_are_one(settings, tmp_path):
     """A group of three straddles them."""
-    settings = {"credit": "tree", "anchor_threshold": 0.3, "num_generations": 8, "optim": "sgd", "num_rewards": 3}
-    settings |= {"max_refills": 2} if refill else {}
+    tree = {"credit": "tree", "anchor_threshold": 0.3, "num_generations": 8, "optim": "sgd", "num_rewards": 3}
+    settings = tree | settings
     results = []
     for num_processes in (1, 2):
         output = tmp_path / str(num_processes)
@@ -398,7 +467,8 @@ def test_two_processes_are_one(refill, tmp_path):
     (alone, theirs), (together, ours) = results
     assert same(trees_of(together), trees_of(alone))
     for mine, their in zip(together[0]["logs"], alone[0]["logs"], strict=True):
-        for name in {"loss", "grad_norm", "fr3e/advantage/mean", "fr3e/advantage/std"} & their.keys():
+        names = {"loss", "grad_norm", "fr3e/advantage/mean", "fr3e/advantage/std", "fr3e/anchor/threshold"}
+        for name in names & their.keys():
             assert math.isclose(mine[name], their[name], rel_tol=1e-4, abs_tol=1e-6), name
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
@@ -419,8 +489,9 @@ def test_two_processes_are_one(refill, tmp_path):
         ({"modulation": "exp"}, "modulation='exp'"),
         ({"explore_temperature_scale": 1.5}, "explore_temperature_scale=1.5 is not allowed: it must be 1 with"),
         ({"num_anchors": 0, "anchor_threshold": None}, "num_anchors=0 is not allowed: it must be above 0"),
-        ({"anchor_threshold": -0.1}, "anchor_threshold=-0.1 is not allowed: it must be None, or 0 or more"),
+        ({"anchor_threshold": -0.1}, "anchor_threshold=-0.1 is not allowed: it must be 'auto', None, or 0 or more"),
         ({"anchor_threshold": math.inf}, "anchor_threshold=inf"),
+        ({"anchor_threshold": "high"}, "anchor_threshold='high' is not allowed: it must be 'auto', None, or 0 or more"),
         ({"anchor_score": "random"}, "anchor_score='entropy' and anchor_quantile=None .they are 'random' and None"),
         ({"anchor_quantile": 0.5}, "they are 'entropy' and 0.5"),
     ],
@@ -428,6 +499,29 @@ def test_two_processes_are_one(refill, tmp_path):
 def test_what_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         make_config(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "credit", "threshold"),
+    [
+        ({}, "tree", "auto"),
+        ({"num_generations": 4}, "tree", "auto"),
+        ({"anchor_threshold": "0.3"}, "tree", 0.3),  # as from a command line
+        ({"anchor_threshold": "none"}, "tree", None),
+        ({"anchor_threshold": None}, "tree", None),
+        ({"anchor_score": "surprisal"}, "tree", None),
+        ({"anchor_quantile": 0.5}, "tree", None),
+        ({"anchor_positions": "turns"}, "tree", None),
+        ({"credit": "rollout"}, "rollout", None),
+        ({"scale_rewards": "group"}, "rollout", None),
+        ({"modulation": "exp"}, "rollout", None),
+        ({"num_anchors": 0}, "rollout", None),
+    ],
+    ids=str,
+)
+def test_what_the_defaults_are_where_nothing_else_is_said(settings, credit, threshold):
+    config = FR3EConfig("unused", **CPU | settings)
+    assert (config.credit, config.anchor_threshold) == (credit, threshold)
 
 
 def test_the_paper_states_its_own():

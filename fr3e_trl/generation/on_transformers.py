@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import is_peft_model
 from transformers import (
     Cache,
     GenerationConfig,
@@ -17,7 +16,6 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import DynamicLayer
 
 from .sampler import Sample, SamplingRequest
 
@@ -123,7 +121,6 @@ class GenerateSampler:
             inputs |= self.image_inputs(prompts, tool_images, inputs["input_ids"], prompt_ends)
         # With images, a row has a state of its own: some models keep each row's positions to themselves
         if any(shares) and not has_images and all(getattr(config, name) in allowed for name, allowed in BY_ROW.items()):
-            config.max_new_tokens *= 2  # of columns: a rollout may begin with its prompt where another has ended
             growing = _GrowingRows(rows, shares, begins, processor, row_ends)
             inputs["stopping_criteria"] = StoppingCriteriaList([row_ends])
             with self.generation_model() as model:
@@ -135,8 +132,10 @@ class GenerateSampler:
             output_ids = model.generate(**inputs)
         statistics = record.statistics()
         samples = []
-        for i, (of_row, begin, end) in enumerate(zip(output_ids.cpu().numpy(), begins, ends, strict=True)):
-            token_ids = _until_eos(of_row[begin:end], config.eos_token_id)
+        output = output_ids.cpu().numpy()
+        is_eos = np.isin(output, config.eos_token_id)
+        for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            token_ids = _until_eos(output[i, begin:end], is_eos[i, begin:end])
             columns = slice(begin - width, begin - width + len(token_ids))
             logprobs, entropies = (of_row[columns].copy() for of_row in statistics[i])
             samples.append(Sample(token_ids, logprobs, entropies))
@@ -151,10 +150,12 @@ def _initial_width(requests: Sequence[SamplingRequest], eos_token_ids: list[int]
     takes a row for finished where it is forced: a prompt may have one, of a chat's earlier turns. So are images.
     """
     width = max(len(r.prefix_ids) + r.max_new_tokens for r in requests) - max(r.max_new_tokens for r in requests)
-    eos_positions = [np.flatnonzero(np.isin(r.prefix_ids, eos_token_ids)) for r in requests]
+    lengths = [len(r.prefix_ids) for r in requests]
+    is_eos = np.isin(np.concatenate([r.prefix_ids for r in requests]), eos_token_ids)
+    eos_positions = np.concatenate([np.arange(length) for length in lengths])[is_eos]
     with_images = [len(r.prefix_ids) - r.num_sampled_before for r in requests if r.multimodal is not None]
     with_images += [len(r.prefix_ids) for r in requests if r.tool_images]
-    return max([width, *with_images, *(int(positions[-1]) + 1 for positions in eos_positions if positions.size)])
+    return max([width, *with_images, int(eos_positions.max(initial=-1)) + 1])
 
 
 def _shares(request: SamplingRequest) -> Sequence[int]:
@@ -164,9 +165,8 @@ def _shares(request: SamplingRequest) -> Sequence[int]:
     return request.branching.shares
 
 
-def _until_eos(token_ids: np.ndarray, eos_token_ids: list[int]) -> np.ndarray:
+def _until_eos(token_ids: np.ndarray, is_eos: np.ndarray) -> np.ndarray:
     """A copy that ends with the first EOS: what follows is padding."""
-    is_eos = np.isin(token_ids, eos_token_ids)
     return token_ids[: is_eos.argmax() + 1 if is_eos.any() else None].astype(np.int32)
 
 
@@ -251,7 +251,7 @@ class _PolicyRecord(StoppingCriteria):
     @contextmanager
     def of(self, model: Any) -> Iterator[None]:
         """Keep them while `model` generates."""
-        model = model.get_base_model() if is_peft_model(model) else model
+        model = getattr(model, "get_base_model", lambda: model)()  # PEFT's `generate` calls that one
         hook = model.register_forward_hook(self._take)
         try:
             yield
@@ -318,8 +318,7 @@ class _GrowingRows:
     A decoding loop for `generate` in which rollouts leave their base trajectories while these grow.
 
     A rollout that leaves is one more row of the batch from that column on, and a row that has ended is none any more:
-    the loop takes as many steps as the longest row, and computes no other rows than those. If a base trajectory ends
-    before all of its rollouts could leave, these begin with its prompt then, where the cache allows it.
+    the loop takes as many steps as the longest row, and computes no other rows than those.
 
     Args:
         rows (`list[SamplingRequest]`):
@@ -384,19 +383,14 @@ class _GrowingRows:
             statistics = torch.cat([statistics, _statistics(logprobs, entropies, token_ids)], 2)
             is_done = stopping_criteria(input_ids, None)
             if is_done.any():
-                ended = is_done.nonzero().flatten().tolist()
-                for i in ended:
+                for i in is_done.nonzero().flatten().tolist():
                     self._end(i, input_ids[i], statistics[i, :, self.live[i].begin - width :], generation_config)
-                anew = self._begin_anew(ended, input_ids.shape[1]) if _can_begin_anew(model_kwargs) else []
-                rows = torch.tensor([*(~is_done).nonzero().flatten().tolist(), *anew], device=input_ids.device)
+                rows = (~is_done).nonzero().flatten()
                 if not len(rows):
                     return input_ids
-                begins = [self.live[i].begin for i in anew]
                 self.live = [row for row in self.live if row.sample is None]
                 input_ids, statistics = input_ids[rows], statistics[rows]
                 model_kwargs = self._select(rows, model_kwargs)
-                if anew:
-                    self._forget(begins, input_ids, model_kwargs)
             inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
 
     def _leave(self, column: int, entropies: torch.Tensor) -> list[int]:
@@ -435,51 +429,13 @@ class _GrowingRows:
     def _end(self, i: int, input_ids: torch.Tensor, statistics: torch.Tensor, config: GenerationConfig) -> None:
         """Take down what a row has become."""
         row = self.live[i]
-        token_ids = _until_eos(input_ids[row.begin :].cpu().numpy(), config.eos_token_id)
+        token_ids = input_ids[row.begin :].cpu().numpy()
+        token_ids = _until_eos(token_ids, np.isin(token_ids, config.eos_token_id))
         row.sample = Sample(token_ids, *statistics.cpu().numpy().copy())
-
-    def _begin_anew(self, ended: list[int], column: int) -> list[int]:
-        """Rows that ended without all of their anchors, as often as rollouts are to begin anew; these are added."""
-        anew = []
-        for i in ended:
-            row = self.live[i]
-            if row.share > len(row.branches) and row.request.branching is not None:
-                num_missing = (row.share - len(row.branches)) * row.request.branching.num_rollouts
-                row.branches[0] = [_GrowingRow(row.request, column, row.temperature) for _ in range(num_missing)]
-                self.live += row.branches[0]
-                anew += [i] * num_missing
-        return anew
-
-    def _forget(self, begins: list[int], input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
-        """
-        Have the last rows begin with their prompts again, which they are copies of, and of all that came after.
-
-        What came after leaves their attention. The prompt's last token is the last column: what follows it is sampled
-        next.
-
-        Args:
-            begins (`list[int]`):
-                Of each, the column after its prompt.
-        """
-        self.thresholds[-len(begins) :] = torch.inf
-        mask, position_ids = model_kwargs["attention_mask"], model_kwargs["position_ids"]
-        for i, begin in enumerate(begins, len(input_ids) - len(begins)):
-            mask[i, begin - 1 : -1] = 0
-            input_ids[i, -1] = input_ids[i, begin - 1]
-            position_ids[i, -1] = position_ids[i, begin - 1]
-            self.processor.min_lengths[i] += input_ids.shape[1] - begin
-            self.ends.ends[i] += input_ids.shape[1] - begin
 
     def samples(self) -> list[Sample]:
         """What each row went on with, with what branches off it."""
         return [row.finished() for row in self.roots]
-
-
-def _can_begin_anew(model_kwargs: dict[str, Any]) -> bool:
-    """Whether a row's past can be left out of its attention: not where a layer holds the last columns, or their sum."""
-    caches = [value for value in model_kwargs.values() if isinstance(value, Cache)]
-    layers = [layer for cache in caches for layer in cache.layers]
-    return model_kwargs.get("position_ids") is not None and {type(layer) for layer in layers} == {DynamicLayer}
 
 
 class ContinuousBatchingSampler:

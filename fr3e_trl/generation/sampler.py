@@ -118,8 +118,7 @@ class Sample:
         entropies (`Sequence[float]` or `np.ndarray`, *optional*):
             Entropy of the policy before each token, in nats, at that temperature, where the backend has them.
         branches (`dict[int, list[Sample]]`):
-            Rollouts that branch off it, by the number of its tokens that they begin with; if some were drawn. With 0 of
-            them: those for which it had no anchors.
+            Rollouts that branch off it, by the number of its tokens that they begin with; if some were drawn.
         mask (`np.ndarray` of shape (L,), *optional*):
             Which tokens the policy wrote, and no tool. If `None`, all. The others have NaN for an entropy.
         dialogue ([`Dialogue`], *optional*):
@@ -162,10 +161,6 @@ def branch_requests(request: SamplingRequest, samples: Sequence[Sample]) -> list
         )
         for sample, position in anchors
     ]
-    num_missing = (sum(branching.shares) - len(anchors)) * branching.num_rollouts
-    if num_missing:
-        anew = replace(request, num_samples=num_missing, with_entropies=False, branching=None)
-        requests.append((samples[0], 0, anew))
     return requests
 
 

@@ -15,6 +15,9 @@ from collections import Counter
 
 import torch
 
+# What weight the steps before have in the threshold of the next one
+SMOOTHING = 0.7
+
 
 def select_bases(rewards: list[float], selection: str, rng: random.Random) -> list[int]:
     """
@@ -149,6 +152,38 @@ def first_anchors(
     """
     earliness = -torch.arange(len(entropies))
     return rank_anchors(earliness, eligible & (entropies > threshold), num_anchors, min_gap)
+
+
+def uncertainty(entropies: torch.Tensor, eligible: torch.Tensor, num_anchors: int) -> float:
+    """
+    How uncertain a trajectory is where it is to branch: the threshold at which it has as many anchors as it gets.
+
+    Args:
+        entropies, eligible, num_anchors:
+            See [`first_anchors`].
+
+    Returns:
+        `float`: Entropy of the position that is `num_anchors`-th of the most uncertain ones, in nats; 0 if there are
+        fewer, and NaN for no anchors.
+    """
+    if num_anchors == 0:
+        return math.nan
+    highest = entropies[eligible].sort(descending=True).values
+    return highest[num_anchors - 1].item() if len(highest) >= num_anchors else 0.0
+
+
+def next_threshold(threshold: float | None, uncertainties: list[float]) -> float:
+    """
+    The threshold of the next step: their median, smoothed over steps.
+
+    Args:
+        threshold (`float`, *optional*):
+            That of this step, in nats.
+        uncertainties (`list[float]`):
+            How uncertain this step's base trajectories were, see [`uncertainty`], NaN for those without anchors.
+    """
+    found = torch.tensor(uncertainties).nanquantile(0.5).item()
+    return found if threshold is None else SMOOTHING * threshold + (1 - SMOOTHING) * found
 
 
 def even_shares(num_anchors: int, num_bases: int) -> list[int]:

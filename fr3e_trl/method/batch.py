@@ -209,16 +209,16 @@ def compared_rewards(trees: list[Tree], args: FR3EConfig) -> torch.Tensor:
     prompt's rows, summed by their weights and divided by the standard deviation over the batch, as by GRPO. With
     `scale_rewards="group"` and a prior their weighted sum is normalised over each prompt's rows.
     """
-    scored = [(r.score, i) for i, tree in enumerate(trees) for state in tree.states for r in state.rollouts]
-    scores, prompts = zip(*scored, strict=True)
-    rewards = torch.tensor([score.reward for score in scores], dtype=torch.float64)
+    rollouts = [(r, i) for i, tree in enumerate(trees) for state in tree.states for r in state.rollouts]
+    rewards = torch.tensor([rollout.reward for rollout, _ in rollouts], dtype=torch.float64)
     if not args.normalizes_rewards:
         return rewards
+    prompts = torch.tensor([i for _, i in rollouts])
     if args.multi_objective_aggregation == "sum_then_normalize":
-        return normalized_rewards(rewards.unsqueeze(1), torch.tensor(prompts), len(trees)).squeeze(1)
-    per_func = torch.tensor([score.rewards for score in scores], dtype=torch.float64)
+        return normalized_rewards(rewards.unsqueeze(1), prompts, len(trees)).squeeze(1)
+    per_func = torch.tensor([rollout.score.rewards for rollout, _ in rollouts], dtype=torch.float64)
     weights = torch.tensor(args.reward_weights or [1.0] * per_func.size(1), dtype=torch.float64)
-    rewards = weighted_rewards(normalized_rewards(per_func, torch.tensor(prompts), len(trees)), weights)
+    rewards = weighted_rewards(normalized_rewards(per_func, prompts, len(trees)), weights)
     scorable = rewards[~rewards.isnan()]
     return rewards / (scorable.std() + 1e-4) if len(scorable) > 1 else rewards
 
@@ -250,7 +250,7 @@ def _values_of(trees: list[Tree], args: FR3EConfig) -> torch.Tensor:
 
 def _rewards_of(states: list[list[State]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Reward and prompt of the rollouts of each prompt's states, (R,) each."""
-    of_rows = [(r.score.reward, i) for i, of_prompt in enumerate(states) for state in of_prompt for r in state.rollouts]
+    of_rows = [(r.reward, i) for i, of_prompt in enumerate(states) for state in of_prompt for r in state.rollouts]
     rewards, prompts = zip(*of_rows, strict=True)
     return torch.tensor(rewards, dtype=torch.float64), torch.tensor(prompts)
 
@@ -261,7 +261,7 @@ def _set_tree_credit(rows: list[Row], trees: list[Tree], args: FR3EConfig, credi
     scaled = torch.where(credit.advantages < 0, args.negative_advantage_scale * credit.advantages, credit.advantages)
     for row, is_informative in zip(rows, informative, strict=True):
         row.rollout.credit = []
-        row.in_loss = is_informative or not args.reject_degenerate_states
+        row.in_loss = is_informative or not (args.reject_degenerate_states or row.rollout.copy_of is not None)
     lengths = credit.ends - credit.starts
     of_stretches = (x.tolist() for x in (credit.rows, lengths, credit.weights, scaled))
     for i, length, weight, advantage in zip(*of_stretches, strict=True):
@@ -280,7 +280,7 @@ def _paths_of(
     """
     The rows of `trees` as [`compute_credit`] takes them: rewards, parents, positions, lengths, prompts and copies.
 
-    Rollouts of S_0 that are no base trajectories are trees of their own.
+    The base trajectories count for their copies, which are no rows of theirs.
     """
     shares, num_rollouts = even_shares(args.num_anchors or 0, args.num_bases), args.num_rollouts
     rewards: list[float] = []
@@ -288,11 +288,11 @@ def _paths_of(
     positions, lengths, prompts, copies = [], [], [], []
     for i, tree in enumerate(trees):
         root, num_anchors = len(rewards), Counter(state.base for state in tree.states)
-        # A base trajectory too short for its anchors stands for the rollouts that would have left at its end
+        # A base trajectory with fewer anchors stands for the rollouts that would have left at its end
         copies += [1 + (share - num_anchors[b]) * num_rollouts for b, share in enumerate(shares)]
         for state in tree.states:
             for rollout in state.rollouts:
-                rewards.append(rollout.score.reward)
+                rewards.append(rollout.reward)
                 parents.append(None if state.base is None else root + state.base)
                 positions.append(state.position)
                 lengths.append(state.position + rollout.length)

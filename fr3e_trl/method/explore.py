@@ -29,6 +29,7 @@ from .anchors import (
     rank_anchors,
     select_bases,
     share_anchors,
+    uncertainty,
 )
 from .batch import Deal
 from .tree import Dialogue, Rollout, Score, State, TokenIds, Tree, as_ids
@@ -58,34 +59,26 @@ class Survey:
     Args:
         tree, base (`int`):
             Which it is.
-        length (`int`):
-            Its tokens.
+        rollout ([`Rollout`]):
+            How long it is, and what it scored, if it was scored already. Its tokens and turns only if other processes
+            have rows that may branch from it.
         mean_entropy (`float`):
             Of the policy along it, in nats.
         anchors (`dict[int, float]`):
             Positions that may become anchors, best first, and the entropies there.
+        uncertainty (`float`):
+            Its part in the next threshold, see [`uncertainty`].
         digest (`str`):
             Of its tokens and the prompt's, which random choices are seeded by.
-        score ([`Score`]):
-            What it scored, if it was scored already.
-        num_written (`int`):
-            How many of its tokens the policy wrote.
-        token_ids (`TokenIds`):
-            Its tokens, if other processes have rows that may branch from it; else none.
-        dialogue ([`Dialogue`], *optional*):
-            Likewise, its turns.
     """
 
     tree: int
     base: int
-    length: int
+    rollout: Rollout
     mean_entropy: float
     anchors: dict[int, float]
+    uncertainty: float
     digest: str
-    score: Score
-    num_written: int
-    token_ids: TokenIds
-    dialogue: Dialogue | None
 
 
 def explore(
@@ -97,7 +90,8 @@ def explore(
     seed: tuple[int, ...],
     deal: Deal | None = None,
     in_every_process: InEveryProcess = lambda function: [function()],
-) -> None:
+    threshold: float | None = None,
+) -> list[float]:
     """
     Grow `trees`, each to `num_generations` rollouts, all of them together in each stage.
 
@@ -120,20 +114,29 @@ def explore(
             Which rows are this process's. If `None`, all are.
         in_every_process (`InEveryProcess`):
             Calls a function in every process.
+        threshold (`float`, *optional*):
+            What stands for `anchor_threshold="auto"`, in nats. If `None`, the highest entropies become anchors.
+
+    Returns:
+        `list[float]`: How uncertain each base trajectory was, see [`uncertainty`]: the same in every process. None
+        without anchors.
     """
     deal = deal or Deal(len(trees) * args.num_generations)
     drawn: Drawn = {}
+    if not isinstance(args.anchor_threshold, str):
+        threshold = args.anchor_threshold
 
     def first_return() -> list[Survey]:
-        bases = _first_return(trees, args, sampler, seed, deal, drawn)
+        bases = _first_return(trees, args, sampler, seed, deal, drawn, threshold)
         if args.base_selection in BY_SCORE:
             _score([(i, trees[i].states[0], trees[i].bases[b]) for i, b in bases], score)
-        return _survey(trees, bases, args, token_statistics, seed, deal) if args.num_anchors else []
+        return _survey(trees, bases, args, token_statistics, seed, deal, threshold) if args.num_anchors else []
 
     surveys = [survey for of_process in in_every_process(first_return) for survey in of_process]
     _branch(trees, args, surveys, seed, deal)
     outcomes = in_every_process(lambda: _explore(trees, args, sampler, score, deal, drawn))
     _know_all(trees, outcomes)
+    return [survey.uncertainty for survey in surveys]
 
 
 def own_bases(num_trees: int, args: FR3EConfig, deal: Deal) -> list[tuple[int, int]]:
@@ -149,7 +152,13 @@ def own_bases(num_trees: int, args: FR3EConfig, deal: Deal) -> list[tuple[int, i
 
 
 def _first_return(
-    trees: list[Tree], args: FR3EConfig, sampler: Sampler, seed: tuple[int, ...], deal: Deal, drawn: Drawn
+    trees: list[Tree],
+    args: FR3EConfig,
+    sampler: Sampler,
+    seed: tuple[int, ...],
+    deal: Deal,
+    drawn: Drawn,
+    threshold: float | None,
 ) -> list[tuple[int, int]]:
     """
     Sample this process's base trajectories, and return which these are: (tree, base) each.
@@ -163,9 +172,9 @@ def _first_return(
         branching = Branching(
             args.num_rollouts,
             args.temperature * args.explore_temperature_scale,
-            partial(_anchors, args, seed),
+            partial(_anchors, args, seed, threshold),
             even_shares(args.num_anchors, args.num_bases),
-            args.anchor_threshold,
+            threshold,
             args.anchor_min_gap,
             args.anchor_min_budget,
         )
@@ -206,6 +215,7 @@ def _survey(
     token_statistics: TokenStatistics,
     seed: tuple[int, ...],
     deal: Deal,
+    threshold: float | None,
 ) -> list[Survey]:
     """Rank the positions of this process's base trajectories."""
     unknown = [(i, b) for i, b in bases if trees[i].entropies[b] is None]
@@ -227,23 +237,30 @@ def _survey(
         rollout, entropies = tree.bases[b], tree.entropies[b]
         digest = _digest(tree.prompt_ids, rollout.token_ids)
         logprobs = torch.as_tensor(logprobs_of[i, b])
-        positions = _ranked(entropies, logprobs, args, tree.budget, (seed, b, digest.digest()), rollout.dialogue)
-        is_wanted = _straddles(i, args, deal)
+        of_base = (seed, b, digest.digest())
+        positions = _ranked(entropies, logprobs, args, tree.budget, of_base, threshold, rollout.dialogue)
+        share = even_shares(args.num_anchors or 0, args.num_bases)[b]
         surveys.append(
             Survey(
                 tree=i,
                 base=b,
-                length=rollout.length,
+                rollout=_for_others(rollout, holds_tokens=_straddles(i, args, deal)),
                 mean_entropy=entropies.nanmean().item(),
                 anchors=dict(zip(positions, entropies[positions].tolist(), strict=True)),
+                uncertainty=uncertainty(entropies, _eligible(entropies, args, tree.budget, rollout.dialogue), share),
                 digest=digest.hexdigest(),
-                score=replace(rollout.score, logs={}),
-                num_written=rollout.num_written,
-                token_ids=rollout.token_ids if is_wanted else as_ids(),
-                dialogue=rollout.dialogue.without_environment() if is_wanted and rollout.dialogue else None,
             )
         )
     return surveys
+
+
+def _for_others(rollout: Rollout, holds_tokens: bool) -> Rollout:
+    """A rollout as other processes know it."""
+    score = replace(rollout.score, logs={})
+    if not holds_tokens:
+        return Rollout(score=score, length=rollout.length, num_written=rollout.num_written)
+    dialogue = None if rollout.dialogue is None else rollout.dialogue.without_environment()
+    return replace(rollout, score=score, dialogue=dialogue)
 
 
 def _straddles(tree: int, args: FR3EConfig, deal: Deal) -> bool:
@@ -263,29 +280,40 @@ def _ranked(
     args: FR3EConfig,
     budget: int,
     seed: Any,
+    threshold: float | None,
     dialogue: Dialogue | None = None,
 ) -> list[int]:
     """Positions of a base trajectory that may become anchors, best first, no more than the prompt has."""
-    starts = None
-    if args.anchor_positions == "turns" and dialogue is not None:
-        starts = [start for start, _ in dialogue.turns]
-    eligible = eligible_positions(entropies, budget, args.anchor_min_budget, args.anchor_quantile, starts)
+    eligible = _eligible(entropies, args, budget, dialogue)
     most = (args.num_anchors or 0, args.anchor_min_gap)
-    if args.anchor_threshold is not None:
-        return first_anchors(entropies, eligible, args.anchor_threshold, *most)
+    if threshold is not None:
+        return first_anchors(entropies, eligible, threshold, *most)
     scores = anchor_scores(args.anchor_score, entropies, logprobs, random.Random(repr(seed)))
     return rank_anchors(scores, eligible, *most)
 
 
+def _eligible(entropies: torch.Tensor, args: FR3EConfig, budget: int, dialogue: Dialogue | None) -> torch.Tensor:
+    """Positions of a base trajectory that may become anchors."""
+    starts = None
+    if args.anchor_positions == "turns" and dialogue is not None:
+        starts = [start for start, _ in dialogue.turns]
+    return eligible_positions(entropies, budget, args.anchor_min_budget, args.anchor_quantile, starts)
+
+
 def _anchors(
-    args: FR3EConfig, seed: tuple[int, ...], request: SamplingRequest, samples: Sequence[Sample]
+    args: FR3EConfig,
+    seed: tuple[int, ...],
+    threshold: float | None,
+    request: SamplingRequest,
+    samples: Sequence[Sample],
 ) -> list[list[int]]:
     """Anchors of all base trajectories of a prompt, as they are sampled."""
     ranked = []
     for b, sample in enumerate(samples):
         digest = _digest(request.prefix_ids, as_ids(sample.token_ids))
         entropies, logprobs = (torch.as_tensor(values) for values in (sample.entropies, sample.logprobs))
-        ranked.append(_ranked(entropies, logprobs, args, request.max_new_tokens, (seed, b, digest.digest())))
+        of_base = (seed, b, digest.digest())
+        ranked.append(_ranked(entropies, logprobs, args, request.max_new_tokens, of_base, threshold))
     return _shared(ranked, args)
 
 
@@ -308,24 +336,24 @@ def _branch(trees: list[Tree], args: FR3EConfig, surveys: list[Survey], seed: tu
         for survey in of_tree:
             tree.mean_entropies[survey.base] = survey.mean_entropy
             if len(tree.bases[survey.base].token_ids) == 0:
-                token_ids = survey.token_ids if len(tree.prompt_ids) else as_ids()
-                tree.bases[survey.base] = Rollout(
-                    token_ids,
-                    score=survey.score,
-                    length=survey.length,
-                    num_written=survey.num_written,
-                    dialogue=survey.dialogue,
-                )
+                has_rows = len(tree.prompt_ids) > 0
+                tree.bases[survey.base] = survey.rollout if has_rows else _for_others(survey.rollout, False)
         if args.reuse_base:
             tree.states[0].rollouts = list(tree.bases)
         if args.num_anchors:
             # Seeded by the tree itself, so that a prompt's anchors do not depend on what shares its batch
             rng = random.Random(repr((seed, [survey.digest for survey in of_tree])))
-            chosen = select_bases([survey.score.reward for survey in of_tree], args.base_selection, rng)
+            chosen = select_bases([survey.rollout.score.reward for survey in of_tree], args.base_selection, rng)
             ranked = [list(of_tree[b].anchors) for b in chosen]
             for b, positions in zip(chosen, _shared(ranked, args), strict=True):
                 tree.branch(b, {position: of_tree[b].anchors[position] for position in positions})
-        # Every row has its place. Those of anchors without a position are S_0's
+        # Every row has its place. Those of anchors without a position are S_0's: under tree credit the base trajectory
+        # stands for them, which then is there again
+        if args.credit == "tree":
+            num_found = Counter(state.base for state in tree.states)
+            for b, share in enumerate(even_shares(args.num_anchors or 0, args.num_bases)):
+                copied = [replace(tree.bases[b], copy_of=b) for _ in range((share - num_found[b]) * args.num_rollouts)]
+                tree.states[0].rollouts += copied
         size = args.num_generations - (len(tree.states) - 1) * args.num_rollouts
         for state in tree.states:
             num_missing = (size if state.parent is None else args.num_rollouts) - len(state.rollouts)
@@ -338,12 +366,9 @@ def _explore(
     """Sample and score what is missing of this process's rows; return lengths, rewards and reward of each row."""
     own = _slots(trees)[deal.own.start : deal.own.stop]
     for i, state, k in own:
-        # S_0 has those of all of its tree's base trajectories
-        bases = range(args.num_bases) if state.base is None else [state.base]
-        samples = [sample for b in bases for sample in drawn.get((i, b), {}).get(state.position, [])]
-        number = k - args.num_bases if state.base is None else k
-        if 0 <= number < len(samples):
-            state.rollouts[k] = _rollout(samples[number])
+        samples = [] if state.base is None else drawn.get((i, state.base), {}).get(state.position, [])
+        if k < len(samples):
+            state.rollouts[k] = _rollout(samples[k])
     missing = [slot for slot in own if slot[1].rollouts[slot[2]].length == 0]
     of_states = [list(slots) for _, slots in groupby(missing, key=lambda slot: id(slot[1]))]
     explore_temperature = args.temperature * args.explore_temperature_scale
@@ -365,7 +390,9 @@ def _explore(
         for (_, state, k), sample in zip(slots, samples, strict=True):
             state.rollouts[k] = _rollout(sample)
     rows = [(i, state, state.rollouts[k]) for i, state, k in own]
-    _score([row for row in rows if not row[2].score.rewards], score)
+    # Copies too, for reward functions to see whole groups; but an environment was asked for a dialogue's score already
+    unscored = [row for row in rows if not row[2].score.rewards and (row[2].copy_of is None or not row[2].dialogue)]
+    _score(unscored, score)
     return [
         (rollout.length, rollout.num_written, rollout.score.rewards, rollout.score.reward) for _, _, rollout in rows
     ]
@@ -391,3 +418,7 @@ def _know_all(trees: list[Tree], outcomes: list[list[tuple[int, int, list[float]
         rollout = state.rollouts[k]
         if not rollout.score.rewards:
             rollout.length, rollout.num_written, rollout.score = length, num_written, Score(rewards, reward)
+    for tree in trees:
+        for rollout in tree.states[0].rollouts:
+            if rollout.copy_of is not None and not rollout.score.rewards:
+                rollout.score = tree.bases[rollout.copy_of].score

@@ -58,9 +58,10 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
             any(rollout.score.reward > 0 for state in tree.states[1:] for rollout in state.rollouts) for tree in failed
         ),
         "fr3e/tokens/generated": num_generated,
-        "fr3e/tokens/per_row": num_generated / sum(len(state.rollouts) for state in states),
+        "fr3e/tokens/per_row": num_generated / sum(r.copy_of is None for state in states for r in state.rollouts),
         "fr3e/tokens/per_informative_row": num_generated / len(advantages) if len(advantages) else math.nan,
         "fr3e/rows/informative": len(advantages) / num_rows,
+        "fr3e/rows/copied": _mean(rollout.copy_of is not None for state in states for rollout in state.rollouts),
         "fr3e/advantage/mean": advantages.mean().item(),
         "fr3e/advantage/std": _mean(((advantages - advantages.mean()) ** 2).tolist()) ** 0.5,
     }

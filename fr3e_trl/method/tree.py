@@ -92,9 +92,12 @@ class Rollout:
         mask (`np.ndarray` of shape (L,), *optional*):
             Which tokens the policy wrote, and no tool. If `None`, all.
         num_written (`int`):
-            How many these are.
+            How many these are; 0 of a copy.
         dialogue ([`Dialogue`], *optional*):
             Its whole completion's turns, where there are tools.
+        copy_of (`int`, *optional*):
+            The base trajectory that it is again, in the place of a branch that had no anchor there. It was not sampled
+            anew, and is not learned from.
     """
 
     token_ids: TokenIds = field(default_factory=as_ids)
@@ -105,13 +108,21 @@ class Rollout:
     mask: NDArray[np.bool_] | None = None
     num_written: int = 0
     dialogue: Dialogue | None = None
+    copy_of: int | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = as_ids(self.token_ids)
         self.length = len(self.token_ids) or self.length
         self.num_written = self.num_written or (self.length if self.mask is None else int(self.mask.sum()))
+        if self.copy_of is not None:
+            self.num_written = 0
         if self.logprobs is not None:
             self.logprobs = np.asarray(self.logprobs, dtype=np.float32)
+
+    @property
+    def reward(self) -> float:
+        """What it is compared by: its reward, NaN if it is unscorable, or a copy, which its original counts for."""
+        return self.score.reward if self.copy_of is None else float("nan")
 
 
 @dataclass(eq=False)

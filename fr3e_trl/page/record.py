@@ -82,7 +82,7 @@ def record_trees(trees: list[Tree], rows: list[Row], tokenizer: PreTrainedTokeni
 
 def _rollouts_of(tree: Tree) -> list[tuple[Rollout, TokenIds]]:
     """The rollouts of a tree's states in order, then base trajectories that are none of them, with their prefixes."""
-    of_states = [(rollout, state.prefix_ids) for state in tree.states for rollout in state.rollouts]
+    of_states = [(r, state.prefix_ids) for state in tree.states for r in state.rollouts if r.copy_of is None]
     kept = {id(rollout) for rollout, _ in of_states}
     return of_states + [(base, base.token_ids[:0]) for base in tree.bases if id(base) not in kept]
 
@@ -100,7 +100,7 @@ def _plain(tree: Tree, rollouts: list[Rollout], row_of: dict[int, Row], texts: I
                 "value": _significant(state.value),
                 "modulation": _significant(state.modulation),
                 "rejected": state.rejected,
-                "rollouts": [number_of[id(rollout)] for rollout in state.rollouts],
+                "rollouts": [number_of[id(rollout)] for rollout in state.rollouts if rollout.copy_of is None],
             }
             for state in tree.states
         ],

@@ -192,6 +192,8 @@ def warn_of_single_prompt(args: FR3EConfig) -> None:
     has_prior = args.value_prior_strength and not args.value_memory and not args.normalizes_rewards
     if has_prior and args.generation_batch_size == args.num_generations:
         alone = ", whose base trajectory then has nothing to be compared with and teaches nothing"
+        if args.credit == "tree":
+            alone = ", whose base trajectory then teaches nothing before its first anchor"
         logger.warning(
             "A generation batch has one prompt (generation_batch_size=%d / num_generations=%d): no other prompts give "
             "a prior for its own state%s. Set for example gradient_accumulation_steps=%d, for 8 prompts, or "

@@ -58,6 +58,23 @@ OF_IMAGES = (
 )
 
 
+# What transformers calls the hooks that have embeddings require gradients
+HOOK = "make_inputs_require_grads"
+
+
+def drop_surplus_hooks(model: nn.Module) -> None:
+    """
+    Leave one of the hooks that have a module's output require gradients, which are all alike.
+
+    transformers adds one each time that gradient checkpointing is enabled again, which TRL does after each round of
+    generation and of log-probs, and removes none: every forward pass would call thousands of them after as many steps.
+    """
+    for module in model.modules():
+        hooks = [k for k, hook in module._forward_hooks.items() if getattr(hook, "__name__", "") == HOOK]
+        for k in hooks[:-1]:
+            del module._forward_hooks[k]
+
+
 @contextmanager
 def _replaced(name: str, value: Any, module: Any = grpo_trainer) -> Iterator[None]:
     """Have another `value` in the place of what a module of TRL's knows by a name, where there is no other way in."""
@@ -570,6 +587,7 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Keep rows that share prefixes together when TRL shuffles a batch before it splits it into micro-batches."""
+        drop_surplus_hooks(self.model)
         if not self.shares_prefixes:
             return super()._prepare_inputs(generation_batch)
         with _replaced("shuffle_sequence_dict", shuffle_by_prompt):
