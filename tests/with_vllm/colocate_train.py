@@ -26,10 +26,11 @@ def main() -> None:
     vllm._custom_ops._supports_onednn = False
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
     sizes = SIZES | {"per_device_train_batch_size": SIZES["per_device_train_batch_size"] // num_processes}
+    sizes |= {"max_steps": 4, "anchor_threshold": None}  # anchors in every step, and so two rounds
     trainer = Recorder(
         str(POLICY),
         letters,
-        FR3EConfig("output", use_vllm=True, vllm_mode="colocate", learning_rate=1e-2, **CPU | sizes | {"max_steps": 4}),
+        FR3EConfig("output", use_vllm=True, vllm_mode="colocate", learning_rate=1e-2, **CPU | sizes),
         train_dataset=make_dataset(),
         processing_class=AutoTokenizer.from_pretrained(POLICY),
         peft_config=lora(),
