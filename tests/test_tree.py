@@ -315,6 +315,7 @@ def test_metrics_by_hand():
         "fr3e/tokens/per_row": 20 / 8,
         "fr3e/tokens/per_informative_row": 20 / 2,
         "fr3e/rows/informative": 2 / 8,
+        "fr3e/rows/copied": 0.0,
         "fr3e/advantage/mean": 0.0,
         "fr3e/advantage/std": 0.3,
     }
