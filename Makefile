@@ -37,8 +37,10 @@ package: $(VENV)/installed
 	dist/venv/bin/pip install --quiet --constraint constraints.txt dist/*.whl
 	cd tests && HF_HUB_OFFLINE=1 ../dist/venv/bin/python smoke.py
 
+# At the demo's shape: its policy, on sums
 bench: $(VENV)/installed
-	$(BIN)/fr3e cost step
+	$(BIN)/fr3e cost step --model_name_or_path examples/demo_policy --dataset_name recipes/smoke.jsonl \
+		--reward_funcs recipes/smoke_reward.py:answer_reward --max_completion_length 80
 
 bench-scaling: $(VENV)/installed
 	$(BIN)/fr3e cost bookkeeping

@@ -2,6 +2,7 @@
 
 import re
 import time
+from pathlib import Path
 
 import pytest
 from models import model_on_disk
@@ -9,6 +10,8 @@ from transformers import GenerationMixin
 
 from fr3e_trl import cli
 from fr3e_trl.bench.cost.step import Stopwatch
+
+RECIPES = Path(__file__).parent.parent / "recipes"
 
 
 def cells(output, name):
@@ -71,6 +74,19 @@ def test_step(settings, capsys):
         assert log_probs == 0  # generation tells them
         assert (method > 0) == of_method
     assert GenerationMixin.generate is generate
+
+
+def test_step_of_a_task_of_ones_own(tmp_path, capsys):
+    own = [f"--dataset_name={RECIPES / 'smoke.jsonl'}", f"--reward_funcs={RECIPES / 'smoke_reward.py'}:answer_reward"]
+    sizes = ["--num_turns=1", "--num_steps=1", "--num_prompts=2", "--num_generations=4", "--max_completion_length=8"]
+    policy = RECIPES.parent / "examples" / "demo_policy"
+    cli.main(["cost", "step", f"--model_name_or_path={policy}", *own, *sizes])
+    output = capsys.readouterr().out
+    assert "1 steps each of 2 prompts x 4 rows" in output
+    assert 0 < float(cells(output, "generated tokens per row")[3]) <= 8
+    with pytest.raises(SystemExit):
+        cli.main(["cost", "step", *own, *sizes])
+    assert "model_name_or_path is not set" in capsys.readouterr().err
 
 
 def test_update(capsys):

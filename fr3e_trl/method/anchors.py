@@ -124,11 +124,12 @@ def rank_anchors(scores: torch.Tensor, eligible: torch.Tensor, num_anchors: int,
     Returns:
         `list[int]`: At most `num_anchors` positions; fewer if no more are eligible.
     """
+    positions = eligible.nonzero().flatten()
     anchors: list[int] = []
-    for position in torch.argsort(scores, descending=True, stable=True).tolist():
+    for position in positions[torch.argsort(scores[positions], descending=True, stable=True)].tolist():
         if len(anchors) == num_anchors:
             break
-        if eligible[position] and all(abs(position - anchor) >= min_gap for anchor in anchors):
+        if all(abs(position - anchor) >= min_gap for anchor in anchors):
             anchors.append(position)
     return anchors
 

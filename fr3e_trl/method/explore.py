@@ -238,7 +238,8 @@ def _survey(
         digest = _digest(tree.prompt_ids, rollout.token_ids)
         logprobs = torch.as_tensor(logprobs_of[i, b])
         of_base = (seed, b, digest.digest())
-        positions = _ranked(entropies, logprobs, args, tree.budget, of_base, threshold, rollout.dialogue)
+        eligible = _eligible(entropies, args, tree.budget, rollout.dialogue)
+        positions = _ranked(entropies, logprobs, eligible, args, of_base, threshold)
         share = even_shares(args.num_anchors or 0, args.num_bases)[b]
         surveys.append(
             Survey(
@@ -247,7 +248,7 @@ def _survey(
                 rollout=_for_others(rollout, holds_tokens=_straddles(i, args, deal)),
                 mean_entropy=entropies.nanmean().item(),
                 anchors=dict(zip(positions, entropies[positions].tolist(), strict=True)),
-                uncertainty=uncertainty(entropies, _eligible(entropies, args, tree.budget, rollout.dialogue), share),
+                uncertainty=uncertainty(entropies, eligible, share),
                 digest=digest.hexdigest(),
             )
         )
@@ -277,14 +278,12 @@ def _digest(prompt_ids: TokenIds, token_ids: TokenIds) -> Any:
 def _ranked(
     entropies: torch.Tensor,
     logprobs: torch.Tensor,
+    eligible: torch.Tensor,
     args: FR3EConfig,
-    budget: int,
     seed: Any,
     threshold: float | None,
-    dialogue: Dialogue | None = None,
 ) -> list[int]:
-    """Positions of a base trajectory that may become anchors, best first, no more than the prompt has."""
-    eligible = _eligible(entropies, args, budget, dialogue)
+    """Eligible positions of a base trajectory to become anchors, best first, no more than the prompt has."""
     most = (args.num_anchors or 0, args.anchor_min_gap)
     if threshold is not None:
         return first_anchors(entropies, eligible, threshold, *most)
@@ -292,7 +291,7 @@ def _ranked(
     return rank_anchors(scores, eligible, *most)
 
 
-def _eligible(entropies: torch.Tensor, args: FR3EConfig, budget: int, dialogue: Dialogue | None) -> torch.Tensor:
+def _eligible(entropies: torch.Tensor, args: FR3EConfig, budget: int, dialogue: Dialogue | None = None) -> torch.Tensor:
     """Positions of a base trajectory that may become anchors."""
     starts = None
     if args.anchor_positions == "turns" and dialogue is not None:
@@ -313,7 +312,8 @@ def _anchors(
         digest = _digest(request.prefix_ids, as_ids(sample.token_ids))
         entropies, logprobs = (torch.as_tensor(values) for values in (sample.entropies, sample.logprobs))
         of_base = (seed, b, digest.digest())
-        ranked.append(_ranked(entropies, logprobs, args, request.max_new_tokens, of_base, threshold))
+        eligible = _eligible(entropies, args, request.max_new_tokens)
+        ranked.append(_ranked(entropies, logprobs, eligible, args, of_base, threshold))
     return _shared(ranked, args)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..arms import make_trainer
+from ..arms import ArmsArguments, make_trainer
 from ..policies import starting_policy
 from ..tasks import TASKS
 
@@ -43,6 +43,13 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", help="directory or hub id; by default the task's own, made on first use")
 
 
+def add_own_task_options(parser: argparse.ArgumentParser) -> None:
+    """A task of the user's own, by the names that `fr3e compare` takes."""
+    parser.add_argument("--model_name_or_path", help="of a task of your own, in the place of --task and --policy")
+    parser.add_argument("--dataset_name", help="its dataset or file")
+    parser.add_argument("--reward_funcs", nargs="+", help="its reward functions, for example my_rewards.py:score")
+
+
 def policy_of(options: argparse.Namespace) -> str:
     """Directory or hub id of the policy that `--task` and `--policy` name."""
     return options.policy or str(starting_policy(TASKS[options.task]))
@@ -50,7 +57,13 @@ def policy_of(options: argparse.Namespace) -> str:
 
 def make_task_trainer(options: argparse.Namespace, output_dir: str, **settings: Any) -> Any:
     """The trainer of these settings, for the task and the policy of the options, see [`make_trainer`]."""
-    return make_trainer(SETTINGS | settings, Path(policy_of(options)), TASKS[options.task], Path(output_dir), seed=0)
+    names = ("model_name_or_path", "dataset_name", "reward_funcs")
+    own = {name: value for name in names if (value := getattr(options, name, None)) is not None}
+    if own:
+        task, policy = ArmsArguments(**own).task_and_policy(num_heldout=0)
+    else:
+        task, policy = TASKS[options.task], Path(policy_of(options))
+    return make_trainer(SETTINGS | settings, policy, task, Path(output_dir), seed=0)
 
 
 def over_turns(ratios: list[float]) -> str:

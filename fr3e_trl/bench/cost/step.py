@@ -1,7 +1,8 @@
 """
 FR3E beside GRPO: what a row costs.
 
-    fr3e cost step --policy PATH_OR_ID --num_generations 8 --max_completion_length 512
+    fr3e cost step --model_name_or_path MODEL --dataset_name FILE.jsonl --reward_funcs my_rewards.py:score \\
+        --num_generations 8 --max_completion_length 512
 
 `FR3ETrainer` and `GRPOTrainer` train the same policy on the same prompts, rows and seed, in turns of a few steps, in
 one process, so that what else the machine does meanwhile meets both. So does "shared": GRPO by `FR3ETrainer`, without
@@ -14,7 +15,8 @@ running:
 - rewards: TRL's reward computation, with the reward functions;
 - loss: TRL's loss, its forward pass included;
 - FR3E: this package. Requests and padding, anchors, values, advantages, rejection, metrics;
-- TRL: the rest of the step: assembling the batch, backward pass, optimizer.
+- TRL: the rest of the step, and what each of them does alike: reading prompts, decoding completions, making the model
+  ready to generate, assembling the batch, backward pass, optimizer.
 """
 
 import contextlib
@@ -24,6 +26,8 @@ import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -35,10 +39,12 @@ from trl import GRPOTrainer
 
 from ...generation.on_transformers import GenerateSampler
 from ...trainer import FR3ETrainer
+from ...training import trl_seams
 from ...training.trl_seams import RowsGRPOTrainer
+from ...usage import blaming
 from ..arms import read_settings
 from ..runs import be_quiet
-from .common import add_task_options, count, make_parser, make_table, make_task_trainer
+from .common import add_own_task_options, add_task_options, count, make_parser, make_table, make_task_trainer
 
 # As the tables call them, with what makes FR3E one of them
 TRAINERS: dict[str, dict[str, Any]] = {
@@ -49,7 +55,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
 
 PARTS = ["generation", "log-probs", "rewards", "loss", "FR3E", "TRL"]
 
-TIMED: list[tuple[type, str, str]] = [
+TIMED: list[tuple[type | ModuleType, str, str]] = [
     (GenerationMixin, "generate", "generation"),
     (GRPOTrainer, "_get_per_token_logps_and_entropies", "log-probs"),
     (RowsGRPOTrainer, "_get_per_token_logps_and_entropies", "log-probs"),
@@ -57,6 +63,9 @@ TIMED: list[tuple[type, str, str]] = [
     (GRPOTrainer, "_compute_loss", "loss"),
     (GRPOTrainer, "_generate_and_score_completions", "TRL"),
     (GRPOTrainer, "training_step", "TRL"),
+    (trl_seams, "unwrap_model_for_generation", "TRL"),
+    (RowsGRPOTrainer, "tokenize_prompts", "TRL"),
+    (RowsGRPOTrainer, "_decode", "TRL"),
     (GenerateSampler, "sample", "FR3E"),
     (RowsGRPOTrainer, "_compute_loss", "FR3E"),
     (RowsGRPOTrainer, "token_statistics", "FR3E"),
@@ -92,8 +101,8 @@ class Stopwatch:
         self._since = now
 
     @contextlib.contextmanager
-    def times(self, methods: list[tuple[type, str, str]]) -> Iterator[None]:
-        """Have every call of these methods, each with its class, counted for their parts."""
+    def times(self, methods: list[tuple[type | ModuleType, str, str]]) -> Iterator[None]:
+        """Have every call of these methods and functions, each with its class or module, counted for their parts."""
         originals = [(owner, name, vars(owner)[name]) for owner, name, _ in methods]
         for owner, name, part in methods:
             setattr(owner, name, self._timed(vars(owner)[name], part))
@@ -107,9 +116,20 @@ class Stopwatch:
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
             with self.part(part):
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+            return self._entered(result, part) if isinstance(result, AbstractContextManager) else result
 
         return timed
+
+    @contextlib.contextmanager
+    def _entered(self, context: AbstractContextManager, part: str) -> Iterator[Any]:
+        """A context whose beginning and end count for a part, and not what is done in it."""
+        with contextlib.ExitStack() as stack:
+            with self.part(part):
+                entered = stack.enter_context(context)
+            yield entered
+            with self.part(part):
+                stack.close()
 
 
 def main(argv: list[str]) -> None:
@@ -126,16 +146,18 @@ def main(argv: list[str]) -> None:
         "--settings", type=read_settings, default={}, help="of FR3E, in JSON, for example '{\"anchor_threshold\": 0.3}'"
     )
     add_task_options(parser)
+    add_own_task_options(parser)
     options = parser.parse_args(argv)
     be_quiet()
     settings = {name: getattr(options, name) for name in ("num_generations", "num_prompts")}
     if options.max_completion_length is not None:
         settings["max_completion_length"] = options.max_completion_length
     with tempfile.TemporaryDirectory() as output_dir:
-        trainers = {
-            name: make_task_trainer(options, output_dir, max_steps=options.num_steps, **settings | of_trainer)
-            for name, of_trainer in (TRAINERS | {"FR3E": TRAINERS["FR3E"] | options.settings}).items()
-        }
+        with blaming("wrong arguments", "See --help.", ValueError, TypeError):
+            trainers = {
+                name: make_task_trainer(options, output_dir, max_steps=options.num_steps, **settings | of_trainer)
+                for name, of_trainer in (TRAINERS | {"FR3E": TRAINERS["FR3E"] | options.settings}).items()
+            }
         seconds, tokens = measure(trainers, options.num_turns)
         memory = {name: peak_memory(trainer) / 2**20 for name, trainer in trainers.items()}
     num_steps = options.num_steps * options.num_turns
