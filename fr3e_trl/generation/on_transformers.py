@@ -83,7 +83,7 @@ class GenerateSampler:
         shares = [share for request in requests for share in _shares(request)]
         if not rows:
             return []
-        config = copy.deepcopy(self.generation_config)
+        config = copy.copy(self.generation_config)
         width = _initial_width(requests, config.eos_token_id)
         begins = [max(width, len(row.prefix_ids)) for row in rows]  # the columns at which sampling begins
         ends = [begin + row.max_new_tokens for begin, row in zip(begins, rows, strict=True)]
@@ -461,7 +461,7 @@ class ContinuousBatchingSampler:
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         samples: list[list[Sample]] = [[] for _ in requests]
         for temperature in dict.fromkeys(request.temperature for request in requests):
-            config = copy.deepcopy(self.generation_config)
+            config = copy.copy(self.generation_config)
             config.temperature = temperature
             with (
                 self.generation_model() as model,

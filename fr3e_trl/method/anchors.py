@@ -5,14 +5,16 @@ A position is an index into a completion's token ids, from 0. Branching at posit
 `completion_ids[:p]` and samples token p, and all that follow, anew: the uncertain choice is made again. Position 0 is
 the prompt's own state, and never an anchor. (The paper counts tokens from 1: its a_j is p + 1.)
 
-Notation used for tensor shapes:
+Numbers along a trajectory may be NumPy arrays, or tensors on the CPU. Shapes are written with
     - L: length of a completion
 """
 
 import math
 import random
 from collections import Counter
+from typing import Any
 
+import numpy as np
 import torch
 
 # What weight the steps before have in the threshold of the next one
@@ -49,42 +51,38 @@ def select_bases(rewards: list[float], selection: str, rng: random.Random) -> li
     return [rng.choice([i for i in scorable if rewards[i] == reward]) for reward in wanted]
 
 
-def anchor_scores(score: str, entropies: torch.Tensor, logprobs: torch.Tensor, rng: random.Random) -> torch.Tensor:
+def anchor_scores(score: str, entropies: Any, logprobs: Any, rng: random.Random) -> Any:
     """
     How much each position of a trajectory calls for exploration.
 
     Args:
         score (`str`):
             `"entropy"`, `"surprisal"` or `"random"`.
-        entropies (`torch.Tensor` of shape (L,)):
+        entropies (`np.ndarray` of shape (L,)):
             Entropy of the next-token distribution at each position, in nats.
-        logprobs (`torch.Tensor` of shape (L,)):
+        logprobs (`np.ndarray` of shape (L,)):
             Log-probability of each token, in nats.
         rng (`random.Random`):
             Draws the random scores.
 
     Returns:
-        `torch.Tensor` of shape (L,): The higher, the better an anchor.
+        `np.ndarray` of shape (L,): The higher, the better an anchor.
     """
     if score == "entropy":
         return entropies
     if score == "surprisal":
         return -logprobs
-    return torch.tensor([rng.random() for _ in range(len(entropies))])
+    return np.array([rng.random() for _ in range(len(entropies))], dtype=np.float32)
 
 
 def eligible_positions(
-    entropies: torch.Tensor,
-    budget: int,
-    min_budget: int = 1,
-    quantile: float | None = None,
-    starts: list[int] | None = None,
-) -> torch.Tensor:
+    entropies: Any, budget: int, min_budget: int = 1, quantile: float | None = None, starts: list[int] | None = None
+) -> np.ndarray:
     """
     Positions of a trajectory that may become anchors.
 
     Args:
-        entropies (`torch.Tensor` of shape (L,)):
+        entropies (`np.ndarray` of shape (L,)):
             Entropy of the next-token distribution at each position, in nats; NaN at tokens of tools.
         budget (`int`):
             Longest completion allowed, in tokens.
@@ -96,25 +94,26 @@ def eligible_positions(
             Only these are eligible.
 
     Returns:
-        `torch.Tensor` of shape (L,): Boolean mask. Position 0 is never eligible, nor is a token of a tool.
+        `np.ndarray` of shape (L,): Boolean mask. Position 0 is never eligible, nor is a token of a tool.
     """
-    positions = torch.arange(len(entropies))
-    eligible = (positions > 0) & (budget - positions >= min_budget) & ~entropies.isnan()
+    entropies = np.asarray(entropies)
+    eligible = ~np.isnan(entropies)
+    eligible[:1] = eligible[max(budget - min_budget + 1, 0) :] = False
     if quantile is not None:
-        eligible &= entropies > torch.nanquantile(entropies, quantile)
+        eligible &= entropies > torch.nanquantile(torch.from_numpy(entropies), quantile).item()
     if starts is not None:
-        eligible &= torch.isin(positions, torch.tensor(starts))
+        eligible &= np.isin(np.arange(len(entropies)), starts)
     return eligible
 
 
-def rank_anchors(scores: torch.Tensor, eligible: torch.Tensor, num_anchors: int, min_gap: int = 1) -> list[int]:
+def rank_anchors(scores: Any, eligible: Any, num_anchors: int, min_gap: int = 1) -> list[int]:
     """
     Positions with the highest scores, best first, ties going to the earlier one.
 
     Args:
-        scores (`torch.Tensor` of shape (L,)):
+        scores (`np.ndarray` of shape (L,)):
             Score of each position.
-        eligible (`torch.Tensor` of shape (L,)):
+        eligible (`np.ndarray` of shape (L,)):
             Boolean mask of the positions that may be chosen.
         num_anchors (`int`):
             How many to choose at most.
@@ -124,9 +123,9 @@ def rank_anchors(scores: torch.Tensor, eligible: torch.Tensor, num_anchors: int,
     Returns:
         `list[int]`: At most `num_anchors` positions; fewer if no more are eligible.
     """
-    positions = eligible.nonzero().flatten()
+    positions = np.flatnonzero(eligible)
     anchors: list[int] = []
-    for position in positions[torch.argsort(scores[positions], descending=True, stable=True)].tolist():
+    for position in positions[np.argsort(-np.asarray(scores)[positions], kind="stable")].tolist():
         if len(anchors) == num_anchors:
             break
         if all(abs(position - anchor) >= min_gap for anchor in anchors):
@@ -134,14 +133,12 @@ def rank_anchors(scores: torch.Tensor, eligible: torch.Tensor, num_anchors: int,
     return anchors
 
 
-def first_anchors(
-    entropies: torch.Tensor, eligible: torch.Tensor, threshold: float, num_anchors: int, min_gap: int = 1
-) -> list[int]:
+def first_anchors(entropies: Any, eligible: Any, threshold: float, num_anchors: int, min_gap: int = 1) -> list[int]:
     """
     The first positions with an entropy above a threshold: whether one is an anchor depends on nothing that follows.
 
     Args:
-        entropies (`torch.Tensor` of shape (L,)):
+        entropies (`np.ndarray` of shape (L,)):
             Entropy of the next-token distribution at each position, in nats.
         eligible, num_anchors, min_gap:
             See [`rank_anchors`].
@@ -151,11 +148,11 @@ def first_anchors(
     Returns:
         `list[int]`: At most `num_anchors` positions, in order.
     """
-    earliness = -torch.arange(len(entropies))
-    return rank_anchors(earliness, eligible & (entropies > threshold), num_anchors, min_gap)
+    above = np.asarray(eligible) & (np.asarray(entropies) > threshold)
+    return rank_anchors(-np.arange(len(above)), above, num_anchors, min_gap)
 
 
-def uncertainty(entropies: torch.Tensor, eligible: torch.Tensor, num_anchors: int) -> float:
+def uncertainty(entropies: Any, eligible: Any, num_anchors: int) -> float:
     """
     How uncertain a trajectory is where it is to branch: the threshold at which it has as many anchors as it gets.
 
@@ -169,8 +166,8 @@ def uncertainty(entropies: torch.Tensor, eligible: torch.Tensor, num_anchors: in
     """
     if num_anchors == 0:
         return math.nan
-    highest = entropies[eligible].sort(descending=True).values
-    return highest[num_anchors - 1].item() if len(highest) >= num_anchors else 0.0
+    known = np.sort(np.asarray(entropies)[np.asarray(eligible)])
+    return known[-num_anchors].item() if len(known) >= num_anchors else 0.0
 
 
 def next_threshold(threshold: float | None, uncertainties: list[float]) -> float:

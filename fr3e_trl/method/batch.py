@@ -174,6 +174,15 @@ def set_advantages(rows: list[Row], trees: list[Tree], args: FR3EConfig, memory:
         priors = memory.priors(_keys_of(trees), _values_of(trees, args))
     states, parents = chains_of(trees)
     row_states = torch.tensor([i for i, state in enumerate(states) for _ in state.rollouts])
+    if args.credit == "tree":
+        rewards, of_paths, positions, lengths, prompts, copies = _paths_of(trees, args)
+        for state, value in zip(states, state_values(rewards, row_states, len(states)).tolist(), strict=True):
+            state.value = value
+        credit = compute_credit(
+            rewards, of_paths, positions, lengths, prompts, prior_strength or 0.0, copies=copies, priors=priors
+        )
+        _set_tree_credit(rows, trees, args, credit)
+        return
     result = compute_advantages(
         compared_rewards(trees, args),
         row_states,
@@ -193,12 +202,6 @@ def set_advantages(rows: list[Row], trees: list[Tree], args: FR3EConfig, memory:
     in_loss = ~result.rejected[row_states]
     for row, advantage, is_in_loss in zip(rows, result.advantages.tolist(), in_loss.tolist(), strict=True):
         row.advantage, row.in_loss = advantage, is_in_loss
-    if args.credit == "tree":
-        rewards, parents, positions, lengths, prompts, copies = _paths_of(trees, args)
-        credit = compute_credit(
-            rewards, parents, positions, lengths, prompts, prior_strength or 0.0, copies=copies, priors=priors
-        )
-        _set_tree_credit(rows, trees, args, credit)
 
 
 def compared_rewards(trees: list[Tree], args: FR3EConfig) -> torch.Tensor:

@@ -236,10 +236,10 @@ def _survey(
         tree = trees[i]
         rollout, entropies = tree.bases[b], tree.entropies[b]
         digest = _digest(tree.prompt_ids, rollout.token_ids)
-        logprobs = torch.as_tensor(logprobs_of[i, b])
+        values, logps = np.asarray(entropies), np.asarray(logprobs_of[i, b])
         of_base = (seed, b, digest.digest())
-        eligible = _eligible(entropies, args, tree.budget, rollout.dialogue)
-        positions = _ranked(entropies, logprobs, eligible, args, of_base, threshold)
+        eligible = _eligible(values, args, tree.budget, rollout.dialogue)
+        positions = _ranked(values, logps, eligible, args, of_base, threshold)
         share = even_shares(args.num_anchors or 0, args.num_bases)[b]
         surveys.append(
             Survey(
@@ -247,8 +247,8 @@ def _survey(
                 base=b,
                 rollout=_for_others(rollout, holds_tokens=_straddles(i, args, deal)),
                 mean_entropy=entropies.nanmean().item(),
-                anchors=dict(zip(positions, entropies[positions].tolist(), strict=True)),
-                uncertainty=uncertainty(entropies, eligible, share),
+                anchors=dict(zip(positions, values[positions].tolist(), strict=True)),
+                uncertainty=uncertainty(values, eligible, share),
                 digest=digest.hexdigest(),
             )
         )
@@ -276,9 +276,9 @@ def _digest(prompt_ids: TokenIds, token_ids: TokenIds) -> Any:
 
 
 def _ranked(
-    entropies: torch.Tensor,
-    logprobs: torch.Tensor,
-    eligible: torch.Tensor,
+    entropies: np.ndarray,
+    logprobs: np.ndarray,
+    eligible: np.ndarray,
     args: FR3EConfig,
     seed: Any,
     threshold: float | None,
@@ -291,7 +291,7 @@ def _ranked(
     return rank_anchors(scores, eligible, *most)
 
 
-def _eligible(entropies: torch.Tensor, args: FR3EConfig, budget: int, dialogue: Dialogue | None = None) -> torch.Tensor:
+def _eligible(entropies: np.ndarray, args: FR3EConfig, budget: int, dialogue: Dialogue | None = None) -> np.ndarray:
     """Positions of a base trajectory that may become anchors."""
     starts = None
     if args.anchor_positions == "turns" and dialogue is not None:
@@ -310,7 +310,7 @@ def _anchors(
     ranked = []
     for b, sample in enumerate(samples):
         digest = _digest(request.prefix_ids, as_ids(sample.token_ids))
-        entropies, logprobs = (torch.as_tensor(values) for values in (sample.entropies, sample.logprobs))
+        entropies, logprobs = (torch.as_tensor(values).numpy() for values in (sample.entropies, sample.logprobs))
         of_base = (seed, b, digest.digest())
         eligible = _eligible(entropies, args, request.max_new_tokens)
         ranked.append(_ranked(entropies, logprobs, eligible, args, of_base, threshold))
