@@ -136,9 +136,11 @@ def test_branches_are_asked_for_as_soon_as_their_base_trajectories_are_there(ser
         check_budgets(trees, trainer.max_completion_length)
         check_rows(batch, trees)
         for tree in trees:
-            assert sum(len(state.rollouts) for state in tree.states) == 8 and len(tree.states) > 1
+            assert sum(len(state.rollouts) for state in tree.states) == 8
             for state in tree.states[1:]:
                 assert tree.bases[state.base].token_ids[: state.position].tolist() == state.prefix_ids.tolist()
+    # Not in every tree: a trajectory may have no token above the threshold
+    assert any(len(tree.states) > 1 for _, trees in trainer.batches for tree in trees)
 
 
 # Whatever the policy writes after a 1 is a call of a tool
