@@ -1,5 +1,5 @@
 """
-FR3E from end to end, on a CPU in about 5 minutes:
+FR3E from end to end, on a CPU in a few minutes:
 
     python examples/demo.py
 
