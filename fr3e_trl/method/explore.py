@@ -232,6 +232,7 @@ def _survey(
         written = torch.ones(len(entropies), dtype=torch.bool) if mask is None else torch.from_numpy(mask)
         trees[i].entropies[b] = torch.where(written, entropies, math.nan)
     surveys = []
+    shares = even_shares(args.num_anchors or 0, args.num_bases)
     for i, b in bases:
         tree = trees[i]
         rollout, entropies = tree.bases[b], tree.entropies[b]
@@ -240,7 +241,6 @@ def _survey(
         of_base = (seed, b, digest.digest())
         eligible = _eligible(values, args, tree.budget, rollout.dialogue)
         positions = _ranked(values, logps, eligible, args, of_base, threshold)
-        share = even_shares(args.num_anchors or 0, args.num_bases)[b]
         surveys.append(
             Survey(
                 tree=i,
@@ -248,7 +248,7 @@ def _survey(
                 rollout=_for_others(rollout, holds_tokens=_straddles(i, args, deal)),
                 mean_entropy=entropies.nanmean().item(),
                 anchors=dict(zip(positions, values[positions].tolist(), strict=True)),
-                uncertainty=uncertainty(values, eligible, share),
+                uncertainty=uncertainty(values, eligible, shares[b]),
                 digest=digest.hexdigest(),
             )
         )
