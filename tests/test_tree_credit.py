@@ -17,7 +17,7 @@ from fr3e_trl.bench.measures import MeasuredFR3ETrainer
 from fr3e_trl.config import TREE_LOSSES
 from fr3e_trl.display import render_tree
 from fr3e_trl.method.anchors import even_shares, first_anchors, next_threshold, uncertainty
-from fr3e_trl.method.batch import Deal, rows_of, set_advantages
+from fr3e_trl.method.batch import Deal, rows_of, set_advantages, token_credit
 from fr3e_trl.method.refill import row_from, state_of
 from fr3e_trl.method.tree import Rollout, Score, Tree
 
@@ -202,8 +202,9 @@ def test_a_tree_by_hand():
         assert [value for stretch in row.rollout.credit for value in stretch] == pytest.approx(sum(stretches, ()))
         assert row.in_loss
     assert rows[0].advantage == pytest.approx((3 * 0.4 - 4 * 0.72 - 3 * 0.3) / 10)
-    own = rows[1].token_credit
-    assert own.shape == (2, 8) and not own[:, :3].any() and own[1, 3:].tolist() == pytest.approx([1 - 0.8 / 6] * 5)
+    own = token_credit(rows[1:2], 10)[:, 0]
+    assert own.shape == (2, 10) and not own[:, :3].any() and not own[:, 8:].any()
+    assert own[1, 3:8].tolist() == pytest.approx([1 - 0.8 / 6] * 5)
     # As text, for which the anchors' states come in order
     text = render_tree(trees[0], make_tokenizer())
     assert "  advantages: +0.40 before S1, -0.72 before S2, -0.30 to the end" in text
@@ -415,7 +416,7 @@ class KeepsLeftovers(Recorder):
         self.left_over.append(defaultdict(list))
         for row in leftovers:  # of which two may be alike, token by token, and not in what is theirs of it
             tokens = (*row.prompt_ids, *row.completion_ids)
-            self.left_over[-1][tokens].append(row.token_credit[1].tolist())
+            self.left_over[-1][tokens].append(token_credit([row], len(row.completion_ids))[1, 0].tolist())
 
 
 def test_left_over_rows_keep_their_credit():

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -150,12 +150,12 @@ def _initial_width(requests: Sequence[SamplingRequest], eos_token_ids: list[int]
     takes a row for finished where it is forced: a prompt may have one, of a chat's earlier turns. So are images.
     """
     width = max(len(r.prefix_ids) + r.max_new_tokens for r in requests) - max(r.max_new_tokens for r in requests)
-    lengths = [len(r.prefix_ids) for r in requests]
-    is_eos = np.isin(np.concatenate([r.prefix_ids for r in requests]), eos_token_ids)
-    eos_positions = np.concatenate([np.arange(length) for length in lengths])[is_eos]
-    with_images = [len(r.prefix_ids) - r.num_sampled_before for r in requests if r.multimodal is not None]
-    with_images += [len(r.prefix_ids) for r in requests if r.tool_images]
-    return max([width, *with_images, int(eos_positions.max(initial=-1)) + 1])
+    there = [len(r.prefix_ids) - r.num_sampled_before for r in requests if r.multimodal is not None]
+    there += [len(r.prefix_ids) for r in requests if r.tool_images]
+    prefixes = [r.prefix_ids for r in requests]
+    if np.isin(np.concatenate(prefixes), eos_token_ids).any():
+        there += [int(np.isin(ids, eos_token_ids).nonzero()[0].max(initial=-1)) + 1 for ids in prefixes]
+    return max([width, *there])
 
 
 def _shares(request: SamplingRequest) -> Sequence[int]:
@@ -297,20 +297,24 @@ def _statistics(logprobs: torch.Tensor, entropies: torch.Tensor, token_ids: torc
 
 @dataclass(eq=False)
 class _GrowingRow:
-    """A row while it grows: where its sampling began and how, how many anchors it may have, and what left it where."""
+    """
+    A row while it grows: where its sampling began and how, how many anchors it may have, what left it where, and in the
+    end its tokens, their log-probs and the entropies.
+    """
 
     request: SamplingRequest
     begin: int
     temperature: float
     share: int = 0
     branches: dict[int, list["_GrowingRow"]] = field(default_factory=dict)
-    sample: Sample | None = None
+    drawn: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
-    def finished(self) -> Sample:
-        """Its sample, with those of what left it."""
-        assert self.sample is not None
-        branches = {position: [row.finished() for row in rows] for position, rows in self.branches.items()}
-        return replace(self.sample, branches=branches)
+    @property
+    def sample(self) -> Sample:
+        """What it has become, with what left it."""
+        assert self.drawn is not None
+        branches = {position: [row.sample for row in rows] for position, rows in self.branches.items()}
+        return Sample(*self.drawn, branches)
 
 
 class _GrowingRows:
@@ -388,7 +392,7 @@ class _GrowingRows:
                 rows = (~is_done).nonzero().flatten()
                 if not len(rows):
                     return input_ids
-                self.live = [row for row in self.live if row.sample is None]
+                self.live = [row for row in self.live if row.drawn is None]
                 input_ids, statistics = input_ids[rows], statistics[rows]
                 model_kwargs = self._select(rows, model_kwargs)
             inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
@@ -431,11 +435,12 @@ class _GrowingRows:
         row = self.live[i]
         token_ids = input_ids[row.begin :].cpu().numpy()
         token_ids = _until_eos(token_ids, np.isin(token_ids, config.eos_token_id))
-        row.sample = Sample(token_ids, *statistics.cpu().numpy().copy())
+        logprobs, entropies = statistics.cpu().numpy().copy()
+        row.drawn = token_ids, logprobs, entropies
 
     def samples(self) -> list[Sample]:
         """What each row went on with, with what branches off it."""
-        return [row.finished() for row in self.roots]
+        return [row.sample for row in self.roots]
 
 
 class ContinuousBatchingSampler:

@@ -11,6 +11,7 @@ Numbers along a trajectory may be NumPy arrays, or tensors on the CPU. Shapes ar
 
 import math
 import random
+import statistics
 from collections import Counter
 from typing import Any
 
@@ -148,8 +149,13 @@ def first_anchors(entropies: Any, eligible: Any, threshold: float, num_anchors: 
     Returns:
         `list[int]`: At most `num_anchors` positions, in order.
     """
-    above = np.asarray(eligible) & (np.asarray(entropies) > threshold)
-    return rank_anchors(-np.arange(len(above)), above, num_anchors, min_gap)
+    anchors: list[int] = []
+    for position in np.flatnonzero(np.asarray(eligible) & (np.asarray(entropies) > threshold)).tolist():
+        if len(anchors) == num_anchors:
+            break
+        if not anchors or position - anchors[-1] >= min_gap:
+            anchors.append(position)
+    return anchors
 
 
 def uncertainty(entropies: Any, eligible: Any, num_anchors: int) -> float:
@@ -180,7 +186,7 @@ def next_threshold(threshold: float | None, uncertainties: list[float]) -> float
         uncertainties (`list[float]`):
             How uncertain this step's base trajectories were, see [`uncertainty`], NaN for those without anchors.
     """
-    found = torch.tensor(uncertainties).nanquantile(0.5).item()
+    found = statistics.median(value for value in uncertainties if not math.isnan(value))
     return found if threshold is None else SMOOTHING * threshold + (1 - SMOOTHING) * found
 
 

@@ -108,12 +108,6 @@ class Row:
             mask[start:end] = 1
         return mask.tolist()
 
-    @property
-    def token_credit(self) -> NDArray[np.float64]:
-        """Of shape (2, L): how many tokens each counts for, and its advantage; 0 for those of the prefix."""
-        lengths, weights, advantages = zip(*self.rollout.credit, strict=True)
-        return np.repeat([(0.0, *weights), (0.0, *advantages)], (len(self.prefix_ids), *lengths), axis=1)
-
 
 def rows_of(
     trees: Sequence[Tree],
@@ -202,6 +196,28 @@ def set_advantages(rows: list[Row], trees: list[Tree], args: FR3EConfig, memory:
     in_loss = ~result.rejected[row_states]
     for row, advantage, is_in_loss in zip(rows, result.advantages.tolist(), in_loss.tolist(), strict=True):
         row.advantage, row.in_loss = advantage, is_in_loss
+
+
+def token_credit(rows: Sequence[Row], num_tokens: int) -> NDArray[np.float64]:
+    """
+    Credit of the tokens of rows that this process holds.
+
+    Args:
+        rows (`Sequence[Row]`):
+            R rows.
+        num_tokens (`int`):
+            C, of their completions in the batch, padded.
+
+    Returns:
+        `np.ndarray` of shape (2, R, C): How many tokens each counts for, and its advantage; 0 for those of a prefix,
+        and past a row's end.
+    """
+    stretches: list[tuple[int, float, float]] = []
+    for row in rows:
+        num_before = len(row.prefix_ids)
+        stretches += [(num_before, 0, 0), *row.rollout.credit, (num_tokens - num_before - row.rollout.length, 0, 0)]
+    lengths, weights, advantages = zip(*stretches, strict=True)
+    return np.repeat(np.array([weights, advantages], float), lengths, axis=1).reshape(2, len(rows), num_tokens)
 
 
 def compared_rewards(trees: list[Tree], args: FR3EConfig) -> torch.Tensor:

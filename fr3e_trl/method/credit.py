@@ -121,7 +121,7 @@ def tree_values(rewards: torch.Tensor, parents: list[int | None], copies: list[i
         for branches.
     """
     totals = _totals(rewards, copies)
-    bases = torch.tensor([lineage[-1] for lineage in _lineages(parents)], device=rewards.device)
+    bases = torch.tensor(_bases(parents), device=rewards.device)
     sums, counts = torch.zeros_like(totals).index_add(0, bases, totals).T
     return sums / counts
 
@@ -218,21 +218,19 @@ def tree_credit(
     if weight not in WEIGHTS:
         raise ValueError(f"weight is {weight!r}; it can be {' or '.join(map(repr, WEIGHTS))}.")
     _check_branches(parents, positions, lengths)
-    own = _totals(rewards, copies)
-    lineages = _lineages(parents)
-    members = torch.tensor([(row, above) for row, lineage in enumerate(lineages) for above in lineage]).to(own.device)
-    below = torch.zeros_like(own).index_add(0, members[:, 1], own[members[:, 0]])
-    stretches = list(_stretches(parents, positions, lengths, own.tolist(), below.tolist()))
-    rows, starts, ends = torch.tensor([stretch[:3] for stretch in stretches], device=rewards.device).T
-    passing = own.new_tensor([stretch[3:] for stretch in stretches])
+    own = _totals(rewards, copies).tolist()
+    below = _with_descendants(parents, own)
+    *places, sums, counts = zip(*_stretches(parents, positions, lengths, own, below), strict=True)
+    rows, starts, ends = torch.tensor(places, device=rewards.device)
+    sums, counts = torch.tensor([sums, counts], dtype=torch.float64, device=rewards.device)
 
-    bases = torch.tensor([lineage[-1] for lineage in lineages], device=own.device)[rows]
-    left = below[bases] - passing
-    compared_with = _shrink(left[:, 0], left[:, 1], baselines.to(own.dtype)[bases], prior_strength)
-    advantages = (passing[:, 0] / passing[:, 1] - compared_with).nan_to_num(0)
-    rounding = 1000 * torch.finfo(own.dtype).eps * rewards.nan_to_num(0).abs().max()
+    bases = torch.tensor(_bases(parents), device=rewards.device)[rows]
+    all_sums, all_counts = sums.new_tensor(below)[bases].T
+    compared_with = _shrink(all_sums - sums, all_counts - counts, baselines.to(sums)[bases], prior_strength)
+    advantages = (sums / counts - compared_with).nan_to_num(0)
+    rounding = 1000 * torch.finfo(sums.dtype).eps * rewards.nan_to_num(0).abs().max()
     advantages = advantages.masked_fill(advantages.abs() <= rounding, 0)
-    weights = passing[:, 1] if weight == "paths" else torch.ones_like(advantages)
+    weights = counts if weight == "paths" else torch.ones_like(counts)
     return Credit(rows, starts, ends, weights, weights * advantages)
 
 
@@ -314,16 +312,25 @@ def _totals(rewards: torch.Tensor, copies: list[int] | None) -> torch.Tensor:
     return torch.stack([rewards.double().nan_to_num(0) * counts, counts], dim=1)
 
 
-def _lineages(parents: list[int | None]) -> list[list[int]]:
-    """For each row itself, its parent, and so on, its base trajectory last."""
-    lineages = []
+def _bases(parents: list[int | None]) -> list[int]:
+    """The base trajectory of each row."""
+    bases = []
     for row, parent in enumerate(parents):
-        lineage = [row]
         while parent is not None:
-            lineage.append(parent)
+            row, parent = parent, parents[parent]
+        bases.append(row)
+    return bases
+
+
+def _with_descendants(parents: list[int | None], totals: list[list[float]]) -> list[list[float]]:
+    """Reward and number of each row and all that descend from it."""
+    below = [list(of_row) for of_row in totals]
+    for (reward, number), parent in zip(totals, parents, strict=True):
+        while parent is not None:
+            below[parent][0] += reward
+            below[parent][1] += number
             parent = parents[parent]
-        lineages.append(lineage)
-    return lineages
+    return below
 
 
 def _stretches(

@@ -199,7 +199,7 @@ def _first_return(
     for (i, b), sample in zip(bases, samples, strict=True):
         trees[i].bases[b] = _rollout(sample)
         if sample.entropies is not None:
-            trees[i].entropies[b] = torch.tensor(sample.entropies)
+            trees[i].entropies[b] = torch.as_tensor(sample.entropies)
         drawn[i, b] = sample.branches
     return bases
 
@@ -257,7 +257,7 @@ def _survey(
 
 def _for_others(rollout: Rollout, holds_tokens: bool) -> Rollout:
     """A rollout as other processes know it."""
-    score = replace(rollout.score, logs={})
+    score = Score(rollout.score.rewards, rollout.score.reward)
     if not holds_tokens:
         return Rollout(score=score, length=rollout.length, num_written=rollout.num_written)
     dialogue = None if rollout.dialogue is None else rollout.dialogue.without_environment()
@@ -323,7 +323,7 @@ def _shared(ranked: list[list[int]], args: FR3EConfig) -> list[list[int]]:
         # Tree credit: how many rows a tree has must not depend on its tokens. What one cannot use goes to none, nor is
         # it known in time where rollouts leave while it grows
         shares = even_shares(args.num_anchors or 0, len(ranked))
-        ranked = [positions[:share] for positions, share in zip(ranked, shares, strict=True)]
+        return [sorted(positions[:share]) for positions, share in zip(ranked, shares, strict=True)]
     return share_anchors(ranked, args.num_anchors or 0)
 
 

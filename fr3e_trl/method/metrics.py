@@ -28,6 +28,7 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
     """
     states = [state for tree in trees for state in tree.states]
     anchors = [state for state in states if state.parent is not None]
+    outcomes = [_outcomes(state) for state in states]
     failed = [tree for tree in trees if not any(rollout.score.reward > 0 for rollout in tree.states[0].rollouts)]
     num_generated = sum(_num_generated(tree) for tree in trees)
     metrics = {
@@ -51,8 +52,8 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
             if state.base is not None
         ),
         "fr3e/anchor/count": len(anchors) / len(trees),
-        "fr3e/states/all_right": _mean(_all_scorable(state, right=True) for state in states),
-        "fr3e/states/all_wrong": _mean(_all_scorable(state, right=False) for state in states),
+        "fr3e/states/all_right": _mean(of_state == {True} for of_state in outcomes),
+        "fr3e/states/all_wrong": _mean(of_state == {False} for of_state in outcomes),
         "fr3e/states/rejected": _mean(state.rejected for state in states),
         "fr3e/prompts/rescued": _mean(
             any(rollout.score.reward > 0 for state in tree.states[1:] for rollout in state.rollouts) for tree in failed
@@ -82,16 +83,15 @@ def _mean_over_tokens(trees: list[Tree]) -> float:
 
 def _num_generated(tree: Tree) -> int:
     """Tokens that were sampled for a tree, base trajectories that were thrown away included."""
-    rollouts = [rollout for state in tree.states for rollout in state.rollouts]
-    kept = {id(rollout) for rollout in rollouts}
-    rollouts += [base for base in tree.bases if id(base) not in kept]
-    return sum(rollout.num_written for rollout in rollouts)
+    rollouts = {id(rollout): rollout for rollout in tree.bases}
+    rollouts |= {id(rollout): rollout for state in tree.states for rollout in state.rollouts}
+    return sum(rollout.num_written for rollout in rollouts.values())
 
 
-def _all_scorable(state: State, right: bool) -> bool:
-    """Whether a state has scorable rollouts, and all of them are right (or wrong)."""
-    rewards = [rollout.score.reward for rollout in state.rollouts if not math.isnan(rollout.score.reward)]
-    return bool(rewards) and all((reward > 0) == right for reward in rewards)
+def _outcomes(state: State) -> set[bool]:
+    """Whether a state's scorable rollouts are right: all, none, or some of them."""
+    rewards = (rollout.score.reward for rollout in state.rollouts)
+    return {reward > 0 for reward in rewards if not math.isnan(reward)}
 
 
 def _mean(x: Iterable[float]) -> float:

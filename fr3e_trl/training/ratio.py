@@ -37,10 +37,13 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
         off_temperature = any(row.temperature != self.temperature for row in batch_rows)
         if self.use_vllm and self.vllm_importance_sampling_correction:
             return self._assemble_corrected(batch_rows, off_temperature, tool_counts)
-        own = self.own_rows(batch_rows)
-        known = self._known_logprobs(own)
         # Where updates are of batches sampled before other updates, as TRL decides it
         wants_old = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
+        wants_others = off_temperature or self.has_own_sampler or any(row.is_left_over for row in batch_rows)
+        if not wants_old and not wants_others:
+            return super().assemble(batch_rows, tool_counts)
+        own = self.own_rows(batch_rows)
+        known = self._known_logprobs(own)
         if wants_old and all(logprobs is not None for logprobs in known):
             self._score_old = partial(_write, known)
         batch = super().assemble(batch_rows, tool_counts)

@@ -30,7 +30,7 @@ from ..config import FR3EConfig
 from ..generation.sampler import images_of
 from ..generation.vllm_sync import FR3EVLLMGeneration
 from ..method.advantages import weighted_rewards
-from ..method.batch import Deal, Row
+from ..method.batch import Deal, Row, token_credit
 from ..method.tree import Dialogue, Score, TokenIds
 from .checks import IMAGE_COLUMNS, check_all_or_none, obstacle_to_tool_images
 from .packing import IMPLEMENTATIONS, Trie, fold, share
@@ -166,7 +166,8 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
             try:
                 yield model
             finally:
-                self.model.train(training)  # continuous batching leaves it in evaluation mode
+                if self.model.training != training:  # continuous batching leaves it in evaluation mode
+                    self.model.train(training)
 
     @contextmanager
     def vllm_engine(self) -> Iterator[None]:
@@ -699,10 +700,7 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
                 The rows of all processes, with the credit of their tokens.
         """
         mask = batch["completion_mask"] * batch["tool_mask"]
-        credit = np.zeros((2, *mask.shape))
-        for i, row in enumerate(self.own_rows(batch_rows)):
-            of_row = row.token_credit
-            credit[:, i, : of_row.shape[1]] = of_row
+        credit = token_credit(self.own_rows(batch_rows), mask.size(1))
         weights, batch["advantages"] = torch.from_numpy(credit).to(batch["advantages"])
         # A token counts for all rows that pass through it
         num_counted = self.accelerator.gather((weights * mask).sum()).sum()
