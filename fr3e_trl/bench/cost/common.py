@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..arms import ArmsArguments, make_trainer
+from ..arms import ArmsArguments
 from ..policies import starting_policy
 from ..tasks import TASKS
 
@@ -38,7 +38,7 @@ def count(text: str) -> int:
 
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
-    """`--task` and `--policy`, see [`make_task_trainer`]."""
+    """`--task` and `--policy`, see [`task_of`]."""
     parser.add_argument("--task", choices=TASKS, default="chain", help="task with the prompts (default: chain)")
     parser.add_argument("--policy", help="directory or hub id; by default the task's own, made on first use")
 
@@ -55,15 +55,13 @@ def policy_of(options: argparse.Namespace) -> str:
     return options.policy or str(starting_policy(TASKS[options.task]))
 
 
-def make_task_trainer(options: argparse.Namespace, output_dir: str, **settings: Any) -> Any:
-    """The trainer of these settings, for the task and the policy of the options, see [`make_trainer`]."""
+def task_of(options: argparse.Namespace) -> tuple[Any, Any]:
+    """The task and the policy of the options, as [`~fr3e_trl.bench.arms.make_trainer`] takes them."""
     names = ("model_name_or_path", "dataset_name", "reward_funcs")
     own = {name: value for name in names if (value := getattr(options, name, None)) is not None}
     if own:
-        task, policy = ArmsArguments(**own).task_and_policy(num_heldout=0)
-    else:
-        task, policy = TASKS[options.task], Path(policy_of(options))
-    return make_trainer(SETTINGS | settings, policy, task, Path(output_dir), seed=0)
+        return ArmsArguments(**own).task_and_policy(num_heldout=0)
+    return TASKS[options.task], Path(policy_of(options))
 
 
 def over_turns(ratios: list[float]) -> str:

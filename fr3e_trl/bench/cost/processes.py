@@ -17,12 +17,14 @@ import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 
+from ..arms import make_trainer
 from ..runs import be_quiet
-from .common import add_task_options, make_parser, make_task_trainer, over_turns, policy_of
+from .common import SETTINGS, add_task_options, make_parser, over_turns, policy_of, task_of
 
 NUM_PROMPTS, NUM_GENERATIONS = 8, 16  # of a step, in all processes
 
@@ -30,14 +32,14 @@ NUM_PROMPTS, NUM_GENERATIONS = 8, 16  # of a step, in all processes
 def train(options: argparse.Namespace) -> None:
     """Train in as many processes as there are, and write the time of each step."""
     be_quiet()
-    trainer = make_task_trainer(
-        options,
-        str(options.output.parent),
-        trainer="fr3e",
-        num_prompts=NUM_PROMPTS,
-        num_generations=NUM_GENERATIONS,
-        max_steps=options.num_steps + 1,
-    )
+    settings = SETTINGS | {
+        "trainer": "fr3e",
+        "num_prompts": NUM_PROMPTS,
+        "num_generations": NUM_GENERATIONS,
+        "max_steps": options.num_steps + 1,
+    }
+    task, policy = task_of(options)
+    trainer: Any = make_trainer(settings, policy, task, options.output.parent, seed=0)
     began = [time.perf_counter()]
     step = trainer.training_step
 

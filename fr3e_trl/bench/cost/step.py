@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -42,9 +43,9 @@ from ...trainer import FR3ETrainer
 from ...training import trl_seams
 from ...training.trl_seams import RowsGRPOTrainer
 from ...usage import blaming
-from ..arms import read_settings
+from ..arms import make_trainer, read_settings
 from ..runs import be_quiet
-from .common import add_own_task_options, add_task_options, count, make_parser, make_table, make_task_trainer
+from .common import SETTINGS, add_own_task_options, add_task_options, count, make_parser, make_table, task_of
 
 # As the tables call them, with what makes FR3E one of them
 TRAINERS: dict[str, dict[str, Any]] = {
@@ -150,12 +151,14 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     be_quiet()
     settings = {name: getattr(options, name) for name in ("num_generations", "num_prompts")}
+    settings["max_steps"] = options.num_steps
     if options.max_completion_length is not None:
         settings["max_completion_length"] = options.max_completion_length
     with tempfile.TemporaryDirectory() as output_dir:
         with blaming("wrong arguments", "See --help.", ValueError, TypeError):
+            task, policy = task_of(options)
             trainers = {
-                name: make_task_trainer(options, output_dir, max_steps=options.num_steps, **settings | of_trainer)
+                name: make_trainer(SETTINGS | settings | of_trainer, policy, task, Path(output_dir), seed=0)
                 for name, of_trainer in (TRAINERS | {"FR3E": TRAINERS["FR3E"] | options.settings}).items()
             }
         seconds, tokens = measure(trainers, options.num_turns)
