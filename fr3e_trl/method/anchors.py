@@ -22,7 +22,7 @@ import torch
 SMOOTHING = 0.7
 
 
-def select_bases(rewards: list[float], selection: str, rng: random.Random) -> list[int]:
+def select_bases(rewards: list[float], selection: str, seed: str) -> list[int]:
     """
     Choose the base trajectories to explore.
 
@@ -33,7 +33,7 @@ def select_bases(rewards: list[float], selection: str, rng: random.Random) -> li
         selection (`str`):
             `"mixed"` (one of the best-scored and one of the worst-scored when the scores differ, one at random when
             they do not), `"best"` or `"worst"`, each among the scorable unless none is; `"random"` or `"all"`.
-        rng (`random.Random`):
+        seed (`str`):
             Decides among equals.
 
     Returns:
@@ -41,6 +41,7 @@ def select_bases(rewards: list[float], selection: str, rng: random.Random) -> li
     """
     if selection == "all":
         return list(range(len(rewards)))
+    rng = random.Random(seed)
     scorable = [i for i, reward in enumerate(rewards) if not math.isnan(reward)]
     if selection == "random" or not scorable:
         return [rng.randrange(len(rewards))]
@@ -52,7 +53,7 @@ def select_bases(rewards: list[float], selection: str, rng: random.Random) -> li
     return [rng.choice([i for i in scorable if rewards[i] == reward]) for reward in wanted]
 
 
-def anchor_scores(score: str, entropies: Any, logprobs: Any, rng: random.Random) -> Any:
+def anchor_scores(score: str, entropies: Any, logprobs: Any, seed: str) -> Any:
     """
     How much each position of a trajectory calls for exploration.
 
@@ -63,8 +64,8 @@ def anchor_scores(score: str, entropies: Any, logprobs: Any, rng: random.Random)
             Entropy of the next-token distribution at each position, in nats.
         logprobs (`np.ndarray` of shape (L,)):
             Log-probability of each token, in nats.
-        rng (`random.Random`):
-            Draws the random scores.
+        seed (`str`):
+            Decides the random scores.
 
     Returns:
         `np.ndarray` of shape (L,): The higher, the better an anchor.
@@ -73,6 +74,7 @@ def anchor_scores(score: str, entropies: Any, logprobs: Any, rng: random.Random)
         return entropies
     if score == "surprisal":
         return -logprobs
+    rng = random.Random(seed)
     return np.array([rng.random() for _ in range(len(entropies))], dtype=np.float32)
 
 

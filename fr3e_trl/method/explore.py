@@ -8,7 +8,6 @@ whose rows are dealt to several of them.
 
 import hashlib
 import math
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -246,7 +245,7 @@ def _survey(
                 tree=i,
                 base=b,
                 rollout=_for_others(rollout, holds_tokens=_straddles(i, args, deal)),
-                mean_entropy=entropies.nanmean().item(),
+                mean_entropy=(values if rollout.mask is None else values[rollout.mask]).mean().item(),
                 anchors=dict(zip(positions, values[positions].tolist(), strict=True)),
                 uncertainty=uncertainty(values, eligible, shares[b]),
                 digest=digest.hexdigest(),
@@ -287,7 +286,7 @@ def _ranked(
     most = (args.num_anchors or 0, args.anchor_min_gap)
     if threshold is not None:
         return first_anchors(entropies, eligible, threshold, *most)
-    scores = anchor_scores(args.anchor_score, entropies, logprobs, random.Random(repr(seed)))
+    scores = anchor_scores(args.anchor_score, entropies, logprobs, repr(seed))
     return rank_anchors(scores, eligible, *most)
 
 
@@ -342,8 +341,8 @@ def _branch(trees: list[Tree], args: FR3EConfig, surveys: list[Survey], seed: tu
             tree.states[0].rollouts = list(tree.bases)
         if args.num_anchors:
             # Seeded by the tree itself, so that a prompt's anchors do not depend on what shares its batch
-            rng = random.Random(repr((seed, [survey.digest for survey in of_tree])))
-            chosen = select_bases([survey.rollout.score.reward for survey in of_tree], args.base_selection, rng)
+            of_prompt = repr((seed, [survey.digest for survey in of_tree]))
+            chosen = select_bases([survey.rollout.score.reward for survey in of_tree], args.base_selection, of_prompt)
             ranked = [list(of_tree[b].anchors) for b in chosen]
             for b, positions in zip(chosen, _shared(ranked, args), strict=True):
                 tree.branch(b, {position: of_tree[b].anchors[position] for position in positions})
