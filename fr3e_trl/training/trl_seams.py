@@ -166,7 +166,7 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
             try:
                 yield model
             finally:
-                if self.model.training != training:  # continuous batching leaves it in evaluation mode
+                if model.training != training:  # continuous batching leaves it in evaluation mode
                     self.model.train(training)
 
     @contextmanager
