@@ -625,7 +625,7 @@ def test_shipped_configurations(path):
     (args,) = TrlParser([CompareArguments]).parse_args_and_config(["--config", str(path), "--seeds", "5", "6"])
     assert args.seeds == [5, 6]
     assert args.output_dir == f"outputs/bench/{path.stem.removeprefix('compare_')}"
-    if path.stem in ("smoke", "compare_refill", "compare_qwen3", "compare_shapes"):
+    if path.stem in ("smoke", "compare_refill", "compare_qwen3", "compare_rows", "compare_shapes"):
         return
     kinds = {
         (settings.get("trainer", args.base["trainer"]), settings.get("num_anchors")) for settings in args.arms.values()
