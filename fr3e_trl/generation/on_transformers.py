@@ -153,8 +153,9 @@ def _initial_width(requests: Sequence[SamplingRequest], eos_token_ids: list[int]
     there = [len(r.prefix_ids) - r.num_sampled_before for r in requests if r.multimodal is not None]
     there += [len(r.prefix_ids) for r in requests if r.tool_images]
     prefixes = [r.prefix_ids for r in requests]
-    if np.isin(np.concatenate(prefixes), eos_token_ids).any():
-        there += [int(np.isin(ids, eos_token_ids).nonzero()[0].max(initial=-1)) + 1 for ids in prefixes]
+    is_eos = np.isin(np.concatenate(prefixes), eos_token_ids)
+    if is_eos.any():
+        there.append(int(np.concatenate([np.arange(len(ids)) for ids in prefixes])[is_eos].max()) + 1)
     return max([width, *there])
 
 

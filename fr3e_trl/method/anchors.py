@@ -127,13 +127,8 @@ def rank_anchors(scores: Any, eligible: Any, num_anchors: int, min_gap: int = 1)
         `list[int]`: At most `num_anchors` positions; fewer if no more are eligible.
     """
     positions = np.flatnonzero(eligible)
-    anchors: list[int] = []
-    for position in positions[np.argsort(-np.asarray(scores)[positions], kind="stable")].tolist():
-        if len(anchors) == num_anchors:
-            break
-        if all(abs(position - anchor) >= min_gap for anchor in anchors):
-            anchors.append(position)
-    return anchors
+    best_first = positions[np.argsort(-np.asarray(scores)[positions], kind="stable")]
+    return _apart(best_first.tolist(), num_anchors, min_gap)
 
 
 def first_anchors(entropies: Any, eligible: Any, threshold: float, num_anchors: int, min_gap: int = 1) -> list[int]:
@@ -151,11 +146,17 @@ def first_anchors(entropies: Any, eligible: Any, threshold: float, num_anchors: 
     Returns:
         `list[int]`: At most `num_anchors` positions, in order.
     """
+    above = np.flatnonzero(np.asarray(eligible) & (np.asarray(entropies) > threshold))
+    return _apart(above.tolist(), num_anchors, min_gap)
+
+
+def _apart(positions: list[int], num_anchors: int, min_gap: int) -> list[int]:
+    """The first `num_anchors` of `positions`, without those that are too close to one before."""
     anchors: list[int] = []
-    for position in np.flatnonzero(np.asarray(eligible) & (np.asarray(entropies) > threshold)).tolist():
+    for position in positions:
         if len(anchors) == num_anchors:
             break
-        if not anchors or position - anchors[-1] >= min_gap:
+        if all(abs(position - anchor) >= min_gap for anchor in anchors):
             anchors.append(position)
     return anchors
 

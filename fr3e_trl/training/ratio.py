@@ -39,8 +39,9 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
             return self._assemble_corrected(batch_rows, off_temperature, tool_counts)
         # Where updates are of batches sampled before other updates, as TRL decides it
         wants_old = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
-        wants_others = off_temperature or self.has_own_sampler or any(row.is_left_over for row in batch_rows)
-        if not wants_old and not wants_others:
+        # And where TRL would take another policy, or temperature, for the one that rows were sampled from
+        sets_old = off_temperature or any(row.is_left_over for row in batch_rows)
+        if not (wants_old or sets_old or self.has_own_sampler):
             return super().assemble(batch_rows, tool_counts)
         own = self.own_rows(batch_rows)
         known = self._known_logprobs(own)
@@ -48,7 +49,7 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
             self._score_old = partial(_write, known)
         batch = super().assemble(batch_rows, tool_counts)
         is_told = self.has_own_sampler and any(gather_object([logprobs is not None for logprobs in known]))
-        if off_temperature or is_told or any(row.is_left_over for row in batch_rows):
+        if sets_old or is_told:
             self._set_old_logprobs(batch, own, known)
         return batch
 
