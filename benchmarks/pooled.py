@@ -16,7 +16,7 @@ from statistics import mean
 
 from fr3e_trl.bench.report import signed
 from fr3e_trl.bench.results import mean_accuracy
-from fr3e_trl.bench.statistics import mean_interval
+from fr3e_trl.commands.statistics import mean_interval
 
 # Of several references, the one with the best mean is taken in each comparison
 GRPO = ["grpo_4", "grpo_8", "grpo_dapo"]

@@ -10,8 +10,8 @@ here for a script of your own.
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.data import FR3EScriptArguments, get_reward, load_examples, load_tokenizer
-from fr3e_trl.train import checkpoint_to_resume, set_model_init
+from fr3e_trl.commands.data import FR3EScriptArguments, get_reward, load_examples, load_tokenizer
+from fr3e_trl.commands.train import checkpoint_to_resume, set_model_init
 
 if __name__ == "__main__":
     parser = TrlParser([FR3EScriptArguments, FR3EConfig, ModelConfig])

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import FR3EConfig
-    from .generation.sampler import Sample, Sampler, SamplingRequest
+    from .method.sampling import Sample, Sampler, SamplingRequest
     from .trainer import FR3ETrainer
 
 __all__ = ["FR3EConfig", "FR3ETrainer", "Sample", "Sampler", "SamplingRequest"]

@@ -29,7 +29,7 @@ PAPER: dict[str, Any] = {
     "credit": "rollout",
     "reject_degenerate_states": True,
     "value_prior_strength": 0.0,
-    "value_memory": False,
+    "value_tracker": False,
     "negative_advantage_scale": 1.0,
     "temperature": 1.0,
     "top_p": 1.0,
@@ -143,7 +143,7 @@ class FR3EConfig(GRPOConfig):
             Whether states that teach nothing leave the loss.
         value_prior_strength (`float`, *optional*):
             Weight of the prior in the baseline of each row, in rollouts.
-        value_memory (`bool`, *optional*, defaults to `False`):
+        value_tracker (`bool`, *optional*, defaults to `False`):
             Whether the prior of a prompt remembers the steps before.
         negative_advantage_scale (`float`, *optional*, defaults to `1.0`):
             Factor on negative advantages.
@@ -321,10 +321,10 @@ class FR3EConfig(GRPOConfig):
             "and for the prompt the mean over the batch's other prompts, or where rewards are normalised over each "
             "prompt's rows, 0. 0 uses the plain mean of the state's rewards, as the paper does. If `None`, 4 when "
             "exploring, and 0 when `num_anchors=0`, or with `scale_rewards='group'` if the rows can be shared out to "
-            "states of several; with `value_memory`, what past steps say is best."
+            "states of several; with `value_tracker`, what past steps say is best."
         },
     )
-    value_memory: bool = field(
+    value_tracker: bool = field(
         default=False,
         metadata={
             "help": "Whether the prior of a prompt remembers the steps before: the mean value of their prompts, beside "
@@ -592,20 +592,20 @@ class FR3EConfig(GRPOConfig):
         )
         _require(self, "log_trees", self.log_trees is None or self.log_trees >= 1, "None or at least 1, for example 10")
         _require(self, "vllm_request_timeout", self.vllm_request_timeout > 0, "above 0, for example 1800")
-        if self.value_prior_strength is None and not self.value_memory:
+        if self.value_prior_strength is None and not self.value_tracker:
             self.value_prior_strength = PRIOR_STRENGTH if self.num_anchors != 0 and self._takes_prior() else 0.0
         strength = self.value_prior_strength
         _require(self, "value_prior_strength", strength is None or strength >= 0, "0 or more, for example 4.0")
         _require(
             self,
-            "value_memory",
-            self.has_prior or not self.value_memory,
+            "value_tracker",
+            self.has_prior or not self.value_tracker,
             "False with value_prior_strength=0, which takes no prior; leave value_prior_strength unset",
         )
         _require(
             self,
-            "value_memory",
-            not (self.value_memory and self.normalizes_rewards),
+            "value_tracker",
+            not (self.value_tracker and self.normalizes_rewards),
             "False with multi_objective_aggregation='normalize_then_sum' or scale_rewards='group', by which a prompt's "
             "rewards have the mean 0 in every step, and nothing is left to remember",
         )

@@ -23,21 +23,25 @@ from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id
 
 from .config import FR3EConfig
-from .generation.on_transformers import ContinuousBatchingSampler, GenerateSampler
-from .generation.on_vllm import VLLMColocateSampler, VLLMServerSampler
-from .generation.sampler import InStepSampler, OwnSampler, Sampler, images_of
-from .generation.tool_calling import EnvironmentFailure, Instance, ToolCallingSampler
+from .generation.context import CompletionBudget, context_length
+from .generation.continuous_batching import ContinuousBatchingSampler
+from .generation.generate import GenerateSampler
+from .generation.sampler import InStepSampler, OwnSampler
+from .generation.tools import EnvironmentFailure, Instance, ToolCallingSampler
+from .generation.vllm import VLLMColocateSampler, VLLMServerSampler
 from .generation.vllm_server import VLLMServerError
 from .method.anchors import next_threshold
-from .method.batch import Deal, Row, remember, rows_of, set_advantages
+from .method.credit.prior import ValueTracker, prompt_key
 from .method.explore import explore, own_bases
-from .method.memory import ValueMemory, prompt_key
 from .method.metrics import tree_metrics
 from .method.refill import Refill, hand_over
+from .method.rows import Row, RowSharding, remember, rows_of, set_advantages
+from .method.sampling import Sampler, images_of
 from .method.tree import Dialogue, Score, TokenIds, Tree, as_ids
 from .page.callback import TreeLog
-from .training.card import add_settings
-from .training.checks import (
+from .processes import in_every_process
+from .trl_adapter.card import add_settings
+from .trl_adapter.checks import (
     check_dataset,
     check_generation_kwargs,
     check_images,
@@ -50,9 +54,7 @@ from .training.checks import (
     warn_of_single_prompt,
     warn_of_unscored_sampling,
 )
-from .training.context import CompletionBudget, context_length
-from .training.processes import in_every_process
-from .training.ratio import RatioGRPOTrainer
+from .trl_adapter.old_logprobs import RatioGRPOTrainer
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -180,7 +182,7 @@ class FR3ETrainer(RatioGRPOTrainer):
         self.sampler = self._make_sampler()
         self.has_own_sampler = sampler is not None
         self._refill: Refill | None = None
-        self._memory = ValueMemory() if args.value_memory else None
+        self._memory = ValueTracker() if args.value_tracker else None
         self._threshold: float | None = None  # that base trajectories branch above, where past steps say it
         self._tree_log: TreeLog | None = None
         if args.log_trees is not None:
@@ -270,12 +272,12 @@ class FR3ETrainer(RatioGRPOTrainer):
         with self.vllm_engine():
             if self._refill is None:
                 # TRL repeats an example for its group, and deals out the repeats as it does the rows
-                examples = {row // self.num_generations: inputs[i] for i, row in enumerate(self.deal(num_rows).own)}
+                examples = {row // self.num_generations: inputs[i] for i, row in enumerate(self.sharding(num_rows).own)}
                 rows = explored = self._explore(num_prompts, examples)
                 set_advantages(rows, self.trees, self.args, self._memory)
             else:
                 rows, refill_metrics = self._refill.fill(partial(self._explore_drawn, explored), num_prompts, num_rows)
-                hand_over(rows, self.deal(num_rows), in_every_process, self.train_dataset)
+                hand_over(rows, self.sharding(num_rows), in_every_process, self.train_dataset)
         if self._tree_log is not None:
             self._tree_log.write(self.trees, explored, self.args, self.state.global_step + 1)
         tool_counts = (0, 0)
@@ -299,7 +301,7 @@ class FR3ETrainer(RatioGRPOTrainer):
             metrics |= remember(self.trees, self.args, self._memory)
         if self._refill is not None:
             metrics |= refill_metrics
-            self.keep(self._refill.leftovers)
+            self.score_leftovers(self._refill.leftovers)
         hit_rate = getattr(self.sampler, "hit_rate", None)  # of what was sampled last: the anchors' rollouts
         if hit_rate is not None and self.args.num_anchors:
             metrics["fr3e/prefix_cache/hit_rate"] = hit_rate
@@ -309,7 +311,7 @@ class FR3ETrainer(RatioGRPOTrainer):
 
     def _explore_drawn(self, rows: list[Row], indices: list[int]) -> list[Row]:
         """Explore the prompts at `indices` of the training set, and add their rows to `rows`."""
-        own = {row // self.num_generations for row in self.deal(len(indices) * self.num_generations).own}
+        own = {row // self.num_generations for row in self.sharding(len(indices) * self.num_generations).own}
         rows += self._explore(len(indices), {i: self.train_dataset[indices[i]] for i in own}, indices)
         set_advantages(rows, self.trees, self.args, self._memory)
         return rows
@@ -331,13 +333,13 @@ class FR3ETrainer(RatioGRPOTrainer):
         Returns:
             `list[Row]`: The rows of all processes. The trees are added to `trees`.
         """
-        deal = self.deal(num_prompts * self.num_generations)
+        sharding = self.sharding(num_prompts * self.num_generations)
         trees = [Tree(as_ids(), 0) for _ in range(num_prompts)]
 
         def set_prompts() -> dict[int, int]:
             check_images(list(examples.values()), self._obstacle_to_images)
             if self.tools:
-                all_ids = self._provide_tools(examples, deal)
+                all_ids = self._provide_tools(examples, sharding)
             check_prompts(list(examples.values()))
             prompts = [self.prompt_of(example) for example in examples.values()]
             if not self.tools:
@@ -372,7 +374,7 @@ class FR3ETrainer(RatioGRPOTrainer):
             score,
             self.token_statistics,
             seed,
-            deal,
+            sharding,
             in_every_process,
             self._threshold,
         )
@@ -383,16 +385,18 @@ class FR3ETrainer(RatioGRPOTrainer):
                 dialogue.environment, dialogue.snapshots = None, []  # for the next rollouts
         self.trees += trees
         explore_temperature = self.temperature * self.args.explore_temperature_scale
-        return rows_of(trees, deal, self.temperature, explore_temperature, examples, indices or [None] * num_prompts)
+        return rows_of(
+            trees, sharding, self.temperature, explore_temperature, examples, indices or [None] * num_prompts
+        )
 
-    def _provide_tools(self, examples: dict[int, dict[str, Any]], deal: Deal) -> list[list[int]]:
+    def _provide_tools(self, examples: dict[int, dict[str, Any]], sharding: RowSharding) -> list[list[int]]:
         """
         Provide the sampler with what this process's rollouts call tools in: each with an environment of its own.
 
         Args:
             examples (`dict[int, dict]`):
                 The dataset's example of each tree that has rows in this process, which gets its prompt here.
-            deal ([`Deal`]):
+            sharding ([`RowSharding`]):
                 Which rows these are.
 
         Returns:
@@ -401,9 +405,9 @@ class FR3ETrainer(RatioGRPOTrainer):
         assert isinstance(self.sampler, ToolCallingSampler)
         owners = list(examples)
         if self.environment_factories is not None:
-            owners = [row // self.num_generations for row in deal.own]
+            owners = [row // self.num_generations for row in sharding.own]
             if not self.args.reuse_base:
-                owners += [i for i, _ in own_bases(deal.num_rows // self.num_generations, self.args, deal)]
+                owners += [i for i, _ in own_bases(sharding.num_rows // self.num_generations, self.args, sharding)]
         instances: dict[int, list[Instance]] = {i: [] for i in examples}
         if owners:
             try:

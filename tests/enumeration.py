@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fr3e_trl.method.advantages import row_baselines
-from fr3e_trl.method.credit import Credit, root_baselines, tree_credit, tree_values
+from fr3e_trl.method.credit.rollout import row_baselines
+from fr3e_trl.method.credit.tree import Credit, root_baselines, tree_credit, tree_values
 
 Completion = tuple[int, ...]
 # Ways to choose where to branch from a completion, each with its probability

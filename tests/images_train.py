@@ -18,7 +18,7 @@ from tool_policy import look
 from vision_models import make_image_dataset, make_processor, make_vision_model
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.generation.sampler import images_of
+from fr3e_trl.method.sampling import images_of
 
 RANK = int(os.environ.get("RANK", 0))
 

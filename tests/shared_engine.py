@@ -9,7 +9,7 @@ from models import make_model
 from peft import LoraConfig, get_peft_model
 
 from fr3e_trl import SamplingRequest
-from fr3e_trl.generation.on_vllm import VLLMColocateSampler
+from fr3e_trl.generation.vllm import VLLMColocateSampler
 
 
 class SharedEngine:

@@ -20,12 +20,13 @@ from models import model_on_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer, TrlParser
 
-from fr3e_trl import cli
 from fr3e_trl.bench.arms import make_config, make_trainer, whole_prompts
 from fr3e_trl.bench.compare import CompareArguments, compare
 from fr3e_trl.bench.measures import batch_signal, sampled_states
 from fr3e_trl.bench.results import has_collapsed
-from fr3e_trl.bench.statistics import (
+from fr3e_trl.bench.tuning import TUNED
+from fr3e_trl.commands import cli
+from fr3e_trl.commands.statistics import (
     best_of_k,
     first_reached,
     interpolate,
@@ -35,8 +36,7 @@ from fr3e_trl.bench.statistics import (
     ratio_interval,
     t_quantile,
 )
-from fr3e_trl.bench.tuning import TUNED
-from fr3e_trl.generation.on_transformers import GenerateSampler
+from fr3e_trl.generation.generate import GenerateSampler
 
 ROOT = Path(__file__).parent.parent
 
@@ -647,7 +647,7 @@ def test_arguments_of_the_command_line():
 
 def test_installed_command():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts == {"fr3e": "fr3e_trl.cli:main"}
+    assert scripts == {"fr3e": "fr3e_trl.commands.cli:main"}
 
 
 @pytest.mark.parametrize(

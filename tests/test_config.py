@@ -104,15 +104,15 @@ def test_there_is_a_prior_where_it_fits():
         ({"max_completion_length": 8, "anchor_min_budget": 9}, ["max_completion_length=8", "anchor_min_budget=9"]),
         ({"multi_objective_aggregation": "normalise"}, ["'normalise'", "'normalize_then_sum'"]),
         (
-            {"multi_objective_aggregation": "normalize_then_sum", "value_memory": True},
-            ["value_memory=True", "False with multi_objective_aggregation='normalize_then_sum'"],
+            {"multi_objective_aggregation": "normalize_then_sum", "value_tracker": True},
+            ["value_tracker=True", "False with multi_objective_aggregation='normalize_then_sum'"],
         ),
         (
             {"multi_objective_aggregation": "normalize_then_sum", "credit": "tree"},
             ["multi_objective_aggregation='normalize_then_sum'", "'sum_then_normalize' with credit='tree'"],
         ),
         ({"scale_rewards": "std"}, ["'std'", "'group'"]),
-        ({"scale_rewards": "group", "value_memory": True}, ["value_memory=True", "scale_rewards='group'"]),
+        ({"scale_rewards": "group", "value_tracker": True}, ["value_tracker=True", "scale_rewards='group'"]),
         *(
             ({name: value}, [f"{name}={value!r}", "a finite number"])
             for name in (

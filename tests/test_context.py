@@ -18,7 +18,7 @@ from transformers import (
 from trees import rollouts_of
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.training.context import context_length
+from fr3e_trl.generation.context import context_length
 
 
 def yarn(factor: float, **parameters) -> dict:

@@ -22,8 +22,8 @@ from enumeration import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fr3e_trl.method.advantages import row_baselines
-from fr3e_trl.method.credit import (
+from fr3e_trl.method.credit.rollout import row_baselines
+from fr3e_trl.method.credit.tree import (
     Credit,
     compute_credit,
     count_tokens,

@@ -8,9 +8,9 @@ from datasets import Dataset
 from models import make_tokenizer
 from trl.rewards import accuracy_reward
 
-from fr3e_trl import data
-from fr3e_trl.data import FR3EScriptArguments
-from fr3e_trl.usage import UsageError
+from fr3e_trl.commands import data
+from fr3e_trl.commands.data import FR3EScriptArguments
+from fr3e_trl.commands.usage import UsageError
 
 ROOT = Path(__file__).parent.parent
 

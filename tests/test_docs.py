@@ -12,7 +12,7 @@ import yaml
 from trl import GRPOConfig
 
 from fr3e_trl import FR3EConfig
-from fr3e_trl.cli import COMMANDS, COSTS, main
+from fr3e_trl.commands.cli import COMMANDS, COSTS, main
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -10,9 +10,10 @@ from models import CPU, make_model, make_tokenizer, model_on_disk
 from torch.profiler import ProfilerActivity, profile
 from trl import ModelConfig, get_peft_config
 
-from fr3e_trl import FR3EConfig, FR3ETrainer, cli
-from fr3e_trl.dry_run import empty_model, memory, most_tokens, num_steps, settings, sizes
-from fr3e_trl.memory_estimate import (
+from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.commands import cli
+from fr3e_trl.commands.dry_run import empty_model, memory, most_tokens, num_steps, settings, sizes
+from fr3e_trl.commands.memory_estimate import (
     Decoder,
     MemoryEstimate,
     activation_bytes,
@@ -95,7 +96,7 @@ def args_of(tmp_path, **overrides):
 )
 def test_steps_are_those_of_training(overrides, tmp_path):
     dataset = Dataset.from_dict({"prompt": [f"{i}+{i}=" for i in range(7)]})
-    args = args_of(tmp_path, value_memory=True, **overrides)
+    args = args_of(tmp_path, value_tracker=True, **overrides)
     expected = num_steps(args, len(dataset))
     trainer = FR3ETrainer(make_model(), reward, args, dataset, processing_class=make_tokenizer())
     trainer.train()
@@ -108,7 +109,7 @@ def test_steps_are_those_of_training(overrides, tmp_path):
 
 def test_most_tokens_by_hand(tmp_path):
     # 4 prompts of 8 rows of 8 tokens
-    four = {"gradient_accumulation_steps": 4, "value_memory": True}
+    four = {"gradient_accumulation_steps": 4, "value_tracker": True}
     assert most_tokens(args_of(tmp_path, **four)) == 4 * 8 * 8
     assert most_tokens(args_of(tmp_path, num_anchors=0, gradient_accumulation_steps=4)) == 4 * 8 * 8
     # 4 base trajectories that are not reused beside 8 rows

@@ -6,8 +6,8 @@ import statistics
 
 import pytest
 
-from fr3e_trl import cli
 from fr3e_trl.bench.cost.engine import WAYS, Engine, Lengths, draw_prompt, seconds_of
+from fr3e_trl.commands import cli
 
 
 def make_engine(max_running=4):

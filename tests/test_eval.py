@@ -16,10 +16,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
-from fr3e_trl import cli
-from fr3e_trl.bench.statistics import best_of_k, bootstrap_interval, majority_of_k
-from fr3e_trl.data import FR3EScriptArguments, map_columns
-from fr3e_trl.eval import group_answers, last_match, read_lines
+from fr3e_trl.commands import cli
+from fr3e_trl.commands.data import FR3EScriptArguments, map_columns
+from fr3e_trl.commands.eval import group_answers, last_match, read_lines
+from fr3e_trl.commands.statistics import best_of_k, bootstrap_interval, majority_of_k
 from fr3e_trl.rewards import math_answers, math_reward
 
 ROOT = Path(__file__).parent.parent

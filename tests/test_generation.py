@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, 
 from trees import plain, rollouts_of
 
 from fr3e_trl import FR3EConfig
-from fr3e_trl.generation.on_transformers import GenerateSampler
-from fr3e_trl.generation.on_vllm import NUM_LOGPROBS, entropies_of
-from fr3e_trl.generation.sampler import Branching, SamplingRequest
+from fr3e_trl.generation.generate import GenerateSampler
+from fr3e_trl.generation.vllm import NUM_LOGPROBS, entropies_of
 from fr3e_trl.method.anchors import eligible_positions, first_anchors
+from fr3e_trl.method.sampling import Branching, SamplingRequest
 
 PAD, EOS = 0, 1
 

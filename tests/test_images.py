@@ -37,10 +37,10 @@ from vision_models import (
 )
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.generation.on_transformers import _initial_width
-from fr3e_trl.generation.on_vllm import VLLMColocateSampler
-from fr3e_trl.generation.sampler import SamplingRequest, images_of
-from fr3e_trl.training.checks import obstacle_to_images, obstacle_to_tool_images
+from fr3e_trl.generation.generate import _initial_width
+from fr3e_trl.generation.vllm import VLLMColocateSampler
+from fr3e_trl.method.sampling import SamplingRequest, images_of
+from fr3e_trl.trl_adapter.checks import obstacle_to_images, obstacle_to_tool_images
 
 SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 2}
 FORMS = ["image", "images", "parts"]
@@ -210,7 +210,7 @@ def test_rollouts_see_their_prompts_images(family):
     [
         ("qwen2_5_vl", {"peft_config": LoraConfig(target_modules="all-linear")}),
         ("gemma3", {}),
-        ("smolvlm", {"value_memory": True, "explore_temperature_scale": 1.3}),
+        ("smolvlm", {"value_tracker": True, "explore_temperature_scale": 1.3}),
         ("llava", {"beta": 0.1, "num_iterations": 2, "per_device_train_batch_size": 8, "steps_per_generation": 2}),
         ("internvl", {"anchor_threshold": 0.3, "credit": "tree"}),
     ],
@@ -271,8 +271,8 @@ class KnowsNothing(Recorder):
         super().__init__(*args, **kwargs)
         self.kept = []
 
-    def keep(self, leftovers):
-        super().keep(leftovers)
+    def score_leftovers(self, leftovers):
+        super().score_leftovers(leftovers)
         self.kept += leftovers
 
 
@@ -342,7 +342,7 @@ def test_prompts_that_differ_by_their_images_alone_are_remembered_apart():
     prompt = [{"role": "user", "content": "1+1="}]
     examples = [{"prompt": prompt, "image": make_image(i)} for i in (0, 0, 1, 2)]
     dataset = IterableDataset.from_generator(lambda: iter(examples))
-    settings = {"per_device_train_batch_size": 32, "max_steps": 1, "value_memory": True, "shuffle_dataset": False}
+    settings = {"per_device_train_batch_size": 32, "max_steps": 1, "value_tracker": True, "shuffle_dataset": False}
     ((_, trees),) = train("gemma3", dataset=dataset, **settings).batches
     assert all(tree.prompt_ids.tolist() == trees[0].prompt_ids.tolist() for tree in trees)
     keys = [tree.key for tree in trees]

@@ -7,7 +7,7 @@ from launches import launch
 from models import CPU, make_model, make_tokenizer, model_on_disk
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.generation.sampler import Sample
+from fr3e_trl.method.sampling import Sample
 
 # Two rows of the prompt "1" in the loss, of 2 tokens and reward 1 and of 6 tokens and reward 0; two of the prompt "2",
 # whose rewards are equal, rejected

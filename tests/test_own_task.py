@@ -15,9 +15,9 @@ import pytest
 import torch
 from models import model_on_disk
 
-from fr3e_trl import cli
 from fr3e_trl.bench.compare import CompareArguments
 from fr3e_trl.bench.own_task import OwnTask
+from fr3e_trl.commands import cli
 
 ROOT = Path(__file__).parent.parent
 
@@ -153,7 +153,7 @@ def test_killed_comparison_goes_on_as_the_uncut_one(uncut):
     write_task()
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "fr3e_trl.cli", "compare", *command(**CUT)],
+        [sys.executable, "-m", "fr3e_trl.commands.cli", "compare", *command(**CUT)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=environment,

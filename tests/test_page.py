@@ -19,7 +19,7 @@ from tool_policy import look, make_tool_dataset, make_tool_policy, make_tool_tok
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.cli import main
+from fr3e_trl.commands.cli import main
 from fr3e_trl.page.callback import report
 from fr3e_trl.page.page import CHARTS, MAX_POINTS, MAX_TREES, charts, make_page
 from fr3e_trl.page.record import MAX_TREES as MAX_TREES_OF_STEP

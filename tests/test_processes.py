@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launches import launch
 
-from fr3e_trl.method.batch import Deal
+from fr3e_trl.method.rows import RowSharding
 from fr3e_trl.page.record import read_step
 
 DEEPSPEED = pytest.mark.skipif(not is_deepspeed_available(), reason="deepspeed is not installed: see the Makefile")
@@ -239,8 +239,8 @@ def test_a_process_that_raises_ends_all(tmp_path):
 
 @given(st.integers(1, 9), st.integers(0, 80))
 def test_rows_are_dealt_out_in_order_and_evenly(num_processes, num_rows):
-    deals = [Deal(num_rows, num_processes, process) for process in range(num_processes)]
-    assert [row for deal in deals for row in deal.own] == list(range(num_rows))
-    assert all(deal.owner(row) == deal.process for deal in deals for row in deal.own)
-    sizes = [len(deal.own) for deal in deals]
+    deals = [RowSharding(num_rows, num_processes, process) for process in range(num_processes)]
+    assert [row for sharding in deals for row in sharding.own] == list(range(num_rows))
+    assert all(sharding.owner(row) == sharding.process for sharding in deals for row in sharding.own)
+    sizes = [len(sharding.own) for sharding in deals]
     assert max(sizes) - min(sizes) <= 1

@@ -17,9 +17,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, Qwen3Config
 from trl import GRPOConfig
 
-from fr3e_trl import FR3EConfig, FR3ETrainer, cli, train
+from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.commands import cli, train
+from fr3e_trl.commands.usage import UsageError
 from fr3e_trl.config import PAPER, RELEASED
-from fr3e_trl.usage import UsageError
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -111,7 +112,7 @@ def test_smoke_recipe_is_launched_in_two_processes(tmp_path):
     # accelerate's own launcher starts one process on a CPU, whatever it is told
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     sizes = ["--per_device_train_batch_size=40", "--use_cpu=true"]
-    command = ["-m", "fr3e_trl.cli", "train", *command_line("smoke", tmp_path), *sizes]
+    command = ["-m", "fr3e_trl.commands.cli", "train", *command_line("smoke", tmp_path), *sizes]
     subprocess.run([*launch, *command], check=True, timeout=280)
     check_trained("smoke", tmp_path)
 
@@ -253,7 +254,14 @@ def test_errors_of_usage_take_one_line(arguments, message, tmp_path, monkeypatch
 
 
 def test_errors_of_usage_end_a_launched_command(tmp_path):
-    command = [sys.executable, "-m", "fr3e_trl.cli", "train", f"--model_name_or_path={tmp_path}", "--dataset_name=x"]
+    command = [
+        sys.executable,
+        "-m",
+        "fr3e_trl.commands.cli",
+        "train",
+        f"--model_name_or_path={tmp_path}",
+        "--dataset_name=x",
+    ]
     settings = ["--output_dir=out", "--bf16=false", "--use_cpu=true"]
     result = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=280)
     assert result.returncode == 2

@@ -11,8 +11,8 @@ from transformers import set_seed
 from trees import rollouts_of
 
 from fr3e_trl import FR3EConfig
-from fr3e_trl.method.batch import Row
 from fr3e_trl.method.refill import PromptStream, fill_batch, num_to_draw
+from fr3e_trl.method.rows import Row
 from fr3e_trl.method.tree import Rollout
 
 

@@ -19,7 +19,7 @@ from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.training.resume import last_complete_checkpoint
+from fr3e_trl.trl_adapter.resume import last_complete_checkpoint
 
 SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12}
 SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 8}

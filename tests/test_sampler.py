@@ -17,7 +17,7 @@ from transformers import set_seed
 from trees import rollouts_of
 
 from fr3e_trl import FR3EConfig, Sample, Sampler, SamplingRequest
-from fr3e_trl.generation.on_transformers import GenerateSampler
+from fr3e_trl.generation.generate import GenerateSampler
 from fr3e_trl.generation.sampler import OwnSampler
 
 SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 2}

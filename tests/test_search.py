@@ -25,16 +25,7 @@ from fr3e_trl.bench.evaluation import evaluate
 from fr3e_trl.bench.measures import _row_tokens, _tree_tokens
 from fr3e_trl.bench.policies import demonstrations, starting_policy
 from fr3e_trl.bench.tasks import TASKS, Search
-from fr3e_trl.bench.tasks.search import (
-    KIND,
-    MEANINGS,
-    NAMES,
-    REGISTER,
-    RELATIONS,
-    RELATIONS_OF,
-    SLIPS,
-    look_up,
-)
+from fr3e_trl.bench.tasks.search import KIND, MEANINGS, NAMES, REGISTER, RELATIONS, RELATIONS_OF, SLIPS, look_up
 from fr3e_trl.method.tree import Dialogue, Rollout, State, Tree
 
 TASK = TASKS["search"]

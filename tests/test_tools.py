@@ -28,8 +28,8 @@ from trees import rollouts_of
 from trl import GRPOConfig, GRPOTrainer
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.generation.sampler import Sample
-from fr3e_trl.generation.tool_calling import EnvironmentFailure
+from fr3e_trl.generation.tools import EnvironmentFailure
+from fr3e_trl.method.sampling import Sample
 
 TOKENIZER = make_tool_tokenizer()
 SIZES = {"num_generations": 8, "per_device_train_batch_size": 32, "max_completion_length": 24, "max_steps": 2}

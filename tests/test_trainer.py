@@ -24,8 +24,8 @@ from trees import rollouts_of
 from trl import GRPOConfig, GRPOTrainer
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.generation.sampler import SamplingRequest
 from fr3e_trl.method.anchors import eligible_positions, rank_anchors
+from fr3e_trl.method.sampling import SamplingRequest
 
 SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 2}
 TRAINER_ARGUMENTS = [

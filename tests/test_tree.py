@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from trees import plain
 
 from fr3e_trl import FR3EConfig
-from fr3e_trl.generation.sampler import Sample
 from fr3e_trl.method.explore import explore
 from fr3e_trl.method.metrics import tree_metrics
+from fr3e_trl.method.sampling import Sample
 from fr3e_trl.method.tree import Rollout, Score, State, Tree, as_ids, chains_of
 
 EOS = 0

@@ -17,8 +17,8 @@ from fr3e_trl.bench.measures import MeasuredFR3ETrainer
 from fr3e_trl.config import TREE_LOSSES
 from fr3e_trl.display import render_tree
 from fr3e_trl.method.anchors import even_shares, first_anchors, next_threshold, uncertainty
-from fr3e_trl.method.batch import Deal, rows_of, set_advantages, token_credit
 from fr3e_trl.method.refill import row_from, state_of
+from fr3e_trl.method.rows import RowSharding, rows_of, set_advantages, token_credit
 from fr3e_trl.method.tree import Rollout, Score, Tree
 
 NAN = math.nan
@@ -178,7 +178,7 @@ def make_tree(rewards=(0.0, 1.0, 0.0)):
 def credited(trees, **settings):
     config = make_config(num_generations=3, per_device_train_batch_size=3, num_base_trajectories=1, **settings)
     examples = {i: {} for i in range(len(trees))}
-    rows = rows_of(trees, Deal(3 * len(trees)), 1.0, 1.0, examples, [None] * len(trees))
+    rows = rows_of(trees, RowSharding(3 * len(trees)), 1.0, 1.0, examples, [None] * len(trees))
     set_advantages(rows, trees, config)
     return rows
 
@@ -411,8 +411,8 @@ class KeepsLeftovers(Recorder):
         super().__init__(*args, **kwargs)
         self.left_over = []
 
-    def keep(self, leftovers):
-        super().keep(leftovers)
+    def score_leftovers(self, leftovers):
+        super().score_leftovers(leftovers)
         self.left_over.append(defaultdict(list))
         for row in leftovers:  # of which two may be alike, token by token, and not in what is theirs of it
             tokens = (*row.prompt_ids, *row.completion_ids)

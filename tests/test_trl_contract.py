@@ -32,7 +32,7 @@ from trl.trainer.utils import (
 )
 
 from fr3e_trl import FR3ETrainer
-from fr3e_trl.training.trl_seams import OF_IMAGES
+from fr3e_trl.trl_adapter.rows_trainer import OF_IMAGES
 
 
 def parameters(function) -> list[str]:

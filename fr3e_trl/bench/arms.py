@@ -14,11 +14,11 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer, ModelConfig
 
+from ..commands.counts import check_count, check_rate
+from ..commands.data import FR3EScriptArguments, model_argument
+from ..commands.train import set_model_init
+from ..commands.usage import usage_errors
 from ..config import FR3EConfig
-from ..data import FR3EScriptArguments, model_argument
-from ..train import set_model_init
-from ..usage import blaming
-from .checks import check_count, check_rate
 from .measures import MeasuredFR3ETrainer, MeasuredGRPOTrainer
 from .own_task import OwnTask
 from .policies import starting_policy
@@ -195,7 +195,7 @@ class ArmsArguments(FR3EScriptArguments, ModelConfig):
         num_examples = len(own.splits["train"])
         assert own.rewards and isinstance(self.base, dict)
         self.base.setdefault("num_train_examples", num_examples)
-        with blaming(f"dataset_name={self.dataset_name!r}", "Change the base, or the arms.", ValueError):
+        with usage_errors(f"dataset_name={self.dataset_name!r}", "Change the base, or the arms.", ValueError):
             self.check_arms()
         return own, Path(self.model_name_or_path or "")
 
@@ -260,7 +260,9 @@ def make_trainer(
     }
     if isinstance(task, OwnTask):
         set_model_init(config, task.args)
-        with blaming(model_argument(task.args), "Use a directory with a model's weights, or one on the hub.", OSError):
+        with usage_errors(
+            model_argument(task.args), "Use a directory with a model's weights, or one on the hub.", OSError
+        ):
             trainer = trainer_class(**arguments, **task.trainer_arguments())
     else:
         trainer = trainer_class(

@@ -34,10 +34,10 @@ from typing import Any
 import yaml
 from trl import TrlParser
 
-from ..usage import UsageError, blaming
+from ..commands.counts import check_counts, check_distinct, check_lists, check_rate
+from ..commands.usage import UsageError, usage_errors
 from . import worker
 from .arms import ArmsArguments, whole_prompts
-from .checks import check_counts, check_distinct, check_lists, check_rate
 from .own_task import OwnTask
 from .progress import CONSOLE, RunProgress
 from .report import write_report
@@ -302,7 +302,7 @@ class CompareArguments(ArmsArguments):
 def main(argv: list[str]) -> None:
     """Run a comparison, or what is missing of it, and write its report."""
     be_quiet()
-    with blaming("wrong arguments", "See --help.", OSError, ValueError, TypeError, yaml.YAMLError):
+    with usage_errors("wrong arguments", "See --help.", OSError, ValueError, TypeError, yaml.YAMLError):
         (args,) = TrlParser([CompareArguments]).parse_args_and_config(argv)
     try:
         compare(args, f"fr3e compare {shlex.join(argv)}")

@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 
 from ..method.tree import Tree
 from ..trainer import FR3ETrainer
-from ..training.packing import Trie
+from ..trl_adapter.prefix_sharing import Trie
 
 
 @dataclass

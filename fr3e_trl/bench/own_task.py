@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset
 from trl import get_peft_config, get_quantization_config
 
-from ..data import FORMATS, call_reward, get_reward, load_examples, load_tokenizer, test_split
-from ..usage import UsageError
+from ..commands.data import FORMATS, call_reward, get_reward, load_examples, load_tokenizer, test_split
+from ..commands.usage import UsageError
 from .evaluation import HELDOUT_SEED
 
 if TYPE_CHECKING:

@@ -15,18 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from PIL import Image
 
-from .results import (
-    SIGNALS,
-    Measure,
-    Results,
-    accuracies,
-    curve,
-    distinct_right,
-    final,
-    mean_accuracy,
-    pass_rate,
-)
-from .statistics import interpolate, mean_interval
+from ..commands.statistics import interpolate, mean_interval
+from .results import SIGNALS, Measure, Results, accuracies, curve, distinct_right, final, mean_accuracy, pass_rate
 
 NUM_POINTS = 41  # along a curve
 

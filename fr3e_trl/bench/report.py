@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from ..commands.statistics import Interval, mean_interval, paired_difference, ratio_interval
 from .arms import ArmsArguments
 from .plots import plot_all
 from .results import (
@@ -32,7 +33,6 @@ from .results import (
     value_at,
 )
 from .runs import write_json
-from .statistics import Interval, mean_interval, paired_difference, ratio_interval
 from .tuning import GRIDS, TUNED
 
 # How the settings that are tuned are called in tables

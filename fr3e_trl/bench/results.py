@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from .statistics import best_of_k, first_reached, interpolate, mean_height
+from ..commands.statistics import best_of_k, first_reached, interpolate, mean_height
 
 COSTS = {
     "generated_tokens": "generated tokens",

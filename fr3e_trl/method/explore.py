@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from ..config import FR3EConfig
-from ..generation.sampler import Branching, Sample, Sampler, SamplingRequest
 from .anchors import (
     anchor_scores,
     eligible_positions,
@@ -30,7 +29,8 @@ from .anchors import (
     share_anchors,
     uncertainty,
 )
-from .batch import Deal
+from .rows import RowSharding
+from .sampling import Branching, Sample, Sampler, SamplingRequest
 from .tree import Dialogue, Rollout, Score, State, TokenIds, Tree, as_ids
 
 # Scores completions: (index of each one's tree, their whole token ids, their turns) to what they scored.
@@ -87,7 +87,7 @@ def explore(
     score: Scorer,
     token_statistics: TokenStatistics,
     seed: tuple[int, ...],
-    deal: Deal | None = None,
+    sharding: RowSharding | None = None,
     in_every_process: InEveryProcess = lambda function: [function()],
     threshold: float | None = None,
 ) -> list[float]:
@@ -109,7 +109,7 @@ def explore(
             Gives the entropies at which to look for anchors, of base trajectories whose sampler did not.
         seed (`tuple[int, ...]`):
             Decides, with the sampled tokens, every choice made at random: not the order or number of trees.
-        deal ([`Deal`], *optional*):
+        sharding ([`RowSharding`], *optional*):
             Which rows are this process's. If `None`, all are.
         in_every_process (`InEveryProcess`):
             Calls a function in every process.
@@ -120,25 +120,25 @@ def explore(
         `list[float]`: How uncertain each base trajectory was, see [`uncertainty`]: the same in every process. None
         without anchors.
     """
-    deal = deal or Deal(len(trees) * args.num_generations)
+    sharding = sharding or RowSharding(len(trees) * args.num_generations)
     drawn: Drawn = {}
     if not isinstance(args.anchor_threshold, str):
         threshold = args.anchor_threshold
 
     def first_return() -> list[Survey]:
-        bases = _first_return(trees, args, sampler, seed, deal, drawn, threshold)
+        bases = _first_return(trees, args, sampler, seed, sharding, drawn, threshold)
         if args.base_selection in BY_SCORE:
             _score([(i, trees[i].states[0], trees[i].bases[b]) for i, b in bases], score)
-        return _survey(trees, bases, args, token_statistics, seed, deal, threshold) if args.num_anchors else []
+        return _survey(trees, bases, args, token_statistics, seed, sharding, threshold) if args.num_anchors else []
 
     surveys = [survey for of_process in in_every_process(first_return) for survey in of_process]
-    _branch(trees, args, surveys, seed, deal)
-    outcomes = in_every_process(lambda: _explore(trees, args, sampler, score, deal, drawn))
+    _branch(trees, args, surveys, seed, sharding)
+    outcomes = in_every_process(lambda: _explore(trees, args, sampler, score, sharding, drawn))
     _know_all(trees, outcomes)
     return [survey.uncertainty for survey in surveys]
 
 
-def own_bases(num_trees: int, args: FR3EConfig, deal: Deal) -> list[tuple[int, int]]:
+def own_bases(num_trees: int, args: FR3EConfig, sharding: RowSharding) -> list[tuple[int, int]]:
     """The base trajectories that a process samples: (tree, base) each."""
     group = args.num_generations
     # The first rows of a group; more than it has rows only where they are thrown away
@@ -146,7 +146,7 @@ def own_bases(num_trees: int, args: FR3EConfig, deal: Deal) -> list[tuple[int, i
         (i, b)
         for i in range(num_trees)
         for b in range(args.num_bases)
-        if deal.owner(i * group + b % group) == deal.process
+        if sharding.owner(i * group + b % group) == sharding.process
     ]
 
 
@@ -155,7 +155,7 @@ def _first_return(
     args: FR3EConfig,
     sampler: Sampler,
     seed: tuple[int, ...],
-    deal: Deal,
+    sharding: RowSharding,
     drawn: Drawn,
     threshold: float | None,
 ) -> list[tuple[int, int]]:
@@ -165,7 +165,7 @@ def _first_return(
     What branches off them is asked for too, where that depends on nothing but the prompt's own base trajectories, and
     all its rows are this process's. What the sampler had of it goes into `drawn`.
     """
-    bases = own_bases(len(trees), args, deal)
+    bases = own_bases(len(trees), args, sharding)
     branching = None
     if args.num_anchors and args.reuse_base and args.base_selection == "all":
         branching = Branching(
@@ -184,7 +184,7 @@ def _first_return(
             trees[i].budget,
             args.temperature,
             with_entropies=bool(args.num_anchors),
-            branching=None if _straddles(i, args, deal) else branching,
+            branching=None if _straddles(i, args, sharding) else branching,
             tree=i,
             multimodal=trees[i].multimodal,
         )
@@ -213,7 +213,7 @@ def _survey(
     args: FR3EConfig,
     token_statistics: TokenStatistics,
     seed: tuple[int, ...],
-    deal: Deal,
+    sharding: RowSharding,
     threshold: float | None,
 ) -> list[Survey]:
     """Rank the positions of this process's base trajectories."""
@@ -244,7 +244,7 @@ def _survey(
             Survey(
                 tree=i,
                 base=b,
-                rollout=_for_others(rollout, holds_tokens=_straddles(i, args, deal)),
+                rollout=_for_others(rollout, holds_tokens=_straddles(i, args, sharding)),
                 mean_entropy=(values if rollout.mask is None else values[rollout.mask]).mean().item(),
                 anchors=dict(zip(positions, values[positions].tolist(), strict=True)),
                 uncertainty=uncertainty(values, eligible, shares[b]),
@@ -263,10 +263,10 @@ def _for_others(rollout: Rollout, holds_tokens: bool) -> Rollout:
     return replace(rollout, score=score, dialogue=dialogue)
 
 
-def _straddles(tree: int, args: FR3EConfig, deal: Deal) -> bool:
+def _straddles(tree: int, args: FR3EConfig, sharding: RowSharding) -> bool:
     """Whether several processes have rows of a tree."""
     group = tree * args.num_generations
-    return deal.owner(group) != deal.owner(group + args.num_generations - 1)
+    return sharding.owner(group) != sharding.owner(group + args.num_generations - 1)
 
 
 def _digest(prompt_ids: TokenIds, token_ids: TokenIds) -> Any:
@@ -326,7 +326,9 @@ def _shared(ranked: list[list[int]], args: FR3EConfig) -> list[list[int]]:
     return share_anchors(ranked, args.num_anchors or 0)
 
 
-def _branch(trees: list[Tree], args: FR3EConfig, surveys: list[Survey], seed: tuple[int, ...], deal: Deal) -> None:
+def _branch(
+    trees: list[Tree], args: FR3EConfig, surveys: list[Survey], seed: tuple[int, ...], sharding: RowSharding
+) -> None:
     """Select base trajectories, and branch at their most uncertain positions: the same in every process."""
     of_trees: list[list[Survey]] = [[] for _ in trees]
     for survey in sorted(surveys, key=lambda survey: survey.base):
@@ -360,10 +362,10 @@ def _branch(trees: list[Tree], args: FR3EConfig, surveys: list[Survey], seed: tu
 
 
 def _explore(
-    trees: list[Tree], args: FR3EConfig, sampler: Sampler, score: Scorer, deal: Deal, drawn: Drawn
+    trees: list[Tree], args: FR3EConfig, sampler: Sampler, score: Scorer, sharding: RowSharding, drawn: Drawn
 ) -> list[tuple[int, int, list[float], float]]:
     """Sample and score what is missing of this process's rows; return lengths, rewards and reward of each row."""
-    own = _slots(trees)[deal.own.start : deal.own.stop]
+    own = _slots(trees)[sharding.own.start : sharding.own.stop]
     for i, state, k in own:
         samples = [] if state.base is None else drawn.get((i, state.base), {}).get(state.position, [])
         if k < len(samples):

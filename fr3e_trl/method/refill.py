@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from trl.trainer.utils import RepeatSampler
 
-from .batch import Deal, Row
+from .rows import Row, RowSharding
 from .tree import Rollout, Score
 
 
@@ -216,7 +216,10 @@ def row_from(state: dict[str, Any], train_dataset: Dataset) -> Row:
 
 
 def hand_over(
-    batch: list[Row], deal: Deal, in_every_process: Callable[[Callable[[], Any]], list[Any]], train_dataset: Dataset
+    batch: list[Row],
+    sharding: RowSharding,
+    in_every_process: Callable[[Callable[[], Any]], list[Any]],
+    train_dataset: Dataset,
 ) -> None:
     """
     Give the rows of a batch to the processes that they are dealt to, in place, where refill has moved them.
@@ -224,23 +227,23 @@ def hand_over(
     Args:
         batch (`list[Row]`):
             Rows of all processes, of which each holds some.
-        deal ([`Deal`]):
+        sharding ([`RowSharding`]):
             Which row goes where.
         in_every_process (`Callable`):
             Calls a function in every process, and returns what it returned in each.
         train_dataset (`Dataset`):
             Where the examples are.
     """
-    moving = {k: row for k, row in enumerate(batch) if row.holder != deal.owner(k)}
+    moving = {k: row for k, row in enumerate(batch) if row.holder != sharding.owner(k)}
     if not moving:
         return
     of_processes = in_every_process(
-        lambda: {k: state_of(row) for k, row in moving.items() if row.holder == deal.process}
+        lambda: {k: state_of(row) for k, row in moving.items() if row.holder == sharding.process}
     )
     states = {k: state for of_process in of_processes for k, state in of_process.items()}
     for k in moving:
-        state = states[k] | {"holder": deal.owner(k)}
-        if deal.owner(k) == deal.process:
+        state = states[k] | {"holder": sharding.owner(k)}
+        if sharding.owner(k) == sharding.process:
             batch[k] = row_from(state, train_dataset)
         else:
-            batch[k].holder = deal.owner(k)
+            batch[k].holder = sharding.owner(k)

@@ -81,7 +81,7 @@ class Rollout:
         token_ids (`TokenIds`):
             Its tokens, at least one, without the prefix: what was sampled, and what tools answered.
         logprobs (`np.ndarray` of shape (L,), *optional*):
-            Their log-probabilities, if the sampler gave them, see [`~fr3e_trl.generation.sampler.Sample`].
+            Their log-probabilities, if the sampler gave them, see [`~fr3e_trl.method.sampling.Sample`].
         score ([`Score`]):
             What its whole completion scored, prefix included.
         length (`int`):

@@ -10,9 +10,9 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ..config import FR3EConfig
-from ..method.batch import Row
+from ..method.rows import Row
 from ..method.tree import Tree
-from ..training.processes import in_every_process, on_main_process
+from ..processes import in_every_process, on_main_process
 from .page import PAGE, make_page
 from .record import FOLDER, METRICS, logged_steps, merged, record_trees, step_path, write_step, write_whole
 

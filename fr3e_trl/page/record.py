@@ -43,7 +43,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ..method.batch import Row
+from ..method.rows import Row
 from ..method.tree import Rollout, TokenIds, Tree
 
 FOLDER = "trees"

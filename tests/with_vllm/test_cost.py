@@ -4,7 +4,7 @@ import re
 
 from servers import POLICY
 
-from fr3e_trl import cli
+from fr3e_trl.commands import cli
 
 
 def test_cost_of_a_server(server, capsys):

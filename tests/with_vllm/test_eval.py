@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from servers import POLICY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fr3e_trl import cli
+from fr3e_trl.commands import cli
 
 ROOT = Path(__file__).parents[2]
 REWARD = "recipes.smoke_reward.answer_reward"

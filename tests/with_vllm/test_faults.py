@@ -12,8 +12,8 @@ from policies import load_policy, make_trainer, ratios
 from transformers import TrainerCallback
 
 import fr3e_trl.generation.vllm_server
-from fr3e_trl.generation.sampler import SamplingRequest
 from fr3e_trl.generation.vllm_server import VLLMServerError
+from fr3e_trl.method.sampling import SamplingRequest
 
 
 class AfterStep(TrainerCallback):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from servers import POLICY
 
-from fr3e_trl import cli
+from fr3e_trl.commands import cli
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from vllm import SamplingParams
 
-from fr3e_trl.generation.on_vllm import VLLMColocateSampler
-from fr3e_trl.generation.sampler import SamplingRequest
+from fr3e_trl.generation.vllm import VLLMColocateSampler
+from fr3e_trl.method.sampling import SamplingRequest
 
 # The 9 tokens of a prompt, and 3 that were sampled before
 REQUEST = SamplingRequest([5] * 12, 2, 20, 0.7, num_prompt_tokens=9)

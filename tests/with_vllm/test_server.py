@@ -32,9 +32,9 @@ from trees import rollouts_of
 from trl.generation.vllm_client import VLLMClient
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.generation.on_transformers import GenerateSampler
-from fr3e_trl.generation.sampler import SamplingRequest
+from fr3e_trl.generation.generate import GenerateSampler
 from fr3e_trl.generation.vllm_server import VLLMServerError
+from fr3e_trl.method.sampling import SamplingRequest
 
 ROOT = Path(__file__).parents[2]
 

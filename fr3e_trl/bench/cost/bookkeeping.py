@@ -25,11 +25,11 @@ from torch.multiprocessing import get_context, spawn
 from trl.trainer.utils import pad
 
 from ...config import FR3EConfig
-from ...generation.sampler import Sample, SamplingRequest
-from ...method.batch import Deal, Row, rows_of, set_advantages
 from ...method.explore import explore
+from ...method.rows import Row, RowSharding, rows_of, set_advantages
+from ...method.sampling import Sample, SamplingRequest
 from ...method.tree import Score, TokenIds, Tree
-from ...training.processes import in_every_process
+from ...processes import in_every_process
 from .common import make_parser, make_table
 
 VOCABULARY = 150_000
@@ -89,8 +89,8 @@ def measure(process: int, options: argparse.Namespace, port: int, results: Any) 
         use_cpu=True,
         report_to=[],
     )
-    deal = Deal(options.num_prompts * options.num_rows, options.num_processes, process)
-    own = {row // options.num_rows for row in deal.own}
+    sharding = RowSharding(options.num_prompts * options.num_rows, options.num_processes, process)
+    own = {row // options.num_rows for row in sharding.own}
     told = 0
 
     def counting(function: Callable[[], Any]) -> list[Any]:
@@ -106,8 +106,8 @@ def measure(process: int, options: argparse.Namespace, port: int, results: Any) 
     sampler = InstantSampler()
     memory_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
-    explore(trees, args, sampler, score, entropies, (0, 0), deal, counting)
-    rows = rows_of(trees, deal, 1.0, 1.0, {i: {} for i in own}, [None] * len(trees))
+    explore(trees, args, sampler, score, entropies, (0, 0), sharding, counting)
+    rows = rows_of(trees, sharding, 1.0, 1.0, {i: {} for i in own}, [None] * len(trees))
     set_advantages(rows, trees, args)
     seconds = time.perf_counter() - began - sampler.seconds
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_before

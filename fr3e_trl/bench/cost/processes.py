@@ -61,7 +61,14 @@ def step_times(num_processes: int, options: argparse.Namespace) -> list[float]:
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "seconds.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
-        command += ["-m", "fr3e_trl.cli", "cost", "processes", f"--output={output}", f"--num_steps={options.num_steps}"]
+        command += [
+            "-m",
+            "fr3e_trl.commands.cli",
+            "cost",
+            "processes",
+            f"--output={output}",
+            f"--num_steps={options.num_steps}",
+        ]
         command += [f"--task={options.task}", f"--policy={options.policy}"]
         done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
         if done.returncode != 0:

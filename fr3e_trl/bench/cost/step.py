@@ -38,11 +38,11 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import GenerationMixin
 from trl import GRPOTrainer
 
-from ...generation.on_transformers import GenerateSampler
+from ...commands.usage import usage_errors
+from ...generation.generate import GenerateSampler
 from ...trainer import FR3ETrainer
-from ...training import trl_seams
-from ...training.trl_seams import RowsGRPOTrainer
-from ...usage import blaming
+from ...trl_adapter import rows_trainer as trl_seams
+from ...trl_adapter.rows_trainer import RowsGRPOTrainer
 from ..arms import make_trainer, read_settings
 from ..runs import be_quiet
 from .common import SETTINGS, add_own_task_options, add_task_options, count, make_parser, make_table, task_of
@@ -155,7 +155,7 @@ def main(argv: list[str]) -> None:
     if options.max_completion_length is not None:
         settings["max_completion_length"] = options.max_completion_length
     with tempfile.TemporaryDirectory() as output_dir:
-        with blaming("wrong arguments", "See --help.", ValueError, TypeError):
+        with usage_errors("wrong arguments", "See --help.", ValueError, TypeError):
             task, policy = task_of(options)
             trainers = {
                 name: make_trainer(SETTINGS | settings | of_trainer, policy, task, Path(output_dir), seed=0)

@@ -22,7 +22,7 @@ from transformers import Qwen3ForCausalLM, set_seed
 
 from ...config import FR3EConfig
 from ...trainer import FR3ETrainer
-from ...training.packing import fold
+from ...trl_adapter.prefix_sharing import fold
 from ..measures import now
 from ..policies import small_config
 from ..runs import be_quiet

@@ -22,7 +22,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
-from ...generation.sampler import SamplingRequest
+from ...method.sampling import SamplingRequest
 from ...trainer import FR3ETrainer
 from ..arms import make_config
 from ..runs import be_quiet

@@ -14,8 +14,8 @@ from accelerate.utils import gather_object
 from torch.nn.functional import linear
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from ..method.batch import Row
-from .trl_seams import RowsGRPOTrainer, images_in, select_rows
+from ..method.rows import Row
+from .rows_trainer import RowsGRPOTrainer, images_in, select_rows
 
 # Divergence of vLLM's samples from the policy, in nats a token, that rounding and quantization may amount to
 MAX_DIVERGENCE = 1.0
@@ -53,7 +53,7 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
             self._set_old_logprobs(batch, own, known)
         return batch
 
-    def keep(self, leftovers: list[Row]) -> None:
+    def score_leftovers(self, leftovers: list[Row]) -> None:
         """Have rows for the next step know how likely they are under the policy as it is now."""
         for row in leftovers:
             row.is_left_over = True

@@ -19,7 +19,7 @@ from transformers import set_seed
 from trl.trainer import utils as trl_utils
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.training.packing import fold
+from fr3e_trl.trl_adapter.prefix_sharing import fold
 
 SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 24, "max_steps": 2}
 

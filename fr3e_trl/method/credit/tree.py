@@ -41,7 +41,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .advantages import leave_one_out_means
+from .rollout import leave_one_out_means
 
 WEIGHTS = ("paths", "none")
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from fr3e_trl import FR3EConfig
-from fr3e_trl.training import ratio
+from fr3e_trl.trl_adapter import old_logprobs as ratio
 
 TRUNCATED = {"min_p": 0.05, "top_k": 12, "top_p": 0.9}
 ERROR = 0.02  # of the engine's log-probs, in nats a token

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from transformers.training_args import OptimizerNames
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config, maybe_apply_chat_template
 
-from .config import FR3EConfig
+from ..config import FR3EConfig
 from .memory_estimate import (
     STATE_BYTES,
     STATES_IN_OWN_TYPE,
@@ -31,7 +31,7 @@ MEASURED_PROMPTS = 1000  # of the training set, whose longest prompt is taken fo
 Table = list[tuple[str, str]]
 
 
-def tell(
+def print_plan(
     args: FR3EConfig,
     model_args: ModelConfig,
     dataset: Dataset | IterableDataset,

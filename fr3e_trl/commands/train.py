@@ -2,7 +2,7 @@
 A language model trained with FR3E on a dataset of prompts, as a recipe says.
 
     fr3e train --config recipes/gsm8k_lora.yaml
-    accelerate launch -m fr3e_trl.cli train --config recipes/gsm8k_lora.yaml    # on several GPUs
+    accelerate launch -m fr3e_trl.commands.cli train --config recipes/gsm8k_lora.yaml    # on several GPUs
 
 Any setting of the recipe can be overridden after it (`--learning_rate 2e-6`); `--help` lists them all: the dataset and
 the rewards, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and quantization).
@@ -15,10 +15,10 @@ import yaml
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from .config import FR3EConfig
+from ..config import FR3EConfig
+from ..trainer import FR3ETrainer
 from .data import FR3EScriptArguments, get_reward, load_examples, load_tokenizer, model_argument
-from .trainer import FR3ETrainer
-from .usage import UsageError, blaming, require_argument
+from .usage import UsageError, require_argument, usage_errors
 
 # What `resume_from_checkpoint` may be beside a directory. On the command line it is always text
 RESUME_WORDS = {"true": True, "yes": True, "false": False, "no": False, "none": False, "null": False, "": False}
@@ -47,7 +47,7 @@ class TrainArguments(FR3EScriptArguments):
 
 def main(argv: list[str] | None = None) -> None:
     """Train a model as the arguments say, or say what that will be."""
-    with blaming("wrong arguments", "See --help.", OSError, ValueError, yaml.YAMLError):
+    with usage_errors("wrong arguments", "See --help.", OSError, ValueError, yaml.YAMLError):
         arguments = make_parser().parse_args_and_config(argv)
     train(*arguments)
 
@@ -69,11 +69,13 @@ def train(script_args: TrainArguments, training_args: FR3EConfig, model_args: Mo
     evaluates = training_args.eval_strategy != "no"
     eval_dataset = load_examples(script_args, script_args.dataset_test_split, tokenizer) if evaluates else None
     if script_args.dry_run:
-        from .dry_run import tell
+        from .dry_run import print_plan
 
-        tell(training_args, model_args, train_dataset, tokenizer)
+        print_plan(training_args, model_args, train_dataset, tokenizer)
         return
-    with blaming(model_argument(model_args), "Use a directory with a model's weights, or a model on the hub.", OSError):
+    with usage_errors(
+        model_argument(model_args), "Use a directory with a model's weights, or a model on the hub.", OSError
+    ):
         trainer = FR3ETrainer(
             model=model_args.model_name_or_path,
             reward_funcs=rewards,

@@ -12,7 +12,7 @@ from test_processes import same, trees_of, weights_of
 from transformers import set_seed
 
 from fr3e_trl import FR3EConfig
-from fr3e_trl.method.memory import ValueMemory, prompt_key
+from fr3e_trl.method.credit.prior import ValueTracker, prompt_key
 from fr3e_trl.method.tree import as_ids
 
 NAN = math.nan
@@ -22,7 +22,7 @@ TREE = {"credit": "tree", "anchor_threshold": 0.3}
 PLAIN = {"num_anchors": 0}  # the prior alone
 
 
-def learn(memory: ValueMemory, values: dict[int, list[float]]) -> None:
+def learn(memory: ValueTracker, values: dict[int, list[float]]) -> None:
     """A step, given the rewards of each prompt's rows, which are worth their mean."""
     rewards = torch.tensor([reward for of_prompt in values.values() for reward in of_prompt], dtype=torch.float64)
     prompts = torch.tensor([i for i, of_prompt in enumerate(values.values()) for _ in of_prompt])
@@ -30,7 +30,7 @@ def learn(memory: ValueMemory, values: dict[int, list[float]]) -> None:
     memory.learn(list(values), torch.tensor(means, dtype=torch.float64), rewards, prompts)
 
 
-def priors(memory: ValueMemory, values: dict[int, float]) -> list[float]:
+def priors(memory: ValueTracker, values: dict[int, float]) -> list[float]:
     return memory.priors(list(values), torch.tensor(list(values.values()), dtype=torch.float64)).tolist()
 
 
@@ -38,7 +38,7 @@ def priors(memory: ValueMemory, values: dict[int, float]) -> list[float]:
 
 
 def test_the_level_by_hand():
-    memory = ValueMemory()
+    memory = ValueTracker()
     assert math.isnan(priors(memory, {A: 0.5})[0])
     # The others of the batch, as without a memory
     assert priors(memory, {A: 0.5, B: 1.0, C: 0.0}) == pytest.approx([0.5, 0.25, 0.75])
@@ -52,7 +52,7 @@ def test_the_level_by_hand():
 
 
 def test_the_level_counts_as_64_prompts_at_most():
-    memory = ValueMemory()
+    memory = ValueTracker()
     for i in range(10):
         learn(memory, {10 * i + j: [0.0] for j in range(10)})
     assert (memory.level, memory.num_prompts) == (0, 64)
@@ -62,7 +62,7 @@ def test_the_level_counts_as_64_prompts_at_most():
 
 
 def test_offsets_and_their_slope_by_hand():
-    memory = ValueMemory()
+    memory = ValueTracker()
     learn(memory, {A: [1.0], B: [0.0], C: [0.5]})
     # Levels without each: .25, .75, .5. Offsets .75, -.75 and 0, of one visit each
     assert memory.keys.tolist() == [A, B, C]
@@ -80,7 +80,7 @@ def test_offsets_and_their_slope_by_hand():
 
 
 def test_a_prompt_that_is_in_the_batch_twice_is_one_visit():
-    memory = ValueMemory()
+    memory = ValueTracker()
     learn(memory, {A: [0.0], B: [0.0]})
     memory.learn([C, C], torch.tensor([1.0, 0.5]), torch.tensor([1.0, 0.5]), torch.tensor([0, 1]))
     # Levels .5 / 3 and 1 / 3: offsets 5 / 6 and 1 / 6
@@ -89,7 +89,7 @@ def test_a_prompt_that_is_in_the_batch_twice_is_one_visit():
 
 
 def test_the_strength_by_hand():
-    memory = ValueMemory()
+    memory = ValueTracker()
     assert memory.prior_strength == pytest.approx(4)
     memory.learn([A], torch.tensor([NAN]), torch.tensor([NAN, NAN]), torch.tensor([0, 0]))
     assert memory.prior_strength == pytest.approx(4)
@@ -106,7 +106,7 @@ def test_the_strength_by_hand():
 
 def test_the_strength_has_a_bound():
     """Where rewards of a prompt differ more than those of different prompts."""
-    memory = ValueMemory()
+    memory = ValueTracker()
     for _ in range(20):
         learn(memory, {A: [0.0, 1.0], B: [1.0, 0.0]})
     assert memory.correlation.value < 0
@@ -116,7 +116,7 @@ def test_the_strength_has_a_bound():
 def test_the_strength_is_that_of_james_and_stein():
     """Values of variance .04 about the level, rewards of .12 about their values: rho = .04 / .16, kappa = 3."""
     generator = torch.Generator().manual_seed(0)
-    memory = ValueMemory()
+    memory = ValueTracker()
     correlations = []
     for step in range(1600):
         values = 0.2 * torch.randn(8, 1, generator=generator, dtype=torch.float64)
@@ -129,7 +129,7 @@ def test_the_strength_is_that_of_james_and_stein():
 def test_a_prompt_that_comes_again_is_known():
     """Eight prompts worth 0 to .7 while all get better: the prior's error falls to that of what was seen."""
     generator = torch.Generator().manual_seed(0)
-    memory = ValueMemory()
+    memory = ValueTracker()
     errors = []
     for step in range(200):
         truth = torch.arange(8, dtype=torch.float64) / 10 + step / 500
@@ -141,12 +141,12 @@ def test_a_prompt_that_comes_again_is_known():
 
 
 def test_a_checkpoint_is_small_and_plain(tmp_path):
-    memory = ValueMemory()
+    memory = ValueTracker()
     for step in range(10):
         learn(memory, {prompt_key(as_ids([step, i])): [0.1 * (i % 10), 0.5] for i in range(1000)})
     torch.save(memory.state(), tmp_path / "state.pt")
     assert (tmp_path / "state.pt").stat().st_size < 16 * 10_000 + 4000
-    again = ValueMemory()
+    again = ValueTracker()
     again.resume(torch.load(tmp_path / "state.pt", weights_only=True))
     batch = {prompt_key(as_ids([3, i])): [0.3, 0.2] for i in range(50)}
     for each in (memory, again):
@@ -178,7 +178,7 @@ def digits(completions, **kwargs):
 
 def make_trainer(reward_func=letters, **settings):
     sizes = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 10, "max_steps": 6}
-    defaults = {"output_dir": "output", "learning_rate": 1e-2, "value_memory": True}
+    defaults = {"output_dir": "output", "learning_rate": 1e-2, "value_tracker": True}
     trainer = Recorder(
         make_model(),
         reward_func,
@@ -209,7 +209,7 @@ def mean(values):
 
 def steps_of(trainer):
     """For each step the memory before it, the trees, and what was logged and trained on."""
-    memory = ValueMemory()
+    memory = ValueTracker()
     for (batch, trees), entry in zip(trainer.batches, trainer.state.log_history, strict=False):
         keys = [prompt_key(tree.prompt_ids) for tree in trees]
         values = torch.tensor([value_of(tree, trainer.args) for tree in trees], dtype=torch.float64)
@@ -305,7 +305,7 @@ def test_resuming_is_exact(settings):
 
 
 def test_a_checkpoint_without_a_memory_is_gone_on_from():
-    make_trainer(value_memory=False, save_strategy="steps", save_steps=1, max_steps=1).train()
+    make_trainer(value_tracker=False, save_strategy="steps", save_steps=1, max_steps=1).train()
     trainer = make_trainer(max_steps=3, output_dir="resumed")
     trainer.train(resume_from_checkpoint="output/checkpoint-1")
     assert trainer._memory.num_prompts == 4
@@ -314,7 +314,7 @@ def test_a_checkpoint_without_a_memory_is_gone_on_from():
 @pytest.mark.parametrize("settings", [TREE, REFILL | {"num_rewards": 2}], ids=["tree", "refill"])
 def test_two_processes_are_one(settings, tmp_path):
     """Three prompts, of which one's rows lie in both: each is told what it is remembered by."""
-    settings = settings | {"num_generations": 8, "max_steps": 7, "value_memory": True, "optim": "sgd"}
+    settings = settings | {"num_generations": 8, "max_steps": 7, "value_tracker": True, "optim": "sgd"}
     alone = launch(tmp_path / "alone", 1, settings | {"per_device_train_batch_size": 24}, "fake")
     shared = launch(tmp_path / "shared", 2, settings | {"per_device_train_batch_size": 12}, "fake")
     assert same(trees_of(shared), trees_of(alone))
@@ -327,7 +327,7 @@ def test_two_processes_are_one(settings, tmp_path):
 
 
 def test_resuming_is_exact_in_two_processes(tmp_path):
-    settings = TREE | {"num_generations": 8, "per_device_train_batch_size": 12, "max_steps": 5, "value_memory": True}
+    settings = TREE | {"num_generations": 8, "per_device_train_batch_size": 12, "max_steps": 5, "value_tracker": True}
     settings |= {"save_strategy": "steps", "save_steps": 1}
     whole = launch(tmp_path / "whole", 2, settings)
     checkpoint = str(tmp_path / "whole" / "output" / "checkpoint-3")
@@ -340,17 +340,17 @@ def test_resuming_is_exact_in_two_processes(tmp_path):
 
 
 def test_without_it_nothing_is_remembered():
-    trainer = make_trainer(value_memory=False, max_steps=1)
+    trainer = make_trainer(value_tracker=False, max_steps=1)
     trainer.train()
     assert not any("prior" in name for name in trainer.state.log_history[0])
     assert trainer.state_to_resume().keys() == {"anchor_threshold"}
 
 
 def test_the_strength_is_estimated_unless_it_is_set():
-    assert FR3EConfig("output", value_memory=True, **CPU).value_prior_strength is None
-    plain = FR3EConfig("output", value_memory=True, num_anchors=0, **CPU)
+    assert FR3EConfig("output", value_tracker=True, **CPU).value_prior_strength is None
+    plain = FR3EConfig("output", value_tracker=True, num_anchors=0, **CPU)
     assert plain.value_prior_strength is None and plain.scale_rewards == "none" and not plain.is_plain_grpo
-    assert FR3EConfig("output", value_memory=True, value_prior_strength=4.0, **CPU).value_prior_strength == 4
+    assert FR3EConfig("output", value_tracker=True, value_prior_strength=4.0, **CPU).value_prior_strength == 4
 
 
 @pytest.mark.parametrize(
@@ -358,20 +358,20 @@ def test_the_strength_is_estimated_unless_it_is_set():
     [
         (
             {"value_prior_strength": 0.0},
-            "value_memory=True is not allowed: it must be False with value_prior_strength=0",
+            "value_tracker=True is not allowed: it must be False with value_prior_strength=0",
         ),
-        ({"scale_rewards": "group"}, "value_memory=True is not allowed: it must be False .* or scale_rewards='group'"),
-        ({"value_memory": 1}, "value_memory=1 is not allowed"),
+        ({"scale_rewards": "group"}, "value_tracker=True is not allowed: it must be False .* or scale_rewards='group'"),
+        ({"value_tracker": 1}, "value_tracker=1 is not allowed"),
     ],
 )
 def test_what_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        FR3EConfig("output", **{"value_memory": True} | CPU | settings)
+        FR3EConfig("output", **{"value_tracker": True} | CPU | settings)
 
 
 def test_one_prompt_a_batch_is_not_warned_of(caplog):
     make_trainer(per_device_train_batch_size=8)
     assert not any("has one prompt" in message for message in caplog.messages)
-    make_trainer(per_device_train_batch_size=8, value_memory=False)
+    make_trainer(per_device_train_batch_size=8, value_tracker=False)
     (warning,) = [message for message in caplog.messages if "has one prompt" in message]
-    assert "value_memory=True" in warning
+    assert "value_tracker=True" in warning

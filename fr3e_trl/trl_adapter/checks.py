@@ -189,7 +189,7 @@ def check_generation_kwargs(args: FR3EConfig) -> None:
 
 def warn_of_single_prompt(args: FR3EConfig) -> None:
     """Warn of batches of one prompt, where the prior of a prompt, the mean over the others, does not exist."""
-    has_prior = args.value_prior_strength and not args.value_memory and not args.normalizes_rewards
+    has_prior = args.value_prior_strength and not args.value_tracker and not args.normalizes_rewards
     if has_prior and args.generation_batch_size == args.num_generations:
         alone = ", whose base trajectory then has nothing to be compared with and teaches nothing"
         if args.credit == "tree":
@@ -197,7 +197,7 @@ def warn_of_single_prompt(args: FR3EConfig) -> None:
         logger.warning(
             "A generation batch has one prompt (generation_batch_size=%d / num_generations=%d): no other prompts give "
             "a prior for its own state%s. Set for example gradient_accumulation_steps=%d, for 8 prompts, or "
-            "value_memory=True, with which those of the steps before do.",
+            "value_tracker=True, with which those of the steps before do.",
             args.generation_batch_size,
             args.num_generations,
             alone if args.num_bases == 1 else "",

@@ -10,7 +10,7 @@ class UsageError(ValueError):
 
 
 @contextlib.contextmanager
-def blaming(argument: str, remedy: str, *kinds: type[Exception]) -> Iterator[None]:
+def usage_errors(argument: str, remedy: str, *kinds: type[Exception]) -> Iterator[None]:
     """Turn errors of these kinds into a `UsageError` of one line: the argument, the reason, and the remedy."""
     try:
         yield

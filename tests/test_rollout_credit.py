@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fr3e_trl.method.advantages import (
+from fr3e_trl.method.credit.rollout import (
     compute_advantages,
     degenerate_states,
     modulation_factors,

@@ -14,8 +14,8 @@ from transformers import ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..config import FR3EConfig
-from ..training.processes import on_main_process
-from .vllm_server import VLLMServer, VLLMServerError
+from ..generation.vllm_server import VLLMServer, VLLMServerError
+from ..processes import on_main_process
 
 logger = logging.getLogger(__name__)
 

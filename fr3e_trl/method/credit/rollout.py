@@ -249,7 +249,7 @@ def row_baselines(
     and leaves the row itself out: (κ prior + Σ of the state's other rewards) / (κ + n - 1), for n scorable rows. The
     prior is the shrunk value of the state before it in its chain, (κ prior + Σ rewards) / (κ + n), and for S_0 the
     mean of V(S_0) over the batch's other prompts: their anchors' rollouts start from prefixes that were chosen, and say
-    less of how hard prompts are. A [`ValueMemory`] may give others. Where there is no prior, because the batch has one
+    less of how hard prompts are. A [`ValueTracker`] may give others. Where there is no prior, because the batch has one
     prompt, κ counts as 0.
 
     Args:

@@ -10,15 +10,15 @@ import torch
 from numpy.typing import NDArray
 
 from ..config import FR3EConfig
-from .advantages import compute_advantages, normalized_rewards, state_values, weighted_rewards
 from .anchors import even_shares
-from .credit import Credit, compute_credit, informative_rows, prompt_values, tree_values
-from .memory import ValueMemory
+from .credit.prior import ValueTracker
+from .credit.rollout import compute_advantages, normalized_rewards, state_values, weighted_rewards
+from .credit.tree import Credit, compute_credit, informative_rows, prompt_values, tree_values
 from .tree import Rollout, State, TokenIds, Tree, as_ids, chains_of
 
 
 @dataclass(frozen=True)
-class Deal:
+class RowSharding:
     """
     Rows of a batch dealt out to processes, in order, as evenly as they divide, wherever that cuts a group.
 
@@ -111,7 +111,7 @@ class Row:
 
 def rows_of(
     trees: Sequence[Tree],
-    deal: Deal,
+    sharding: RowSharding,
     temperature: float,
     explore_temperature: float,
     examples: dict[int, dict[str, Any]],
@@ -123,7 +123,7 @@ def rows_of(
     Args:
         trees (`Sequence[Tree]`):
             Finished trees.
-        deal ([`Deal`]):
+        sharding ([`RowSharding`]):
             Says which process has sampled which of their rows.
         temperature, explore_temperature (`float`):
             Sampling temperature of the rollouts of S_0, and of the other states.
@@ -136,17 +136,17 @@ def rows_of(
     for i, tree in enumerate(trees):
         for state in tree.states:
             for rollout in state.rollouts:
-                holder = deal.owner(len(rows))
+                holder = sharding.owner(len(rows))
                 row = Row(
                     rollout, holder, temperature if state.parent is None else explore_temperature, index=indices[i]
                 )
-                if holder == deal.process:
+                if holder == sharding.process:
                     row.prompt_ids, row.prefix_ids, row.example = tree.prompt_ids, state.prefix_ids, examples[i]
                 rows.append(row)
     return rows
 
 
-def set_advantages(rows: list[Row], trees: list[Tree], args: FR3EConfig, memory: ValueMemory | None = None) -> None:
+def set_advantages(rows: list[Row], trees: list[Tree], args: FR3EConfig, memory: ValueTracker | None = None) -> None:
     """
     Give every state of `trees` its value, modulation and rejection, and every row its advantage.
 
@@ -157,7 +157,7 @@ def set_advantages(rows: list[Row], trees: list[Tree], args: FR3EConfig, memory:
             Finished trees.
         args (`FR3EConfig`):
             Settings.
-        memory ([`ValueMemory`], *optional*):
+        memory ([`ValueTracker`], *optional*):
             What prompts were worth in the steps before. It is asked, and not told.
     """
     prior_strength, priors = args.value_prior_strength, None
@@ -242,7 +242,7 @@ def compared_rewards(trees: list[Tree], args: FR3EConfig) -> torch.Tensor:
     return rewards / (scorable.std() + 1e-4) if len(scorable) > 1 else rewards
 
 
-def remember(trees: list[Tree], args: FR3EConfig, memory: ValueMemory) -> dict[str, float]:
+def remember(trees: list[Tree], args: FR3EConfig, memory: ValueTracker) -> dict[str, float]:
     """Tell `memory` what the prompts of a step turned out to be worth, and return what to log."""
     keys = _keys_of(trees)
     strength = args.value_prior_strength

@@ -31,8 +31,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
 from trl import ModelConfig, TrlParser, get_quantization_config, is_conversational, maybe_apply_chat_template
 
-from .bench.checks import check_counts
-from .bench.statistics import best_of_k, bootstrap_interval, majority_of_k
+from ..generation.vllm_server import VLLMServer, VLLMServerError
+from ..rewards import math_answers, math_reward
+from .counts import check_counts
 from .data import (
     FR3EScriptArguments,
     call_reward,
@@ -42,9 +43,8 @@ from .data import (
     model_argument,
     test_split,
 )
-from .generation.vllm_server import VLLMServer, VLLMServerError
-from .rewards import math_answers, math_reward
-from .usage import UsageError, blaming, require_argument
+from .statistics import best_of_k, bootstrap_interval, majority_of_k
+from .usage import UsageError, require_argument, usage_errors
 
 RECIPE = "recipes/eval/gsm8k.yaml"
 
@@ -206,7 +206,7 @@ Sampler = Callable[[list[tuple[int, int]], list[list[int]]], Iterator[list[Sampl
 
 def main(argv: list[str] | None = None) -> None:
     """Evaluate a model as the arguments say, and print the results."""
-    with blaming("wrong arguments", "See --help.", OSError, ValueError, yaml.YAMLError):
+    with usage_errors("wrong arguments", "See --help.", OSError, ValueError, yaml.YAMLError):
         args, model_args = TrlParser([EvalArguments, ModelConfig]).parse_args_and_config(argv)
     try:
         evaluate(args, model_args, f"fr3e eval {shlex.join(argv or [])}")
@@ -292,7 +292,7 @@ def mean(values: Any) -> float:
 
 def local_sampler(args: EvalArguments, model_args: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Sampler:
     """Completions of a model that is loaded here, by transformers' `generate`."""
-    with blaming(model_argument(model_args), "Use the directory or the id of a model or an adapter.", OSError):
+    with usage_errors(model_argument(model_args), "Use the directory or the id of a model or an adapter.", OSError):
         model = AutoModelForCausalLM.from_pretrained(
             model_args.model_name_or_path,
             revision=model_args.model_revision,
@@ -355,7 +355,7 @@ def server_sampler(args: EvalArguments, model_args: ModelConfig) -> Sampler:
     directory = Path(model_args.model_name_or_path).resolve()
     is_adapter = (directory / "adapter_config.json").is_file()
     argument = f"vllm_server_base_url={args.vllm_server_base_url!r}"
-    with blaming(argument, "Leave it out to load the model here.", VLLMServerError):
+    with usage_errors(argument, "Leave it out to load the model here.", VLLMServerError):
         server = _AnyServer(
             args.vllm_server_base_url or "",
             f"vllm serve {model_args.model_name_or_path}",
@@ -394,7 +394,7 @@ def server_sampler(args: EvalArguments, model_args: ModelConfig) -> Sampler:
         try:
             while (batch := arrived.get()) is not None:
                 if isinstance(batch, Exception):
-                    with blaming(argument, "The same command goes on from what was sampled.", VLLMServerError):
+                    with usage_errors(argument, "The same command goes on from what was sampled.", VLLMServerError):
                         raise batch
                 yield batch
         finally:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from ..method.sampling import Sample, Sampler, SamplingRequest
 from ..method.tree import Dialogue, TokenIds, as_ids
-from ..training.processes import Turns
-from .sampler import Sample, Sampler, SamplingRequest
+from ..processes import Turns
 
 # Functions and coroutine functions, by their names
 ToolDicts = tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]
@@ -194,7 +194,7 @@ class ToolCallingSampler:
     Has the policy call tools.
 
     Args:
-        trainer ([`~fr3e_trl.training.trl_seams.RowsGRPOTrainer`]):
+        trainer ([`~fr3e_trl.trl_adapter.rows_trainer.RowsGRPOTrainer`]):
             Knows the tools, and TRL's loop.
         sampler ([`Sampler`]):
             Writes the turns.

@@ -16,7 +16,7 @@ from datasets.exceptions import DatasetsError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trl import ModelConfig, ScriptArguments, maybe_apply_chat_template
 
-from .usage import UsageError, blaming
+from .usage import UsageError, usage_errors
 
 # Reward functions that need no import path
 REWARDS = {
@@ -118,7 +118,7 @@ def get_reward(name: str) -> Callable[..., list[float | None]]:
         raise UsageError(f"There is no reward function {name!r}. {remedy}")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    with blaming(f"reward_funcs={name!r}", remedy, Exception):  # of all that a module of the user's may raise
+    with usage_errors(f"reward_funcs={name!r}", remedy, Exception):  # of all that a module of the user's may raise
         module = import_file(module_name) if is_file else importlib.import_module(module_name)
     reward = getattr(module, attribute, None)
     if not callable(reward):
@@ -178,7 +178,7 @@ def load_examples(
     )
     argument = f"dataset_name={args.dataset_name!r}, split {split!r}"
     source = source_of(args)
-    with blaming(argument, remedy, DatasetsError, OSError, ValueError, StopIteration):
+    with usage_errors(argument, remedy, DatasetsError, OSError, ValueError, StopIteration):
         dataset = load_dataset(**source, split=split, streaming=args.dataset_streaming)
     if args.prompt_column is not None or args.answer_column is not None:
         dataset = dataset.map(map_columns, fn_kwargs={"args": args})
@@ -233,7 +233,7 @@ def load_tokenizer(model_args: ModelConfig, trust_remote_code: bool) -> PreTrain
     """
     source = {"revision": model_args.model_revision, "trust_remote_code": trust_remote_code}
     remedy = "Use a directory with a model and its tokenizer, or the id of a model on the hub."
-    with blaming(model_argument(model_args), remedy, OSError, ValueError):
+    with usage_errors(model_argument(model_args), remedy, OSError, ValueError):
         if not Path(model_args.model_name_or_path, "adapter_config.json").is_file():
             AutoConfig.from_pretrained(model_args.model_name_or_path, **source)
         return AutoTokenizer.from_pretrained(model_args.model_name_or_path, padding_side="left", **source)

@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .advantages import leave_one_out_means
-from .tree import TokenIds
+from ..tree import TokenIds
+from .rollout import leave_one_out_means
 
 # Prompts that the level counts as, at most: on `chain` 32 and 64 were best, and 16 and 128 little worse
 LEVEL_PROMPTS = 64
@@ -95,7 +95,7 @@ class Ratio:
 
 
 @dataclass(eq=False)
-class ValueMemory:
+class ValueTracker:
     """
     What prompts are worth, by the steps before.
 

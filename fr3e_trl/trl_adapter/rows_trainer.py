@@ -27,15 +27,15 @@ from trl.trainer.grpo_trainer import RolloutFunc
 from trl.trainer.utils import add_fused_lm_head, pad, split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from ..config import FR3EConfig
-from ..generation.sampler import images_of
-from ..generation.vllm_sync import FR3EVLLMGeneration
-from ..method.advantages import weighted_rewards
-from ..method.batch import Deal, Row, token_credit
+from ..generation.time_limit import limited
+from ..method.credit.rollout import weighted_rewards
+from ..method.rows import Row, RowSharding, token_credit
+from ..method.sampling import images_of
 from ..method.tree import Dialogue, Score, TokenIds
 from .checks import IMAGE_COLUMNS, check_all_or_none, obstacle_to_tool_images
-from .packing import IMPLEMENTATIONS, Trie, fold, share
+from .prefix_sharing import IMPLEMENTATIONS, Trie, fold, share
 from .resume import ResumableGRPOTrainer
-from .tools import limited
+from .vllm_weights import FR3EVLLMGeneration
 
 logger = logging.getLogger(__name__)
 
@@ -136,9 +136,9 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         """Whether two ways to compute the same agree to the rounding of float32."""
         return self.model.dtype == torch.float32 and self.accelerator.mixed_precision == "no"
 
-    def deal(self, num_rows: int) -> Deal:
+    def sharding(self, num_rows: int) -> RowSharding:
         """How rows are dealt out to the processes."""
-        return Deal(num_rows, self.accelerator.num_processes, self.accelerator.process_index)
+        return RowSharding(num_rows, self.accelerator.num_processes, self.accelerator.process_index)
 
     # Before the batch: what is needed to generate and score
 
@@ -708,7 +708,7 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
 
     def own_rows(self, rows: Any) -> Any:
         """This process's part of the rows of all."""
-        own = self.deal(len(rows)).own
+        own = self.sharding(len(rows)).own
         return rows[own.start : own.stop]
 
     # The loss

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from accelerate.utils import is_peft_model
 
-from ..training.processes import through_group, through_main_process
-from .sampler import Sample, SamplingRequest, branch_requests, images_of
+from ..method.sampling import Sample, SamplingRequest, branch_requests, images_of
+from ..processes import through_group, through_main_process
 
 if TYPE_CHECKING:
-    from .vllm_sync import FR3EVLLMGeneration
+    from ..trl_adapter.vllm_weights import FR3EVLLMGeneration
 
 
 # Log-probs of a token's distribution that entropies are made of: as many as a server gives by default

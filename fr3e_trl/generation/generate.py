@@ -17,7 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from .sampler import Sample, SamplingRequest
+from ..method.sampling import Sample, SamplingRequest
 
 # Enters generation mode, as TRL does, and yields the model to generate with.
 GenerationModel = Callable[[], AbstractContextManager[Any]]
@@ -442,56 +442,3 @@ class _GrowingRows:
     def samples(self) -> list[Sample]:
         """What each row went on with, with what branches off it."""
         return [row.sample for row in self.roots]
-
-
-class ContinuousBatchingSampler:
-    """
-    Draws with transformers' continuous batching: every continuation enters the batch as soon as there is room.
-
-    Args:
-        generation_model (`GenerationModel`):
-            Context manager that yields the model.
-        generation_config (`~transformers.GenerationConfig`):
-            Sampling settings; temperature and budget are taken from the requests.
-        continuous_batching_config (`~transformers.generation.ContinuousBatchingConfig`):
-            Settings of the engine.
-    """
-
-    def __init__(
-        self, generation_model: GenerationModel, generation_config: GenerationConfig, continuous_batching_config: Any
-    ):
-        self.generation_model = generation_model
-        self.generation_config = generation_config
-        self.continuous_batching_config = continuous_batching_config
-
-    def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
-        samples: list[list[Sample]] = [[] for _ in requests]
-        for temperature in dict.fromkeys(request.temperature for request in requests):
-            config = copy.copy(self.generation_config)
-            config.temperature = temperature
-            with (
-                self.generation_model() as model,
-                model.continuous_batching_context_manager(
-                    generation_config=config, continuous_batching_config=self.continuous_batching_config, timeout=5
-                ) as manager,
-            ):
-                pending = {
-                    manager.add_request(request.prefix_ids.tolist(), max_new_tokens=request.max_new_tokens): i
-                    for i, request in enumerate(requests)
-                    for _ in range(request.num_samples)
-                    if request.temperature == temperature
-                }
-                while pending:
-                    result = manager.get_result(timeout=1)
-                    if result is None:
-                        if not manager.is_running():
-                            raise RuntimeError(
-                                f"transformers' continuous batching stopped with {len(pending)} completions open. "
-                                "Its error is in the log above; set use_transformers_continuous_batching=False to "
-                                "generate without it."
-                            )
-                    elif result.error is not None:
-                        raise RuntimeError(f"transformers' continuous batching failed on a request: {result.error}")
-                    elif result.is_finished():
-                        samples[pending.pop(result.request_id)].append(Sample(result.generated_tokens))
-        return samples

@@ -1,0 +1,1 @@
+"""What the commands share, and the commands `fr3e train` and `fr3e eval`."""

@@ -1,0 +1,1 @@
+"""Credit: what a token learns from. Each rule is one file."""

@@ -1,0 +1,181 @@
+"""What is asked of a sampler, and what it returns: the interface between the method and generation."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .tree import Dialogue, TokenIds, as_ids
+
+
+@dataclass(frozen=True)
+class Branching:
+    """
+    Where rollouts branch off the samples of a request, for a sampler that draws them without being asked again.
+
+    Args:
+        num_rollouts (`int`):
+            How many from each anchor.
+        temperature (`float`):
+            Of theirs.
+        anchors (`Callable`):
+            Finds the anchors of each of a request's samples, whose entropies are known.
+        shares (`Sequence[int]`):
+            The most anchors of each sample.
+        threshold (`float`, *optional*):
+            If the anchors are the first positions with an entropy above it, in nats: whether one is depends on nothing
+            that follows, and a rollout may leave while its base trajectory still grows.
+        min_gap (`int`):
+            Least distance of two such anchors, in tokens.
+        min_budget (`int`):
+            Least number of tokens that one leaves of the request's budget.
+    """
+
+    num_rollouts: int
+    temperature: float
+    anchors: "Callable[[SamplingRequest, Sequence[Sample]], list[list[int]]]"
+    shares: Sequence[int]
+    threshold: float | None
+    min_gap: int
+    min_budget: int
+
+
+def images_of(prompt: str | list[dict[str, Any]]) -> list[Any]:
+    """The images in the messages of a prompt or a dialogue, in order."""
+    messages = [] if isinstance(prompt, str) else prompt
+    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    parts = [part for content in contents for part in content if isinstance(part, dict)]  # a tool may return any list
+    return [part["image"] for part in parts if part.get("type") == "image" and "image" in part]
+
+
+@dataclass(frozen=True)
+class SamplingRequest:
+    """
+    A prefix to be continued.
+
+    Args:
+        prefix_ids (`TokenIds`):
+            Token ids to continue: a prompt, or a prompt and the first tokens of a completion.
+        num_samples (`int`):
+            How many continuations to draw.
+        max_new_tokens (`int`):
+            Token budget of each of them. It is this request's own: requests of one call differ in it.
+        temperature (`float`):
+            Sampling temperature.
+        num_prompt_tokens (`int`, *optional*):
+            How many of `prefix_ids` are the prompt; the others were sampled before. If `None`, all.
+        with_entropies (`bool`):
+            Whether the entropies along the samples are wanted, where the backend has them only if it is asked.
+        branching ([`Branching`], *optional*):
+            What will be asked for next. A sampler that can draws it with the samples; one that cannot does not look.
+        tree (`int`, *optional*):
+            Index of the tree that the samples are for, where its rollouts have something of their own.
+        dialogue ([`Dialogue`], *optional*):
+            The completion whose first tokens they continue, where there are tools.
+        multimodal (`list[dict]`, *optional*):
+            The prompt's messages, if there are images in them, see [`images_of`]. The images' tokens are in
+            `prefix_ids`.
+        tool_images (`list`):
+            The images that tools returned since, whose tokens are in `prefix_ids` too.
+    """
+
+    prefix_ids: TokenIds
+    num_samples: int
+    max_new_tokens: int
+    temperature: float
+    num_prompt_tokens: int | None = None
+    with_entropies: bool = False
+    branching: Branching | None = None
+    tree: int | None = None
+    dialogue: Dialogue | None = None
+    multimodal: list[dict[str, Any]] | None = None
+    tool_images: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefix_ids", as_ids(self.prefix_ids))
+
+    @property
+    def num_sampled_before(self) -> int:
+        """How many of `prefix_ids` are a completion's first tokens."""
+        return 0 if self.num_prompt_tokens is None else len(self.prefix_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True)
+class Sample:
+    """
+    A continuation, without its prefix.
+
+    Args:
+        token_ids (`Sequence[int]` or `TokenIds`):
+            At least one token id, ending with EOS unless the budget ended it.
+        logprobs (`Sequence[float]` or `np.ndarray`, *optional*):
+            Log-probability of each token at the temperature that it was drawn at, where the backend has them: by
+            transformers' `generate` the policy's own, by vLLM of what `top_p`, `top_k` and `min_p` leave, by a sampler
+            of one's own of the distribution that it draws from.
+        entropies (`Sequence[float]` or `np.ndarray`, *optional*):
+            Entropy of the policy before each token, in nats, at that temperature, where the backend has them.
+        branches (`dict[int, list[Sample]]`):
+            Rollouts that branch off it, by the number of its tokens that they begin with; if some were drawn.
+        mask (`np.ndarray` of shape (L,), *optional*):
+            Which tokens the policy wrote, and no tool. If `None`, all. The others have NaN for an entropy.
+        dialogue ([`Dialogue`], *optional*):
+            The whole completion's turns, where there are tools.
+    """
+
+    token_ids: Sequence[int] | TokenIds
+    logprobs: Any = None
+    entropies: Any = None
+    branches: "dict[int, list[Sample]]" = field(default_factory=dict)
+    mask: NDArray[np.bool_] | None = None
+    dialogue: Dialogue | None = None
+
+
+def branch_requests(request: SamplingRequest, samples: Sequence[Sample]) -> list[tuple[Sample, int, SamplingRequest]]:
+    """
+    What branches off the finished samples of a request, each with the sample and its number of tokens that it begins
+    with. Nothing if the request does not say, or the entropies are not known.
+    """
+    branching = request.branching
+    if branching is None or any(sample.entropies is None for sample in samples):
+        return []
+    anchors = [
+        (sample, position)
+        for sample, positions in zip(samples, branching.anchors(request, samples), strict=True)
+        for position in positions
+    ]
+    requests = [
+        (
+            sample,
+            position,
+            SamplingRequest(
+                np.concatenate([request.prefix_ids, as_ids(sample.token_ids)[:position]]),
+                branching.num_rollouts,
+                request.max_new_tokens - position,
+                branching.temperature,
+                num_prompt_tokens=len(request.prefix_ids),
+                multimodal=request.multimodal,
+            ),
+        )
+        for sample, position in anchors
+    ]
+    return requests
+
+
+class Sampler(Protocol):
+    """
+    Draws continuations of prefixes.
+
+    Where several processes train, each calls its own sampler for its own rows, and all call equally often, also one
+    that has no request.
+    """
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
+        """
+        Draw the continuations that `requests` ask for, all in flight together as far as the backend can.
+
+        Returns:
+            `list[list[Sample]]`: For each request, in order, its `num_samples` continuations.
+        """
+        ...

@@ -1,1 +1,0 @@
-"""What connects the method with TRL, and with other processes."""

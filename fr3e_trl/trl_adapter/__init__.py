@@ -1,0 +1,1 @@
+"""The one folder that knows private names of TRL, accelerate and transformers."""
