@@ -20,7 +20,7 @@ from transformers import (
 from trl import GRPOConfig
 from trl.extras.profiling import profiling_context
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
-from trl.trainer.utils import get_config_model_id
+from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from .config import FR3EConfig
 from .generation.context import CompletionBudget, context_length
@@ -31,11 +31,12 @@ from .generation.tools import EnvironmentFailure, Instance, ToolCallingSampler
 from .generation.vllm import VLLMColocateSampler, VLLMServerSampler
 from .generation.vllm_server import VLLMServerError
 from .method.anchors import next_threshold
-from .method.credit.prior import ValueTracker, prompt_key
+from .method.credit import CREDIT_RULES, credit_rows
+from .method.credit.prior import ValueTracker, prompt_key, track_values
 from .method.explore import explore, own_bases
 from .method.metrics import tree_metrics
 from .method.refill import Refill, hand_over
-from .method.rows import Row, RowSharding, remember, rows_of, set_advantages
+from .method.rows import Row, RowSharding, rows_of
 from .method.sampling import Sampler, images_of
 from .method.tree import Dialogue, Score, TokenIds, Tree, as_ids
 from .page.callback import TreeLog
@@ -232,8 +233,13 @@ class FR3ETrainer(RatioGRPOTrainer):
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         if self.args.max_refills > 0:
-            self._refill = Refill(self.train_dataset, self.shuffle_dataset, self.args.seed, self.args.max_refills)
+            self._refill = Refill(self.train_dataset, self._prompt_sampler, self.args.max_refills)
         return super()._get_train_sampler(*args, **kwargs)
+
+    def _prompt_sampler(self) -> RepeatSampler:
+        """Each epoch's prompts in the order of TRL's, each once."""
+        indices = range(len(self.train_dataset))
+        return RepeatSampler(indices, mini_repeat_count=1, shuffle=self.shuffle_dataset, seed=self.args.seed)
 
     def state_to_resume(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
@@ -274,7 +280,7 @@ class FR3ETrainer(RatioGRPOTrainer):
                 # TRL repeats an example for its group, and deals out the repeats as it does the rows
                 examples = {row // self.num_generations: inputs[i] for i, row in enumerate(self.sharding(num_rows).own)}
                 rows = explored = self._explore(num_prompts, examples)
-                set_advantages(rows, self.trees, self.args, self._memory)
+                credit_rows(rows, self.trees, self.args.plan, self._memory)
             else:
                 rows, refill_metrics = self._refill.fill(partial(self._explore_drawn, explored), num_prompts, num_rows)
                 hand_over(rows, self.sharding(num_rows), in_every_process, self.train_dataset)
@@ -288,7 +294,7 @@ class FR3ETrainer(RatioGRPOTrainer):
         advantages = torch.tensor([row.advantage for row in rows], dtype=torch.float64)
         in_loss = torch.tensor([row.in_loss for row in rows])
         self.set_advantages(batch, advantages, in_loss)
-        if self.args.credit == "tree":
+        if CREDIT_RULES[self.args.plan.credit].by_token:
             self.set_token_advantages(batch, rows)
         metrics = tree_metrics(self.trees, advantages[in_loss], num_rows)
         if self.args.replay_mismatch == "skip":
@@ -298,7 +304,7 @@ class FR3ETrainer(RatioGRPOTrainer):
         if self._threshold is not None:
             metrics["fr3e/anchor/threshold"] = self._threshold
         if self._memory is not None:
-            metrics |= remember(self.trees, self.args, self._memory)
+            metrics |= track_values(self.trees, self.args.plan, self._memory)
         if self._refill is not None:
             metrics |= refill_metrics
             self.score_leftovers(self._refill.leftovers)
@@ -313,7 +319,7 @@ class FR3ETrainer(RatioGRPOTrainer):
         """Explore the prompts at `indices` of the training set, and add their rows to `rows`."""
         own = {row // self.num_generations for row in self.sharding(len(indices) * self.num_generations).own}
         rows += self._explore(len(indices), {i: self.train_dataset[indices[i]] for i in own}, indices)
-        set_advantages(rows, self.trees, self.args, self._memory)
+        credit_rows(rows, self.trees, self.args.plan, self._memory)
         return rows
 
     def _explore(
@@ -369,7 +375,7 @@ class FR3ETrainer(RatioGRPOTrainer):
         seed = (self.args.seed, self.state.global_step)
         uncertainties = explore(
             trees,
-            self.args,
+            self.args.plan,
             self.sampler,
             score,
             self.token_statistics,
@@ -384,10 +390,7 @@ class FR3ETrainer(RatioGRPOTrainer):
             if dialogue is not None:
                 dialogue.environment, dialogue.snapshots = None, []  # for the next rollouts
         self.trees += trees
-        explore_temperature = self.temperature * self.args.explore_temperature_scale
-        return rows_of(
-            trees, sharding, self.temperature, explore_temperature, examples, indices or [None] * num_prompts
-        )
+        return rows_of(trees, sharding, examples, indices or [None] * num_prompts)
 
     def _provide_tools(self, examples: dict[int, dict[str, Any]], sharding: RowSharding) -> list[list[int]]:
         """
@@ -407,7 +410,7 @@ class FR3ETrainer(RatioGRPOTrainer):
         if self.environment_factories is not None:
             owners = [row // self.num_generations for row in sharding.own]
             if not self.args.reuse_base:
-                owners += [i for i, _ in own_bases(sharding.num_rows // self.num_generations, self.args, sharding)]
+                owners += [i for i, _ in own_bases(sharding.num_rows // self.num_generations, self.args.plan, sharding)]
         instances: dict[int, list[Instance]] = {i: [] for i in examples}
         if owners:
             try:

@@ -34,13 +34,12 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
     _score_old: Callable[..., None] | None = None
 
     def assemble(self, batch_rows: list[Row], tool_counts: tuple[int, int] = (0, 0)) -> dict[str, torch.Tensor]:
-        off_temperature = any(row.temperature != self.temperature for row in batch_rows)
         if self.use_vllm and self.vllm_importance_sampling_correction:
-            return self._assemble_corrected(batch_rows, off_temperature, tool_counts)
+            return self._assemble_corrected(batch_rows, tool_counts)
         # Where updates are of batches sampled before other updates, as TRL decides it
         wants_old = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
-        # And where TRL would take another policy, or temperature, for the one that rows were sampled from
-        sets_old = off_temperature or any(row.is_left_over for row in batch_rows)
+        # And where TRL would take another policy for the one that rows were sampled from
+        sets_old = any(row.is_left_over for row in batch_rows)
         if not (wants_old or sets_old or self.has_own_sampler):
             return super().assemble(batch_rows, tool_counts)
         own = self.own_rows(batch_rows)
@@ -62,17 +61,17 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
         held = [row for row in leftovers if row.holder == self.accelerator.process_index]
         for row, logprobs in zip(held, self._known_logprobs(held), strict=True):
             row.old_logprobs = logprobs
-        held = [row for row in held if row.old_logprobs is None]
-        for temperature in dict.fromkeys(row.temperature for row in leftovers):
-            own = [row for row in held if row.temperature == temperature]
-            with self.scoring_temperature(temperature):
-                statistics = self.token_statistics(
-                    [row.prompt_ids for row in own],
-                    [row.completion_ids for row in own],
-                    [self.multimodal_of(row.example) for row in own],
-                )
-            for row, (logprobs, _) in zip(own, statistics, strict=True):
-                row.old_logprobs = logprobs.clone()
+        own = [row for row in held if row.old_logprobs is None]
+        if not leftovers:
+            return
+        with self.scoring_temperature(self.temperature):
+            statistics = self.token_statistics(
+                [row.prompt_ids for row in own],
+                [row.completion_ids for row in own],
+                [self.multimodal_of(row.example) for row in own],
+            )
+        for row, (logprobs, _) in zip(own, statistics, strict=True):
+            row.old_logprobs = logprobs.clone()
 
     def _known_logprobs(self, rows: Sequence[Row]) -> list[torch.Tensor | None]:
         """
@@ -99,7 +98,7 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
             old,
             *_tokens(batch),
             [
-                row.temperature if row.in_loss and logprobs is None and row.temperature not in scored else None
+                self.temperature if row.in_loss and logprobs is None and self.temperature not in scored else None
                 for row, logprobs in zip(rows, known, strict=True)
             ],
             **images_in(batch),
@@ -152,9 +151,7 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
 
     # vLLM's log-probs
 
-    def _assemble_corrected(
-        self, batch_rows: list[Row], off_temperature: bool, tool_counts: tuple[int, int]
-    ) -> dict[str, torch.Tensor]:
+    def _assemble_corrected(self, batch_rows: list[Row], tool_counts: tuple[int, int]) -> dict[str, torch.Tensor]:
         """
         Have TRL correct for the difference between the two engines, and for that alone.
 
@@ -165,8 +162,8 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
         """
         own = self.own_rows(batch_rows)
         truncated = self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
-        if truncated or off_temperature:
-            temperatures = [row.temperature for row in own]
+        if truncated:
+            temperatures = [self.temperature] * len(own)
             self._score_old = partial(self._fill_in, temperatures=temperatures, truncated=truncated)
         batch = super().assemble(batch_rows, tool_counts)
         self._check_same_policy(batch)
@@ -177,7 +174,7 @@ class RatioGRPOTrainer(RowsGRPOTrainer):
             self._fill_in(
                 batch["old_per_token_logps"],
                 *_tokens(batch),
-                [row.temperature if row.in_loss else None for row in own],
+                [self.temperature if row.in_loss else None for row in own],
                 **images_in(batch),
             )
             batch["sampling_per_token_logps"] += batch["old_per_token_logps"] - as_sampled
