@@ -493,10 +493,10 @@ def test_two_processes_are_one(settings, tmp_path):
         ({"base_selection": "mixed"}, "base_selection='mixed'"),
         ({"modulation": "exp"}, "modulation='exp'"),
         ({"num_anchors": 0, "anchor_threshold": None}, "num_anchors=0 is not allowed: it must be above 0"),
-        ({"anchor_threshold": -0.1}, "anchor_threshold=-0.1 is not allowed: it must be 'auto', None, or 0 or more"),
+        ({"anchor_threshold": -0.1}, "anchor_threshold=-0.1 is not allowed: it must be 'auto', None, or a finite"),
         ({"anchor_threshold": math.inf}, "anchor_threshold=inf"),
-        ({"anchor_threshold": "high"}, "anchor_threshold='high' is not allowed: it must be 'auto', None, or 0 or more"),
-        ({"anchor_score": "random"}, "anchor_score='entropy'"),
+        ({"anchor_threshold": "high"}, "anchor_threshold='high' is not allowed: it must be 'auto', None, or a finite"),
+        ({"anchor_score": "random"}, "it must be 'auto' or None unless anchor_score='entropy'"),
     ],
 )
 def test_what_is_refused(settings, message):
