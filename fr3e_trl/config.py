@@ -75,20 +75,35 @@ GRPO_CHOICES = {
 # branch weigh more than those of the prefix that it left
 TREE_LOSSES = ("dapo", "bnpo", "dr_grpo", "cispo", "luspo", "vespo")
 
-# What each credit rule requires of other settings. The first rule that fits is the default. A rule that requires
-# anything also requires anchors
-CREDIT_REQUIRES: dict[str, dict[str, Sequence[Any]]] = {
-    "tree": {
-        "loss_type": TREE_LOSSES,
-        "importance_sampling_level": ("token",),
-        "scale_rewards": ("none",),
-        "multi_objective_aggregation": ("sum_then_normalize",),
-        "reuse_base": (True,),
-        "base_selection": ("all",),
-        "modulation": ("none",),
-    },
-    "rollout": {},
+
+class CreditNeeds(NamedTuple):
+    """What a credit rule needs of the settings, see `requires` and the rest in `method/credit`."""
+
+    requires: dict[str, Sequence[Any]]
+    needs_anchors: bool = False
+    wants_stopping_rule: bool = False
+
+
+# The credit rules. They go to `method/credit`, which then says what each needs
+CREDIT_RULES: dict[str, CreditNeeds] = {
+    "rollout": CreditNeeds(requires={}),
+    "tree": CreditNeeds(
+        requires={
+            "loss_type": TREE_LOSSES,
+            "importance_sampling_level": ("token",),
+            "scale_rewards": ("none",),
+            "multi_objective_aggregation": ("sum_then_normalize",),
+            "reuse_base": (True,),
+            "base_selection": ("all",),
+            "modulation": ("none",),
+        },
+        needs_anchors=True,
+        wants_stopping_rule=True,
+    ),
 }
+
+# The default is the first of these that fits the other settings
+CREDIT_DEFAULTS = ("tree", "rollout")
 
 
 @dataclass
@@ -206,7 +221,7 @@ class FR3EConfig(GRPOConfig):
             "`multi_objective_aggregation='sum_then_normalize'`, `reuse_base=True`, `base_selection='all'` and "
             "`modulation='none'`. With 'tree', a base trajectory that lacks anchors is copied into the empty rows. "
             "Nothing is generated for the copies. `None`: 'tree' where the other settings allow it, else 'rollout'.",
-            "choices": sorted(CREDIT_REQUIRES),
+            "choices": sorted(CREDIT_RULES),
         },
     )
     value_prior_strength: float | None = field(
@@ -582,19 +597,21 @@ def choose_prefix_sharing(config: FR3EConfig) -> None:
 
 
 def choose_credit(config: FR3EConfig) -> None:
-    """The first rule whose requirements hold."""
+    """The first rule that fits."""
     if config.credit is None:
-        config.credit = next(
-            rule
-            for rule, requires in CREDIT_REQUIRES.items()
-            if not requires
-            or (config.num_anchors != 0 and all(getattr(config, name) in values for name, values in requires.items()))
-        )
+        config.credit = next(name for name in CREDIT_DEFAULTS if _fits(config, name))
+
+
+def _fits(config: FR3EConfig, credit: str) -> bool:
+    rule = CREDIT_RULES[credit]
+    has_anchors = config.num_anchors != 0 or not rule.needs_anchors
+    return has_anchors and all(getattr(config, name) in values for name, values in rule.requires.items())
 
 
 def choose_threshold(config: FR3EConfig) -> None:
-    """`"auto"` stays where an adaptive threshold works. Elsewhere the highest scores become anchors."""
-    if config.anchor_threshold == "auto" and (config.credit, config.anchor_score) != ("tree", "entropy"):
+    """`"auto"` stays where the credit rule wants it. Elsewhere the highest scores become anchors."""
+    wants_auto = CREDIT_RULES[config.credit or "rollout"].wants_stopping_rule and config.anchor_score == "entropy"
+    if config.anchor_threshold == "auto" and not wants_auto:
         config.anchor_threshold = None
 
 
@@ -694,22 +711,23 @@ def _choices(name: str) -> Kind:
 
 
 def _credit_checks() -> Iterator[Check]:
-    """What each credit rule requires."""
-    for rule, requires in CREDIT_REQUIRES.items():
-        if requires:
-            allowed = f"above 0 with credit={rule!r}, for example None, or set credit='rollout'"
-            yield Check("num_anchors", partial(_has_anchors, rule), allowed)
-        for name, values in requires.items():
-            allowed = f"{' or '.join(map(repr, values))} with credit={rule!r}, or set credit='rollout'"
-            yield Check(name, partial(_meets, rule, name, values), allowed)
+    """What each credit rule needs."""
+    for credit, rule in CREDIT_RULES.items():
+        remedy = "or set credit='rollout'"
+        if rule.needs_anchors:
+            allowed = f"above 0 with credit={credit!r}, for example None, {remedy}"
+            yield Check("num_anchors", partial(_has_anchors, credit), allowed)
+        for name, values in rule.requires.items():
+            allowed = f"{' or '.join(map(repr, values))} with credit={credit!r}, {remedy}"
+            yield Check(name, partial(_takes, credit, name, values), allowed)
 
 
-def _has_anchors(rule: str, config: FR3EConfig) -> bool:
-    return config.credit != rule or config.num_anchors != 0
+def _has_anchors(credit: str, config: FR3EConfig) -> bool:
+    return config.credit != credit or config.num_anchors != 0
 
 
-def _meets(rule: str, name: str, values: Sequence[Any], config: FR3EConfig) -> bool:
-    return config.credit != rule or getattr(config, name) in values
+def _takes(credit: str, name: str, values: Sequence[Any], config: FR3EConfig) -> bool:
+    return config.credit != credit or getattr(config, name) in values
 
 
 # When a check applies, and the checks. "given": before anything is chosen. "settled": once all settings have their
@@ -816,6 +834,15 @@ def _read_threshold(value: Any) -> Any:
         return float(value)
     except ValueError:
         return value
+
+
+def with_preset(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a recipe, over those of the preset that its key `preset` names."""
+    settings = dict(settings)
+    preset = settings.pop("preset", None)
+    if preset not in (None, *PRESETS):
+        raise ValueError(f"preset={preset!r} is not allowed: it must be one of {', '.join(map(repr, PRESETS))}.")
+    return PRESETS.get(preset, {}) | settings
 
 
 def _sized(settings: dict[str, Any]) -> dict[str, Any]:

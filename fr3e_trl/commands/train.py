@@ -16,7 +16,7 @@ import yaml
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from ..config import PRESETS, FR3EConfig
+from ..config import FR3EConfig, with_preset
 from ..trainer import FR3ETrainer
 from .data import FR3EScriptArguments, get_reward, load_examples, load_tokenizer, model_argument
 from .usage import UsageError, require_argument, usage_errors
@@ -57,11 +57,7 @@ class RecipeParser(TrlParser):
     """The only change from [`~trl.TrlParser`]: the key `preset` of a recipe takes the settings of a preset."""
 
     def set_defaults_with_config(self, **recipe: Any) -> list[str]:
-        """Take the recipe's settings, and below them those of its preset. The command line overrides both."""
-        preset = recipe.pop("preset", None)
-        if preset not in (None, *PRESETS):
-            raise ValueError(f"preset={preset!r} is not allowed: it must be one of {', '.join(map(repr, PRESETS))}")
-        return super().set_defaults_with_config(**(PRESETS.get(preset, {}) | recipe))
+        return super().set_defaults_with_config(**with_preset(recipe))
 
 
 def make_parser() -> TrlParser:
