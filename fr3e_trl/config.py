@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from trl import GRPOConfig
 
+from .method.credit import CREDIT_RULES
 from .method.plan import Plan
 from .method.shape import Shape, default_num_anchors, share_rows
 
@@ -71,38 +72,7 @@ GRPO_CHOICES = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
 }
 
-# Losses for advantages of tokens. "grpo" and "sapo" take the mean over a row's own tokens, in which those of a short
-# branch weigh more than those of the prefix that it left
-TREE_LOSSES = ("dapo", "bnpo", "dr_grpo", "cispo", "luspo", "vespo")
-
-
-class CreditNeeds(NamedTuple):
-    """What a credit rule needs of the settings, see `requires` and the rest in `method/credit`."""
-
-    requires: dict[str, Sequence[Any]]
-    needs_anchors: bool = False
-    wants_stopping_rule: bool = False
-
-
-# The credit rules. They go to `method/credit`, which then says what each needs
-CREDIT_RULES: dict[str, CreditNeeds] = {
-    "rollout": CreditNeeds(requires={}),
-    "tree": CreditNeeds(
-        requires={
-            "loss_type": TREE_LOSSES,
-            "importance_sampling_level": ("token",),
-            "scale_rewards": ("none",),
-            "multi_objective_aggregation": ("sum_then_normalize",),
-            "reuse_base": (True,),
-            "base_selection": ("all",),
-            "modulation": ("none",),
-        },
-        needs_anchors=True,
-        wants_stopping_rule=True,
-    ),
-}
-
-# The default is the first of these that fits the other settings
+# The default credit rule is the first of these whose needs the other settings meet
 CREDIT_DEFAULTS = ("tree", "rollout")
 
 
@@ -402,19 +372,10 @@ class FR3EConfig(GRPOConfig):
         },
     )
 
-    # Constants that were settings. They go once nobody reads them from here
-    anchor_quantile = None
-    anchor_min_budget = 1
-    anchor_positions = "any"
-    explore_temperature_scale = 1.0
-    modulation_clip = 5.0
-
     def __post_init__(self):
         self._settle()
         super().__post_init__()
         self._check_settled()
-
-    # Here goes `plan`: the settings as the method takes them
 
     @property
     def num_states(self) -> int:
