@@ -67,7 +67,8 @@ def logprobs(trainer, prefix, tokens, temperature, min_p=0.0, top_k=0, top_p=1.0
     found = []
     for of_position, token in zip((logits / temperature).softmax(-1), tokens, strict=True):
         likely = of_position.argsort(descending=True).tolist()
-        kept = [i for i in likely if of_position[i] >= min_p * of_position.max()]
+        least, probabilities = (min_p * of_position.max()).item(), of_position.tolist()
+        kept = [i for i in likely if probabilities[i] >= least]
         kept = kept[: top_k or None]
         mass = of_position[kept].cumsum(0) / of_position[kept].sum()
         kept = kept[: int((mass < top_p).sum()) + 1]
