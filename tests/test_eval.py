@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import make_tokenizer, model_on_disk
 from peft import LoraConfig, PeftModel, get_peft_model
+from recipe_header import header
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
@@ -274,7 +275,7 @@ def test_recipe(evaluate, name):
     results, lines = evaluate("--config", str(recipe), **settings)
     assert results["rewards"]["math_reward"]["num_scored"] == 2 and len(lines) == 4
     assert lines[0]["prompt"].startswith("<|system|>Please reason step by step")
-    assert f"#     fr3e eval --config recipes/eval/{name}.yaml --model_name_or_path MODEL" in recipe.read_text()
+    assert f"fr3e eval --config recipes/eval/{name}.yaml --model_name_or_path MODEL" in header(recipe)
     assert yaml.safe_load(recipe.read_text())["output_dir"] == f"outputs/eval/{name}"
     # What a model might have written
     fields = ("prompt_column", "answer_column", "answer_separator")
