@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -11,12 +11,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..commands.completions import columns_of, complete, reward_arguments, texts_of
-
-if TYPE_CHECKING:
-    from .own_task import OwnTask
-    from .tasks import Task
-
-HELDOUT_SEED = 2507  # whatever a run's seed: every run is measured on the same prompts, with the same random numbers
+from .own_task import OwnTask
+from .tasks import HELDOUT_SEED, Task
 
 
 @dataclass
@@ -45,7 +41,7 @@ class Evaluation:
 def evaluate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    task: "Task | OwnTask",
+    task: Task | OwnTask,
     heldout: Dataset,
     num_samples: int,
     batch_size: int,
@@ -141,7 +137,7 @@ class _EntropyRecorder(LogitsProcessor):
 def _complete(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    task: "Task | OwnTask",
+    task: Task | OwnTask,
     examples: list[dict[str, Any]],
     batch_size: int,
     config: GenerationConfig,
@@ -163,7 +159,7 @@ def _complete(
 
 
 def _converse(
-    trainer: Any, task: "Task | OwnTask", examples: list[dict[str, Any]], batch_size: int, config: GenerationConfig
+    trainer: Any, task: Task | OwnTask, examples: list[dict[str, Any]], batch_size: int, config: GenerationConfig
 ) -> _Completions:
     """The same in several turns, by TRL's own loop, whatever the trainer samples with when it trains."""
     settings = {

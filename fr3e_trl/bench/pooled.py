@@ -16,8 +16,8 @@ from statistics import mean
 
 from ..commands.statistics import mean_interval
 from ..commands.usage import UsageError
-from .report import signed
 from .results import mean_accuracy
+from .tables import signed
 
 # Of several references, each comparison takes the one with its best mean
 GRPO = ["grpo_4", "grpo_8", "grpo_dapo"]
