@@ -4,21 +4,21 @@ Arms compared at equal generated tokens, training rows or time, from one startin
     fr3e compare --config recipes/bench/compare_chain.yaml
     fr3e compare --model_name_or_path MODEL --dataset_name FILE.jsonl --reward_funcs my_rewards.py:score
 
-Every arm is first tuned, in the same grid. What a recipe says of it:
+Every arm is first tuned in the same grid. A recipe sets the grid by:
 
     learning_rates: [3e-4, 1e-3, 3e-3]
-    tokens_per_batch: [3000, 12000]    # a size of the batch in generated tokens: the prompts of each arm follow from it
+    tokens_per_batch: [3000, 12000]    # generated tokens of a batch; the prompts of each arm follow from it
     num_iterations: [1, 2, 4]          # updates of a batch
     tuning_seeds: [1000, 1001]
     tuning_finalists: 3                # points of each arm's grid that are run with all of these seeds
-    tuning_tokens: 100000              # cuts short the runs by which finalists are found; left out, they are whole runs
+    tuning_tokens: 100000              # length of the runs that find the finalists; left out, they are whole runs
 
-Each of the grid is a list, or one value. An arm with a `learning_rate`, `num_prompts` or `num_iterations` of its own is
-not tuned in that. All points of the grid are run with the first tuning seed, and the best of each arm with all of them.
-The one with the best mean of held-out pass@1 along those whole runs is what the arm is then run with.
+Each axis of the grid is a list, or one value. An arm with a `learning_rate`, `num_prompts` or `num_iterations` of its
+own keeps it. All points of the grid are run with the first tuning seed, and the best of each arm with all tuning seeds.
+Each arm is then run at the point with the best mean of held-out pass@1 along those whole runs.
 
-Every run is a file in `output_dir/runs` (or `screening` and `tuning`), written when it is done. A comparison that was
-cut goes on from there, and one that is complete writes its report anew.
+Every run is a file in `output_dir/runs` (or `screening` and `tuning`), written when the run is done. After a cut, the
+same command goes on from these files. Once a comparison is complete, the command writes its report anew.
 """
 
 import shlex

@@ -1,8 +1,8 @@
 """
 Runs of a comparison, executed here or in worker processes.
 
-Nothing that may look for GPUs is imported before the process has its own: they are those of CUDA_VISIBLE_DEVICES when
-they are first looked for.
+A library takes the GPUs of CUDA_VISIBLE_DEVICES when it first looks for them. So this module imports none that may
+look before the worker has its own GPU.
 """
 
 import multiprocessing

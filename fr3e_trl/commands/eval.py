@@ -3,12 +3,11 @@ A model evaluated on a dataset with answers: pass@1, pass@k and maj@k.
 
     fr3e eval --config recipes/eval/gsm8k.yaml --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct
 
-The model is loaded here, or served by vLLM (`--vllm_server_base_url`). Any setting of the recipe can be overridden
-after it; `--help` lists them all.
+The model is loaded here, or served by vLLM (`--vllm_server_base_url`). The command line can override any setting of the
+recipe. `--help` lists them all.
 
-Completions are written to `output_dir/completions.jsonl` as they are sampled, with their rewards. An evaluation that
-was cut goes on from there by the same command. With more samples or examples than before, those that are missing are
-sampled.
+Completions are written to `output_dir/completions.jsonl` as they are sampled, with their rewards. After a cut, the same
+command goes on from there. With more samples or examples than before, it samples only the missing ones.
 """
 
 import json
