@@ -31,6 +31,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 # The wheel and the source distribution, and the wheel in an environment of its own, without extras
 package: $(VENV)/installed

@@ -8,11 +8,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-import yaml
 from trl import GRPOConfig
 
 from fr3e_trl import FR3EConfig
 from fr3e_trl.commands.cli import COMMANDS, COSTS, main
+from fr3e_trl.commands.recipe import read_recipe
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -88,7 +88,7 @@ def test_commands_are_those_that_there_are(page):
         for option in options:
             assert option == "--config" or re.search(rf"{option}\b", help_of(*names)), (command, option)
         if "--config" in words and "be0a890" not in page.read_text():
-            recipe = yaml.safe_load((ROOT / words[words.index("--config") + 1]).read_text())
+            recipe = read_recipe(ROOT / words[words.index("--config") + 1])
             named = words[words.index("--only") + 1 :] if "--only" in words else []
             for arm in named[: next((i for i, word in enumerate(named) if word.startswith("--")), None)]:
                 assert arm in recipe["arms"], (command, arm)

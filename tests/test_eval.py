@@ -18,8 +18,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 from fr3e_trl.commands import cli
+from fr3e_trl.commands.answers import group_answers, last_match
 from fr3e_trl.commands.data import FR3EScriptArguments, map_columns
-from fr3e_trl.commands.eval import group_answers, last_match, read_lines
+from fr3e_trl.commands.eval import read_lines
 from fr3e_trl.commands.statistics import best_of_k, bootstrap_interval, majority_of_k
 from fr3e_trl.rewards import math_answers, math_reward
 
@@ -319,4 +320,4 @@ def test_completions_of_another_evaluation_are_refused(evaluate, capsys):
     evaluate(limit=1)
     with pytest.raises(SystemExit):
         evaluate(limit=1, temperature=0.5)
-    assert "has completions sampled with temperature=1.0, not 0.5. Give" in capsys.readouterr().err
+    assert "has results of other arguments: temperature was 1.0 and is 0.5. Use" in capsys.readouterr().err

@@ -10,15 +10,14 @@ the rewards, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and qua
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import yaml
 from transformers.trainer_utils import get_last_checkpoint
-from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
-from ..config import FR3EConfig, with_preset
+from ..config import FR3EConfig
 from ..trainer import FR3ETrainer
 from .data import FR3EScriptArguments, get_reward, load_examples, load_tokenizer, model_argument
+from .recipe import RecipeParser, parse_arguments
 from .usage import UsageError, require_argument, usage_errors
 
 # What `resume_from_checkpoint` may be beside a directory. On the command line it is always text
@@ -29,13 +28,7 @@ RECIPE = "recipes/smoke.yaml"
 
 @dataclass
 class TrainArguments(FR3EScriptArguments):
-    """
-    Arguments of `fr3e train`.
-
-    Parameters, beside those of [`FR3EScriptArguments`]:
-        dry_run (`bool`, *optional*, defaults to `False`):
-            Whether to say what the run will do, and train nothing.
-    """
+    """Arguments of `fr3e train`."""
 
     dry_run: bool = field(
         default=False,
@@ -48,19 +41,10 @@ class TrainArguments(FR3EScriptArguments):
 
 def main(argv: list[str] | None = None) -> None:
     """Train a model as the arguments say, or say what that will be."""
-    with usage_errors("wrong arguments", "See --help.", OSError, ValueError, yaml.YAMLError):
-        arguments = make_parser().parse_args_and_config(argv)
-    train(*arguments)
+    train(*parse_arguments(make_parser(), argv))
 
 
-class RecipeParser(TrlParser):
-    """The only change from [`~trl.TrlParser`]: the key `preset` of a recipe takes the settings of a preset."""
-
-    def set_defaults_with_config(self, **recipe: Any) -> list[str]:
-        return super().set_defaults_with_config(**with_preset(recipe))
-
-
-def make_parser() -> TrlParser:
+def make_parser() -> RecipeParser:
     """Parser of the arguments, from a recipe (`--config`) and the command line."""
     return RecipeParser([TrainArguments, FR3EConfig, ModelConfig])
 
