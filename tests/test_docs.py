@@ -19,8 +19,7 @@ README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 README_LINES = 150
 COLUMNS = 120
-WORDS = 25  # of a sentence, and of one in the cell of a table
-LONG_CELLS = ["settings.md"]  # a setting's cell says all that its `help` says
+WORDS = 25  # of a sentence, in the cell of a table too
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -131,12 +130,12 @@ def lines_outside_code(page: Path) -> list[str]:
     return lines
 
 
-def sentences(page: Path, with_cells: bool) -> list[str]:
+def sentences(page: Path) -> list[str]:
     """The sentences of a page's paragraphs, items and headings, and of its tables' cells. Code counts as one word."""
     blocks = [""]
     for line in lines_outside_code(page):
         if line.startswith("|"):
-            blocks += [*re.split(r"(?<!\\)\|", line), ""] if with_cells else [""]
+            blocks += [*re.split(r"(?<!\\)\|", line), ""]
         elif not line.strip() or re.match(r"#+ |\s*([-*]|\d+\.) ", line):
             blocks.append(line)
         else:
@@ -156,7 +155,7 @@ def words(sentence: str) -> list[str]:
 
 @each_page
 def test_sentences_are_short(page):
-    longest = max(sentences(page, with_cells=page.name not in LONG_CELLS), key=lambda sentence: len(words(sentence)))
+    longest = max(sentences(page), key=lambda sentence: len(words(sentence)))
     assert len(words(longest)) <= WORDS, f"{len(words(longest))} words: {longest}"
 
 
@@ -166,9 +165,8 @@ def test_what_a_sentence_is(tmp_path):
         "# Title\n\nOne, with `some code` and\n[a link](to). Two: 1.5 units!\n\n- Three\n  goes on.\n- Four\n\n"
         "```text\nNo sentence.\n```\n\n| five | six. Seven |\n|---|---|\n"
     )
-    counts = [len(words(sentence)) for sentence in sentences(page, with_cells=True)]
+    counts = [len(words(sentence)) for sentence in sentences(page)]
     assert [count for count in counts if count] == [1, 6, 3, 3, 1, 1, 1, 1]
-    assert sum(len(words(sentence)) for sentence in sentences(page, with_cells=False)) == 14
 
 
 @each_page
