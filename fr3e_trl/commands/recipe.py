@@ -17,7 +17,7 @@ class RecipeParser(TrlParser):
     [`~trl.TrlParser`] with recipes that may extend another.
 
     A recipe that says `extends: other.yaml` takes the arguments that it lacks from `other.yaml`. The path starts at the
-    recipe's folder. Where both have a mapping of one name, the recipe's entries are laid over the other's. One that says
+    recipe's folder. Where both have a mapping of one name, the recipe's entries are laid over the other's. A recipe of
     `preset: paper` or `preset: released` takes the settings of that preset that it lacks.
     """
 
