@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,24 @@ GenerationModel = Callable[[], AbstractContextManager[Any]]
 # Makes of images what the model is called with for them: (messages of each row's prompt, images that tools returned
 # to it, tokens (B, L), the column after each prompt) to tensors, of which those of tokens are of that shape.
 ImageInputs = Callable[[list[Any], list[list[Any]], torch.Tensor, list[int]], dict[str, Any]]
+
+
+
+class DecodingSteps(Protocol):
+    """What a decoding loop of one's own takes from transformers' `generate`; see `trl_adapter/decoding.py`."""
+
+    def run(self, model: Any, loop: Callable[..., torch.Tensor], inputs: dict[str, Any]) -> None:
+        """Have `generate` prepare everything from `inputs`, and call `loop` in the place of its own."""
+
+    def first_inputs(self, model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What the model is called with for the prompts."""
+
+    def next_inputs(self, model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What the model is called with for the token of each row that came last."""
+
+    def updated(self, model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The model's keyword arguments after a step, with its cache."""
+
 
 # How many logits are kept until log-probs and entropies are made of them, beside those of one step: 64 MiB
 MAX_LOGITS = 2**24
@@ -59,6 +77,8 @@ class GenerateSampler:
             Where the model computes: not always where its weights are.
         image_inputs (`ImageInputs`, *optional*):
             What the model is called with for images. Without it, it takes none.
+        decoding (`DecodingSteps`, *optional*):
+            The steps of `generate`. Without them, no rollout leaves a base trajectory while it grows.
     """
 
     def __init__(
@@ -67,11 +87,13 @@ class GenerateSampler:
         generation_config: GenerationConfig,
         device: torch.device,
         image_inputs: ImageInputs | None = None,
+        decoding: DecodingSteps | None = None,
     ):
         self.generation_model = generation_model
         self.generation_config = generation_config
         self.device = device
         self.image_inputs = image_inputs
+        self.decoding = decoding
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         drawn = iter(self._generate(requests))
@@ -120,11 +142,12 @@ class GenerateSampler:
             prompts, tool_images = [row.multimodal or [] for row in rows], [row.tool_images for row in rows]
             inputs |= self.image_inputs(prompts, tool_images, inputs["input_ids"], prompt_ends)
         # With images, a row has a state of its own: some models keep each row's positions to themselves
-        if any(shares) and not has_images and all(getattr(config, name) in allowed for name, allowed in BY_ROW.items()):
-            growing = _GrowingRows(rows, shares, begins, processor, row_ends)
+        decoding = None if has_images or not any(shares) else self.decoding
+        if decoding is not None and all(getattr(config, name) in allowed for name, allowed in BY_ROW.items()):
+            growing = _GrowingRows(rows, shares, begins, processor, row_ends, decoding)
             inputs["stopping_criteria"] = StoppingCriteriaList([row_ends])
             with self.generation_model() as model:
-                model.generate(**inputs, custom_generate=growing)
+                decoding.run(model, growing, inputs)
             return growing.samples()
         record = _PolicyRecord(temperatures)
         inputs["stopping_criteria"] = StoppingCriteriaList([row_ends, record])
@@ -332,6 +355,8 @@ class _GrowingRows:
             Of each row, how many anchors it may have, and the column at which sampling begins.
         processor ([`_RowSampling`]), ends ([`_RowEnds`]):
             Those parts of processing and stopping that know the rows.
+        decoding (`DecodingSteps`):
+            The steps of `generate`.
     """
 
     def __init__(
@@ -341,6 +366,7 @@ class _GrowingRows:
         begins: list[int],
         processor: _RowSampling,
         ends: _RowEnds,
+        decoding: DecodingSteps,
     ):
         self.roots = [
             _GrowingRow(row, begin, row.temperature, share)
@@ -349,6 +375,7 @@ class _GrowingRows:
         self.live = list(self.roots)
         self.processor = processor
         self.ends = ends
+        self.decoding = decoding
         thresholds = [
             row.branching.threshold if row.branching is not None and share else torch.inf
             for row, share in zip(rows, shares, strict=True)
@@ -368,10 +395,10 @@ class _GrowingRows:
         statistics = torch.empty(len(input_ids), 2, 0, device=input_ids.device)
         if model_kwargs.get("attention_mask") is None:  # `generate` drops one that masks nothing
             model_kwargs["attention_mask"] = torch.ones_like(input_ids)
-        inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
+        inputs = self.decoding.first_inputs(model, input_ids, model_kwargs)
         while True:
             outputs = model(**inputs, return_dict=True)
-            model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+            model_kwargs = self.decoding.updated(model, outputs, model_kwargs)
             logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
             logprobs, entropies = _policy(logits[:, None], self.processor.temperatures)
             leaving = self._leave(input_ids.shape[1], entropies[:, 0])
@@ -396,7 +423,7 @@ class _GrowingRows:
                 self.live = [row for row in self.live if row.drawn is None]
                 input_ids, statistics = input_ids[rows], statistics[rows]
                 model_kwargs = self._select(rows, model_kwargs)
-            inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
+            inputs = self.decoding.next_inputs(model, input_ids, model_kwargs)
 
     def _leave(self, column: int, entropies: torch.Tensor) -> list[int]:
         """The rows that rollouts leave before this column's token, as often as they do; these rollouts are added."""

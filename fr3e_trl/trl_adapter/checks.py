@@ -11,6 +11,7 @@ from torch import nn
 from trl.trainer.utils import is_async_callable
 
 from ..config import FR3EConfig
+from .setup import is_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ def obstacle_to_images(trainer: Any) -> str | None:
             f"processing_class is a {type(trainer.processing_class).__name__}, which takes text alone. Pass the "
             "model's processor, or leave the images out"
         )
-    if trainer.is_sharded:
+    if is_sharded(trainer):
         return (
             "the model is sharded, which a process without images has to take part in as those with images do. Train "
             "with DDP, with LoRA if the model is large, or set num_anchors=0 to train with plain GRPO"
