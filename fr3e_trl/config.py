@@ -9,6 +9,7 @@ from typing import Any, Self, get_args
 
 from trl import GRPOConfig
 
+from .method.plan import Plan
 from .method.shape import Shape, default_num_anchors, share_rows
 
 logger = logging.getLogger(__name__)
@@ -467,6 +468,31 @@ class FR3EConfig(GRPOConfig):
     def num_rollouts(self) -> int:
         """Rollouts per anchor, M: G / (K + 1), or of the rows that base trajectories leave."""
         return self._shape.num_rollouts
+
+    @property
+    def plan(self) -> Plan:
+        """The settings as the method takes them."""
+        normalization = "none"
+        if self.normalizes_rewards:
+            normalization = "sum" if self.multi_objective_aggregation == "sum_then_normalize" else "each"
+        return Plan(
+            num_rows=self.num_generations,
+            shape=self._shape,
+            temperature=self.temperature,
+            credit=self.credit or "rollout",
+            anchor_score=self.anchor_score,
+            anchor_threshold=self.anchor_threshold,
+            anchor_min_gap=self.anchor_min_gap,
+            base_selection=self.base_selection,
+            reuse_base=self.reuse_base,
+            prior_strength=self.value_prior_strength,
+            modulation=self.modulation,
+            scale="none" if self.normalizes_rewards else self.scale_rewards or "none",
+            normalization=normalization,
+            reward_weights=self.reward_weights,
+            reject=bool(self.reject_degenerate_states),
+            negative_scale=self.negative_advantage_scale,
+        )
 
     @property
     def num_bases(self) -> int:

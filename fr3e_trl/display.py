@@ -64,8 +64,8 @@ def _base_lines(tree: Tree, base: int, tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def _credit(tree: Tree, base: int) -> str:
-    """Advantages of a base trajectory's stretches under tree credit; nothing without it."""
-    if not tree.bases[base].credit:
+    """Advantages of a base trajectory's stretches; nothing if it is one."""
+    if len(tree.bases[base].credit) < 2:
         return ""
     ends = [f"before S{i}" for i, state in enumerate(tree.states) if state.base == base] + ["to the end"]
     advantages = [advantage for _, _, advantage in tree.bases[base].credit]

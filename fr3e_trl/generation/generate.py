@@ -184,7 +184,7 @@ def _initial_width(requests: Sequence[SamplingRequest], eos_token_ids: list[int]
 
 def _shares(request: SamplingRequest) -> Sequence[int]:
     """The most anchors of each sample that rollouts may leave while it grows."""
-    if request.branching is None or request.branching.threshold is None:
+    if request.branching is None or request.branching.rule is None:
         return [0] * request.num_samples
     return request.branching.shares
 
@@ -322,13 +322,12 @@ def _statistics(logprobs: torch.Tensor, entropies: torch.Tensor, token_ids: torc
 @dataclass(eq=False)
 class _GrowingRow:
     """
-    A row while it grows: where its sampling began and how, how many anchors it may have, what left it where, and in the
-    end its tokens, their log-probs and the entropies.
+    A row while it grows: where its sampling began, how many anchors it may have, what left it where, and in the end its
+    tokens, their log-probs and the entropies.
     """
 
     request: SamplingRequest
     begin: int
-    temperature: float
     share: int = 0
     branches: dict[int, list["_GrowingRow"]] = field(default_factory=dict)
     drawn: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
@@ -368,19 +367,19 @@ class _GrowingRows:
         ends: _RowEnds,
         decoding: DecodingSteps,
     ):
-        self.roots = [
-            _GrowingRow(row, begin, row.temperature, share)
-            for row, begin, share in zip(rows, begins, shares, strict=True)
-        ]
+        self.roots = [_GrowingRow(*of_row) for of_row in zip(rows, begins, shares, strict=True)]
         self.live = list(self.roots)
         self.processor = processor
         self.ends = ends
         self.decoding = decoding
-        thresholds = [
-            row.branching.threshold if row.branching is not None and share else torch.inf
-            for row, share in zip(rows, shares, strict=True)
+        # Of the present rows: which of the rules decides where rollouts leave, -1 where none may, and the first column
+        rules = [
+            row.branching.rule if row.branching and share else None for row, share in zip(rows, shares, strict=True)
         ]
-        self.thresholds = torch.tensor(thresholds, device=ends.ends.device)
+        self.rules = [rule for rule in dict.fromkeys(rules) if rule is not None]
+        device = ends.ends.device
+        self.rule_of = torch.tensor([self.rules.index(rule) if rule else -1 for rule in rules], device=device)
+        self.begins = torch.tensor(begins, device=device)
 
     def __call__(
         self,
@@ -406,10 +405,8 @@ class _GrowingRows:
                 rows = torch.tensor([*range(len(input_ids)), *leaving], device=input_ids.device)
                 input_ids, statistics, logits = input_ids[rows], statistics[rows], logits[rows]
                 model_kwargs = self._select(rows, model_kwargs)
-                self.thresholds[-len(leaving) :] = torch.inf
-                temperatures = [row.temperature for row in self.live[-len(leaving) :]]
-                self.processor.temperatures[-len(leaving) :] = torch.tensor(temperatures, device=input_ids.device)
-                logprobs, entropies = _policy(logits[:, None], self.processor.temperatures)
+                self.rule_of[-len(leaving) :], self.begins[-len(leaving) :] = -1, input_ids.shape[1]
+                logprobs, entropies = logprobs[rows], entropies[rows]
             token_ids = torch.multinomial(logits_processor(input_ids, logits).softmax(1), 1)
             input_ids = torch.cat([input_ids, token_ids], 1)
             statistics = torch.cat([statistics, _statistics(logprobs, entropies, token_ids)], 2)
@@ -428,27 +425,26 @@ class _GrowingRows:
     def _leave(self, column: int, entropies: torch.Tensor) -> list[int]:
         """The rows that rollouts leave before this column's token, as often as they do; these rollouts are added."""
         leaving = []
-        for i in (entropies > self.thresholds).nonzero().flatten().tolist():
+        uncertain = torch.zeros_like(self.rule_of, dtype=torch.bool)
+        for k, rule in enumerate(self.rules):
+            uncertain |= (self.rule_of == k) & rule.is_uncertain(entropies, column - self.begins)
+        for i in uncertain.nonzero().flatten().tolist():
             row, position = self.live[i], column - self.live[i].begin
             branching = row.request.branching
-            assert branching is not None
-            if position <= 0 or row.request.max_new_tokens - position < branching.min_budget:
+            assert branching is not None and branching.rule is not None
+            if not branching.rule.takes(position, row.branches):
                 continue
-            if row.branches and position - max(row.branches) < branching.min_gap:
-                continue
-            row.branches[position] = [
-                _GrowingRow(row.request, column, branching.temperature) for _ in range(branching.num_rollouts)
-            ]
+            row.branches[position] = [_GrowingRow(row.request, column) for _ in range(branching.num_rollouts)]
             self.live += row.branches[position]
             leaving += [i] * branching.num_rollouts
             if len(row.branches) == row.share:
-                self.thresholds[i] = torch.inf
+                self.rule_of[i] = -1
         return leaving
 
     def _select(self, rows: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Go on with these of the present rows, and what the model is called with."""
-        num_rows = len(self.thresholds)
-        self.thresholds, self.ends.ends = self.thresholds[rows], self.ends.ends[rows]
+        num_rows = len(self.rule_of)
+        self.rule_of, self.begins, self.ends.ends = self.rule_of[rows], self.begins[rows], self.ends.ends[rows]
         self.processor.select(rows)
         for value in model_kwargs.values():
             if isinstance(value, Cache):

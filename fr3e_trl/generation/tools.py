@@ -259,6 +259,12 @@ class ToolCallingSampler:
     def hit_rate(self) -> float | None:
         return getattr(self.sampler, "hit_rate", None)
 
+    def take_counts(self) -> tuple[int, int]:
+        """Calls and failures since they were taken last."""
+        counts = self.num_calls, self.num_failures
+        self.num_calls = self.num_failures = 0
+        return counts
+
     def provide(self, instances: dict[int, list[Instance]]) -> None:
         """Take what rollouts will call tools in, those of each tree. One without an environment serves all of them."""
         self._instances = {tree: deque(of_tree) for tree, of_tree in instances.items()}

@@ -5,6 +5,11 @@ A position is an index into a completion's token ids, from 0. Branching at posit
 `completion_ids[:p]` and samples token p, and all that follow, anew: the uncertain choice is made again. Position 0 is
 the prompt's own state, and never an anchor. (The paper counts tokens from 1: its a_j is p + 1.)
 
+An anchor rule chooses positions. There are two kinds:
+    - A [`StoppingRule`] looks at no token from the position on. It decides while a trajectory grows, so that rollouts
+      may leave it then. A new one is a subclass with one method, and a line in `ANCHOR_RULES`.
+    - A [`Ranking`] takes the highest scores of a finished trajectory.
+
 Numbers along a trajectory may be NumPy arrays, or tensors on the CPU. Shapes are written with
     - L: length of a completion
 """
@@ -13,13 +18,154 @@ import math
 import random
 import statistics
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
-import torch
+
+from .plan import Plan
 
 # What weight the steps before have in the threshold of the next one
 SMOOTHING = 0.7
+
+
+class AnchorRule(Protocol):
+    """Chooses the anchors of a trajectory."""
+
+    def choose(self, entropies: Any, logprobs: Any, eligible: Any, num_anchors: int, seed: str) -> list[int]:
+        """
+        Choose anchors of a finished trajectory.
+
+        Args:
+            entropies (`np.ndarray` of shape (L,)):
+                Entropy of the next-token distribution at each position, in nats.
+            logprobs (`np.ndarray` of shape (L,)):
+                Log-probability of each token, in nats.
+            eligible (`np.ndarray` of shape (L,)):
+                Boolean mask of the positions that may be chosen, see [`eligible_positions`].
+            num_anchors (`int`):
+                How many to choose at most.
+            seed (`str`):
+                Decides what is chosen at random.
+
+        Returns:
+            `list[int]`: At most `num_anchors` positions, the best first.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoppingRule:
+    """
+    Chooses the first positions that [`is_uncertain`] names. What follows a position has no part in it.
+
+    Args:
+        min_gap (`int`):
+            Least distance of two anchors, in tokens.
+    """
+
+    min_gap: int = 1
+
+    def is_uncertain(self, entropies: Any, positions: Any) -> Any:
+        """
+        Positions to branch from, if there is an anchor left.
+
+        Args:
+            entropies (`np.ndarray` or `torch.Tensor`):
+                Entropy before each token, in nats: along one trajectory, or one of each of several that grow.
+            positions (`np.ndarray` or `torch.Tensor`):
+                Position of each token, of the same shape.
+
+        Returns:
+            Boolean mask of the same shape.
+        """
+        raise NotImplementedError
+
+    def takes(self, position: int, anchors: Collection[int]) -> bool:
+        """Whether a position that is uncertain becomes an anchor after those before it."""
+        return position > 0 and (not anchors or position - max(anchors) >= self.min_gap)
+
+    def choose(self, entropies: Any, logprobs: Any, eligible: Any, num_anchors: int, seed: str = "") -> list[int]:
+        """See [`AnchorRule.choose`]. The anchors are in order."""
+        entropies = np.asarray(entropies)
+        uncertain = self.is_uncertain(entropies, np.arange(len(entropies)))
+        anchors: list[int] = []
+        for position in np.flatnonzero(np.asarray(eligible) & uncertain).tolist():
+            if len(anchors) == num_anchors:
+                break
+            if self.takes(position, anchors):
+                anchors.append(position)
+        return anchors
+
+
+@dataclass(frozen=True, kw_only=True)
+class AboveThreshold(StoppingRule):
+    """
+    The first positions with an entropy above a threshold.
+
+    Args:
+        threshold (`float`):
+            In nats.
+    """
+
+    threshold: float
+
+    def is_uncertain(self, entropies: Any, positions: Any) -> Any:
+        return entropies > self.threshold
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """
+    The positions with the highest scores of a whole trajectory.
+
+    Args:
+        scores (`Callable`):
+            Scores positions: (entropies, log-probs, seed) to an `np.ndarray` of shape (L,).
+        min_gap (`int`):
+            Least distance of two anchors, in tokens.
+    """
+
+    scores: Callable[[Any, Any, str], Any]
+    min_gap: int = 1
+
+    def choose(self, entropies: Any, logprobs: Any, eligible: Any, num_anchors: int, seed: str) -> list[int]:
+        """See [`AnchorRule.choose`]. The best comes first."""
+        return rank_anchors(self.scores(entropies, logprobs, seed), eligible, num_anchors, self.min_gap)
+
+
+def by_entropy(entropies: Any, logprobs: Any, seed: str) -> Any:
+    return entropies
+
+
+def by_surprisal(entropies: Any, logprobs: Any, seed: str) -> Any:
+    return -logprobs
+
+
+def at_random(entropies: Any, logprobs: Any, seed: str) -> Any:
+    rng = random.Random(seed)
+    return np.array([rng.random() for _ in range(len(entropies))], dtype=np.float32)
+
+
+def _entropy_rule(threshold: float | None, min_gap: int) -> AnchorRule:
+    """The stopping rule, where there is a threshold."""
+    return Ranking(by_entropy, min_gap) if threshold is None else AboveThreshold(threshold=threshold, min_gap=min_gap)
+
+
+# Anchor rules by the setting `anchor_score`, made of the threshold, which only entropies have, and the least gap
+ANCHOR_RULES: dict[str, Callable[[float | None, int], AnchorRule]] = {
+    "entropy": _entropy_rule,
+    "surprisal": lambda threshold, min_gap: Ranking(by_surprisal, min_gap),
+    "random": lambda threshold, min_gap: Ranking(at_random, min_gap),
+}
+
+
+def anchor_rule(plan: Plan, threshold: float | None = None) -> AnchorRule:
+    """The rule of a step, of which `threshold` stands for `anchor_threshold="auto"`."""
+    if not isinstance(plan.anchor_threshold, str):
+        threshold = plan.anchor_threshold
+    return ANCHOR_RULES[plan.anchor_score](threshold, plan.anchor_min_gap)
 
 
 def select_bases(rewards: list[float], selection: str, seed: str) -> list[int]:
@@ -28,59 +174,29 @@ def select_bases(rewards: list[float], selection: str, seed: str) -> list[int]:
 
     Args:
         rewards (`list[float]`):
-            Reward of each base trajectory, NaN where it is unscorable, or not scored yet: `"all"` and `"random"` do not
-            look at it.
+            Reward of each base trajectory, NaN where it is unscorable, or not scored yet: `"all"` does not look at it.
         selection (`str`):
-            `"mixed"` (one of the best-scored and one of the worst-scored when the scores differ, one at random when
-            they do not), `"best"` or `"worst"`, each among the scorable unless none is; `"random"` or `"all"`.
+            `"all"`; or `"mixed"`: one of the best-scored and one of the worst-scored when the scores differ, and one at
+            random when they do not.
         seed (`str`):
             Decides among equals.
 
     Returns:
-        `list[int]`: Indices of the chosen trajectories: the better before the worse, or in order.
+        `list[int]`: Indices of the chosen trajectories: in order, or the better before the worse.
     """
     if selection == "all":
         return list(range(len(rewards)))
     rng = random.Random(seed)
     scorable = [i for i, reward in enumerate(rewards) if not math.isnan(reward)]
-    if selection == "random" or not scorable:
+    if not scorable:
         return [rng.randrange(len(rewards))]
-    best = max(rewards[i] for i in scorable)
-    worst = min(rewards[i] for i in scorable)
-    wanted = {"mixed": [best, worst], "best": [best], "worst": [worst]}[selection]
+    best, worst = (extreme(rewards[i] for i in scorable) for extreme in (max, min))
     if best == worst:
         return [rng.choice(scorable)]
-    return [rng.choice([i for i in scorable if rewards[i] == reward]) for reward in wanted]
+    return [rng.choice([i for i in scorable if rewards[i] == reward]) for reward in (best, worst)]
 
 
-def anchor_scores(score: str, entropies: Any, logprobs: Any, seed: str) -> Any:
-    """
-    How much each position of a trajectory calls for exploration.
-
-    Args:
-        score (`str`):
-            `"entropy"`, `"surprisal"` or `"random"`.
-        entropies (`np.ndarray` of shape (L,)):
-            Entropy of the next-token distribution at each position, in nats.
-        logprobs (`np.ndarray` of shape (L,)):
-            Log-probability of each token, in nats.
-        seed (`str`):
-            Decides the random scores.
-
-    Returns:
-        `np.ndarray` of shape (L,): The higher, the better an anchor.
-    """
-    if score == "entropy":
-        return entropies
-    if score == "surprisal":
-        return -logprobs
-    rng = random.Random(seed)
-    return np.array([rng.random() for _ in range(len(entropies))], dtype=np.float32)
-
-
-def eligible_positions(
-    entropies: Any, budget: int, min_budget: int = 1, quantile: float | None = None, starts: list[int] | None = None
-) -> np.ndarray:
+def eligible_positions(entropies: Any, budget: int) -> np.ndarray:
     """
     Positions of a trajectory that may become anchors.
 
@@ -89,23 +205,13 @@ def eligible_positions(
             Entropy of the next-token distribution at each position, in nats; NaN at tokens of tools.
         budget (`int`):
             Longest completion allowed, in tokens.
-        min_budget (`int`):
-            Least number of tokens that an anchor must leave of `budget`.
-        quantile (`float`, *optional*):
-            Only positions whose entropy is above this quantile of `entropies` are eligible.
-        starts (`list[int]`, *optional*):
-            Only these are eligible.
 
     Returns:
-        `np.ndarray` of shape (L,): Boolean mask. Position 0 is never eligible, nor is a token of a tool.
+        `np.ndarray` of shape (L,): Boolean mask. Position 0 is never eligible, nor is a token of a tool, nor one that
+        leaves nothing of the budget.
     """
-    entropies = np.asarray(entropies)
-    eligible = ~np.isnan(entropies)
-    eligible[:1] = eligible[max(budget - min_budget + 1, 0) :] = False
-    if quantile is not None:
-        eligible &= entropies > torch.nanquantile(torch.from_numpy(entropies), quantile).item()
-    if starts is not None:
-        eligible &= np.isin(np.arange(len(entropies)), starts)
+    eligible = ~np.isnan(np.asarray(entropies))
+    eligible[:1] = eligible[max(budget, 0) :] = False
     return eligible
 
 
@@ -128,32 +234,8 @@ def rank_anchors(scores: Any, eligible: Any, num_anchors: int, min_gap: int = 1)
     """
     positions = np.flatnonzero(eligible)
     best_first = positions[np.argsort(-np.asarray(scores)[positions], kind="stable")]
-    return _apart(best_first.tolist(), num_anchors, min_gap)
-
-
-def first_anchors(entropies: Any, eligible: Any, threshold: float, num_anchors: int, min_gap: int = 1) -> list[int]:
-    """
-    The first positions with an entropy above a threshold: whether one is an anchor depends on nothing that follows.
-
-    Args:
-        entropies (`np.ndarray` of shape (L,)):
-            Entropy of the next-token distribution at each position, in nats.
-        eligible, num_anchors, min_gap:
-            See [`rank_anchors`].
-        threshold (`float`):
-            In nats.
-
-    Returns:
-        `list[int]`: At most `num_anchors` positions, in order.
-    """
-    above = np.flatnonzero(np.asarray(eligible) & (np.asarray(entropies) > threshold))
-    return _apart(above.tolist(), num_anchors, min_gap)
-
-
-def _apart(positions: list[int], num_anchors: int, min_gap: int) -> list[int]:
-    """The first `num_anchors` of `positions`, without those that are too close to one before."""
     anchors: list[int] = []
-    for position in positions:
+    for position in best_first.tolist():
         if len(anchors) == num_anchors:
             break
         if all(abs(position - anchor) >= min_gap for anchor in anchors):
@@ -167,7 +249,7 @@ def uncertainty(entropies: Any, eligible: Any, num_anchors: int) -> float:
 
     Args:
         entropies, eligible, num_anchors:
-            See [`first_anchors`].
+            See [`AnchorRule.choose`].
 
     Returns:
         `float`: Entropy of the position that is `num_anchors`-th of the most uncertain ones, in nats; 0 if there are

@@ -1,13 +1,11 @@
 """Refill: further prompts are explored, so that the batch is full of rows to learn from in spite of rejection."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
-from datasets import Dataset
-from trl.trainer.utils import RepeatSampler
 
 from .rows import Row, RowSharding
 from .tree import Rollout, Score
@@ -15,23 +13,19 @@ from .tree import Rollout, Score
 
 class PromptStream:
     """
-    Indices of the training set, epoch after epoch, in the order that TRL's sampler gives each: none twice in an epoch.
+    Indices of the training set, epoch after epoch.
 
     Args:
-        num_examples (`int`):
-            Size of the training set.
-        shuffle (`bool`):
-            Whether each epoch has an order of its own.
-        seed (`int`):
-            Decides these.
+        new_sampler (`Callable`):
+            Makes a sampler of indices, the same each time. It is iterated once for each epoch.
 
     Attributes:
         num_drawn (`int`):
             How many were drawn since the first epoch began.
     """
 
-    def __init__(self, num_examples: int, shuffle: bool, seed: int):
-        self._new_sampler = lambda: RepeatSampler(range(num_examples), mini_repeat_count=1, shuffle=shuffle, seed=seed)
+    def __init__(self, new_sampler: Callable[[], Iterable[int]]):
+        self._new_sampler = new_sampler
         self.go_to(0)
 
     def go_to(self, num_drawn: int) -> None:
@@ -98,9 +92,9 @@ class Refill:
     Draws the prompts of each step, and further ones while rejection leaves its batch short of rows.
 
     Args:
-        train_dataset (`Dataset`):
+        train_dataset (`Sequence[dict]`):
             Training set.
-        shuffle (`bool`), seed (`int`):
+        new_sampler (`Callable`):
             See [`PromptStream`].
         max_rounds (`int`):
             How many times in a step further prompts are drawn.
@@ -110,10 +104,12 @@ class Refill:
             Rows to learn from that the last batch had no place for.
     """
 
-    def __init__(self, train_dataset: Dataset, shuffle: bool, seed: int, max_rounds: int):
+    def __init__(
+        self, train_dataset: Sequence[dict[str, Any]], new_sampler: Callable[[], Iterable[int]], max_rounds: int
+    ):
         self.train_dataset = train_dataset
         self.max_rounds = max_rounds
-        self.prompts = PromptStream(len(train_dataset), shuffle, seed)
+        self.prompts = PromptStream(new_sampler)
         self.leftovers: list[Row] = []
 
     def fill(
@@ -177,7 +173,6 @@ def state_of(row: Row, with_tokens: bool = True) -> dict[str, Any]:
         "rewards": row.rollout.score.rewards,
         "reward": row.rollout.score.reward,
         "credit": row.rollout.credit,
-        "temperature": row.temperature,
         "advantage": row.advantage,
         "in_loss": row.in_loss,
         "is_left_over": row.is_left_over,
@@ -197,12 +192,14 @@ def state_of(row: Row, with_tokens: bool = True) -> dict[str, Any]:
     }
 
 
-def row_from(state: dict[str, Any], train_dataset: Dataset) -> Row:
+def row_from(state: dict[str, Any], train_dataset: Sequence[dict[str, Any]]) -> Row:
     """The row that [`state_of`] was told of."""
     score = Score(state["rewards"], state["reward"])
+    # Checkpoints used to have no credit of tokens but under tree credit
+    credit = state["credit"] or [(state["length"], 1.0, state["advantage"])]
     row = Row(
-        Rollout(score=score, length=state["length"], credit=state["credit"], num_written=state["num_written"]),
-        **{name: state[name] for name in ("holder", "temperature", "index", "advantage", "in_loss", "is_left_over")},
+        Rollout(score=score, length=state["length"], credit=credit, num_written=state["num_written"]),
+        **{name: state[name] for name in ("holder", "index", "advantage", "in_loss", "is_left_over")},
     )
     if "token_ids" in state:
         row.rollout.token_ids = state["token_ids"].numpy()
@@ -219,7 +216,7 @@ def hand_over(
     batch: list[Row],
     sharding: RowSharding,
     in_every_process: Callable[[Callable[[], Any]], list[Any]],
-    train_dataset: Dataset,
+    train_dataset: Sequence[dict[str, Any]],
 ) -> None:
     """
     Give the rows of a batch to the processes that they are dealt to, in place, where refill has moved them.
@@ -231,15 +228,14 @@ def hand_over(
             Which row goes where.
         in_every_process (`Callable`):
             Calls a function in every process, and returns what it returned in each.
-        train_dataset (`Dataset`):
+        train_dataset (`Sequence[dict]`):
             Where the examples are.
     """
     moving = {k: row for k, row in enumerate(batch) if row.holder != sharding.owner(k)}
     if not moving:
         return
-    of_processes = in_every_process(
-        lambda: {k: state_of(row) for k, row in moving.items() if row.holder == sharding.process}
-    )
+    held = {k: row for k, row in moving.items() if row.holder == sharding.process}
+    of_processes = in_every_process(lambda: {k: state_of(row) for k, row in held.items()})
     states = {k: state for of_process in of_processes for k, state in of_process.items()}
     for k in moving:
         state = states[k] | {"holder": sharding.owner(k)}

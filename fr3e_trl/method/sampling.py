@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from .anchors import StoppingRule
 from .tree import Dialogue, TokenIds, as_ids
 
 
@@ -18,28 +19,18 @@ class Branching:
     Args:
         num_rollouts (`int`):
             How many from each anchor.
-        temperature (`float`):
-            Of theirs.
         anchors (`Callable`):
             Finds the anchors of each of a request's samples, whose entropies are known.
         shares (`Sequence[int]`):
             The most anchors of each sample.
-        threshold (`float`, *optional*):
-            If the anchors are the first positions with an entropy above it, in nats: whether one is depends on nothing
-            that follows, and a rollout may leave while its base trajectory still grows.
-        min_gap (`int`):
-            Least distance of two such anchors, in tokens.
-        min_budget (`int`):
-            Least number of tokens that one leaves of the request's budget.
+        rule ([`StoppingRule`], *optional*):
+            What decides anchors, if that is one: a rollout may then leave while its base trajectory still grows.
     """
 
     num_rollouts: int
-    temperature: float
     anchors: "Callable[[SamplingRequest, Sequence[Sample]], list[list[int]]]"
     shares: Sequence[int]
-    threshold: float | None
-    min_gap: int
-    min_budget: int
+    rule: StoppingRule | None = None
 
 
 def images_of(prompt: str | list[dict[str, Any]]) -> list[Any]:
@@ -153,7 +144,7 @@ def branch_requests(request: SamplingRequest, samples: Sequence[Sample]) -> list
                 np.concatenate([request.prefix_ids, as_ids(sample.token_ids)[:position]]),
                 branching.num_rollouts,
                 request.max_new_tokens - position,
-                branching.temperature,
+                request.temperature,
                 num_prompt_tokens=len(request.prefix_ids),
                 multimodal=request.multimodal,
             ),

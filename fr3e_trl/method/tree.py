@@ -87,8 +87,8 @@ class Rollout:
         length (`int`):
             How many tokens there are. Taken from `token_ids` where these are held.
         credit (`list[tuple[int, float, float]]`):
-            Under tree credit, its tokens by stretches of equal credit, in order: how many there are, how many each
-            counts for, and the advantage of each.
+            Its tokens by stretches of equal credit, in order: how many there are, how many each counts for, and the
+            advantage of each. Nothing before it is credited.
         mask (`np.ndarray` of shape (L,), *optional*):
             Which tokens the policy wrote, and no tool. If `None`, all.
         num_written (`int`):
@@ -181,6 +181,8 @@ class Tree:
             Their means.
         states (`list[State]`):
             S_0, then the anchors' states, each after the one before it in its chain.
+        value (`float`):
+            What the prompt turned out to be worth, by the credit rule, NaN if nothing is known.
         key (`int`, *optional*):
             What the prompt is remembered by, in every process.
         multimodal (`list[dict]`, *optional*):
@@ -193,6 +195,7 @@ class Tree:
     entropies: list[Any] = field(default_factory=list)
     mean_entropies: list[float] = field(default_factory=list)
     states: list[State] = field(default_factory=lambda: [State()])
+    value: float = float("nan")
     key: int | None = None
     multimodal: list[dict[str, Any]] | None = None
 
@@ -208,7 +211,7 @@ class Tree:
             parent = len(self.states) - 1
 
 
-def chains_of(trees: list[Tree]) -> tuple[list[State], list[int | None]]:
+def chains_of(trees: Sequence[Tree]) -> tuple[list[State], list[int | None]]:
     """The states of a batch, and for each the index of the state before it in its chain, `None` for an S_0."""
     states: list[State] = []
     parents: list[int | None] = []

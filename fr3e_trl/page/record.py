@@ -25,7 +25,7 @@ A step's are in `trees/step-N.json.gz` of the output directory, where N is the f
             reward, rewards the weighted sum, and by reward function; null where it was not scored
             advantage       null for a base trajectory that was thrown away; under tree credit the mean over its tokens
             in_loss         whether it was learned from
-            credit          under tree credit, stretches of its tokens: how many, what each counts for, its advantage
+            credit          stretches of its tokens: how many, what each counts for, its advantage
 
 What a process that was alone with a rollout has not told is null. `trees/metrics.jsonl` has what the trainer logged, an
 entry a line, each with its `step`.

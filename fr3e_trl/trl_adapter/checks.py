@@ -11,6 +11,7 @@ from torch import nn
 from trl.trainer.utils import is_async_callable
 
 from ..config import FR3EConfig
+from ..method.credit import CREDIT_RULES
 from .setup import is_sharded
 
 logger = logging.getLogger(__name__)
@@ -192,9 +193,7 @@ def warn_of_single_prompt(args: FR3EConfig) -> None:
     """Warn of batches of one prompt, where the prior of a prompt, the mean over the others, does not exist."""
     has_prior = args.value_prior_strength and not args.value_tracker and not args.normalizes_rewards
     if has_prior and args.generation_batch_size == args.num_generations:
-        alone = ", whose base trajectory then has nothing to be compared with and teaches nothing"
-        if args.credit == "tree":
-            alone = ", whose base trajectory then teaches nothing before its first anchor"
+        alone = f", {CREDIT_RULES[args.plan.credit].without_prior}"
         logger.warning(
             "A generation batch has one prompt (generation_batch_size=%d / num_generations=%d): no other prompts give "
             "a prior for its own state%s. Set for example gradient_accumulation_steps=%d, for 8 prompts, or "

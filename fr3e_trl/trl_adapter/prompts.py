@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from trl import GRPOTrainer
-from trl.trainer.utils import pad
+from trl.trainer.utils import RepeatSampler, pad
 
 from ..method.tree import TokenIds
 from .overriding import overridden
@@ -41,6 +41,16 @@ def prepare(trainer: Any, inputs: list[dict[str, Any]]) -> list[Any]:
 def tokenize(trainer: Any, prompts: list[Any]) -> list[list[int]]:
     """Token ids of prompts, standard or conversational."""
     return trainer._tokenize_prompts(prompts)[0]
+
+
+def epoch_order(trainer: Any) -> RepeatSampler:
+    """Indices of the training set, each once an epoch, in the order that TRL's sampler gives them."""
+    return RepeatSampler(
+        range(len(trainer.train_dataset)),
+        mini_repeat_count=1,
+        shuffle=trainer.shuffle_dataset,
+        seed=trainer.args.seed,
+    )
 
 
 def padded(

@@ -3,8 +3,26 @@
 from typing import Any
 
 import torch
+from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
+from trl.trainer.utils import get_config_model_id
 
 from ..method.rows import RowSharding
+
+__all__ = [
+    *("EnvironmentFactory", "RewardFunc", "RolloutFunc"),  # what GRPOTrainer's constructor takes
+    *("in_float32", "is_sharded", "model_name", "own_rows", "sharding", "tokenizer_of"),
+]
+
+
+def model_name(model: Any) -> str:
+    """What a model is called, given as a trainer takes it."""
+    name = model if isinstance(model, str) else get_config_model_id(model.config)
+    return name.split("/")[-1]
+
+
+def tokenizer_of(trainer: Any) -> Any:
+    """The tokenizer, that of the processor if there is one."""
+    return trainer._tokenizer
 
 
 def is_sharded(trainer: Any) -> bool:

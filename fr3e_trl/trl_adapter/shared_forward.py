@@ -1,7 +1,8 @@
 """A trainer's forward passes with the prefixes that rows share forwarded once."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer import utils as trl_utils
 
+from .decoding import drop_surplus_hooks
 from .overriding import overridden
 from .prefix_sharing import IMPLEMENTATIONS, fold, share
 from .setup import in_float32
@@ -82,7 +84,14 @@ def logps_and_entropies(
         scored &= loss_mask.bool()
     if any(value is not None and value is not False for value in kwargs.values()) or not scored.any():
         return GRPOTrainer._get_per_token_logps_and_entropies(
-            trainer, model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
+            trainer,
+            model,
+            input_ids,
+            attention_mask,
+            logits_to_keep,
+            batch_size=batch_size,
+            compute_entropy=compute_entropy,
+            **kwargs,
         )
     size = batch_size or len(input_ids)
     parts = [
@@ -121,17 +130,20 @@ def _score(
     return logprobs, torch.zeros_like(logprobs) if outputs.entropy is None else trie.to_rows(outputs.entropy)
 
 
-def sharing_kept_together(trainer: Any) -> Callable[[Any], Any]:
-    """`_prepare_inputs` that keeps rows that share prefixes together, when TRL shuffles a batch and then splits it."""
+@contextmanager
+def kept_together(trainer: Any) -> Iterator[None]:
+    """Keep rows that share prefixes together, when TRL shuffles a batch and then splits it into micro-batches."""
     prepare_inputs = trainer._prepare_inputs
 
     def prepare_together(generation_batch: Any) -> Any:
+        drop_surplus_hooks(trainer.model)
         if not trainer.shares_prefixes:
             return prepare_inputs(generation_batch)
         with overridden(grpo_trainer, shuffle_sequence_dict=shuffle_by_prompt):
             return prepare_inputs(generation_batch)
 
-    return prepare_together
+    with overridden(trainer, _prepare_inputs=prepare_together):
+        yield
 
 
 def shuffle_by_prompt(batch: dict[str, Any]) -> dict[str, Any]:

@@ -25,8 +25,9 @@ from torch.multiprocessing import get_context, spawn
 from trl.trainer.utils import pad
 
 from ...config import FR3EConfig
+from ...method.credit import credit_rows
 from ...method.explore import explore
-from ...method.rows import Row, RowSharding, rows_of, set_advantages
+from ...method.rows import Row, RowSharding, rows_of
 from ...method.sampling import Sample, SamplingRequest
 from ...method.tree import Score, TokenIds, Tree
 from ...processes import in_every_process
@@ -106,9 +107,9 @@ def measure(process: int, options: argparse.Namespace, port: int, results: Any) 
     sampler = InstantSampler()
     memory_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
-    explore(trees, args, sampler, score, entropies, (0, 0), sharding, counting)
-    rows = rows_of(trees, sharding, 1.0, 1.0, {i: {} for i in own}, [None] * len(trees))
-    set_advantages(rows, trees, args)
+    explore(trees, args.plan, sampler, score, entropies, (0, 0), sharding, counting)
+    rows = rows_of(trees, sharding, {i: {} for i in own}, [None] * len(trees))
+    credit_rows(rows, trees, args.plan)
     seconds = time.perf_counter() - began - sampler.seconds
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_before
     padding = _padding([row for row in rows if row.holder == process])

@@ -1,8 +1,9 @@
 """
-What prompts are worth, remembered from step to step: a prior that needs no crowd.
+Baselines that credit rules share: what prompts are expected to be worth before their own rewards are looked at.
 
-Without a memory the prior of a prompt is the mean over the other prompts of its batch, which is noise for a few of
-them, and does not exist for one. With it, before a prompt's own rewards are looked at, it is expected to be worth
+[`Prior`] says it for the prompts of a batch. By itself it is the mean over the others, which is noise for a few of
+them, and does not exist for one. A [`ValueTracker`] remembers prompts from step to step, and needs no crowd. With it,
+before a prompt's own rewards are looked at, the prompt is expected to be worth
 
     prior = level + slope · offset
 
@@ -22,7 +23,8 @@ what it is for.
 Notation used for tensor shapes:
     - P: prompts of a batch
     - R: their rows
-    - N: prompts in the memory
+    - S: states of a batch
+    - N: prompts that are tracked
 """
 
 import hashlib
@@ -33,8 +35,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..tree import TokenIds
-from .rollout import leave_one_out_means
+from ..plan import Plan
+from ..tree import TokenIds, Tree
 
 # Prompts that the level counts as, at most: on `chain` 32 and 64 were best, and 16 and 128 little worse
 LEVEL_PROMPTS = 64
@@ -46,7 +48,7 @@ VISIT_DECAY = 0.75
 RATIO_PROMPTS = 256
 START_PROMPTS = 16
 
-# ρ where nothing is known: κ = 4, which is the default without a memory. And the least that it may be: κ = 99
+# ρ where nothing is known: κ = 4, which is the default without a tracker. And the least that it may be: κ = 99
 START_CORRELATION = 0.2
 LEAST_CORRELATION = 0.01
 
@@ -206,15 +208,114 @@ class ValueTracker:
 
     def _learn_correlation(self, errors: torch.Tensor, prompts: torch.Tensor, num_prompts: int) -> None:
         """Add the errors of rows about their priors: over pairs of rows of a prompt, and over rows."""
-
-        def sums(x: torch.Tensor) -> torch.Tensor:
-            return x.new_zeros(num_prompts).index_add(0, prompts, x)
-
-        counts = sums((~errors.isnan()).to(errors.dtype))
-        squares = sums(errors.nan_to_num(0) ** 2)
-        products = sums(errors.nan_to_num(0)) ** 2 - squares
+        zeros, known = errors.new_zeros(num_prompts), errors.nan_to_num(0)
+        counts = zeros.index_add(0, prompts, (~errors.isnan()).to(errors.dtype))
+        squares = zeros.index_add(0, prompts, known**2)
+        products = zeros.index_add(0, prompts, known) ** 2 - squares
         paired = counts > 1
         self.correlation.add(
             products[paired] / (counts * (counts - 1))[paired],
             squares[paired] / counts[paired],
         )
+
+
+def state_values(rewards: torch.Tensor, states: torch.Tensor, num_states: int) -> torch.Tensor:
+    """
+    V(S_j): mean reward of a state's rollouts, unscorable ones left out.
+
+    Args:
+        rewards (`torch.Tensor` of shape (R,)):
+            Rewards, NaN where unscorable.
+        states (`torch.Tensor` of shape (R,)):
+            State of each row, as an index.
+        num_states (`int`):
+            S, of all prompts.
+
+    Returns:
+        `torch.Tensor` of shape (S,): Values, NaN for a state with no scorable row.
+    """
+    zeros = rewards.new_zeros(num_states)
+    sums = zeros.index_add(0, states, rewards.nan_to_num(0))
+    return sums / zeros.index_add(0, states, (~rewards.isnan()).to(rewards.dtype))
+
+
+def leave_one_out_means(values: torch.Tensor, mean: float = 0.0, weight: float = 0.0) -> torch.Tensor:
+    """
+    Mean of the others, for each value.
+
+    Args:
+        values (`torch.Tensor` of shape (P,)):
+            Values, NaN for those that do not exist.
+        mean, weight (`float`):
+            Of further values, which count for all: their mean, and how many they are.
+
+    Returns:
+        `torch.Tensor` of shape (P,): Means, NaN where no other exists.
+    """
+    exist = (~values.isnan()).to(values.dtype)
+    others = values.nansum() - values.nan_to_num(0)
+    return (weight * mean + others) / (weight + exist.sum() - exist)
+
+
+@dataclass(frozen=True)
+class Prior:
+    """
+    What the prompts of a batch are expected to be worth, and how much that weighs against rewards.
+
+    Args:
+        strength (`float`):
+            κ, in rollouts. With 0 there is no prior where there is anything else to compare with.
+        is_zero (`bool`):
+            Whether each prompt's prior is 0, because rewards are normalized over its rows.
+        tracker ([`ValueTracker`], *optional*):
+            What prompts were worth in the steps before. If `None`, the others of the batch are each prompt's prior.
+        keys (`list[int]`):
+            What the tracker knows the batch's prompts by.
+    """
+
+    strength: float = 0.0
+    is_zero: bool = False
+    tracker: ValueTracker | None = None
+    keys: list[int] = field(default_factory=list)
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """
+        The prior of each prompt.
+
+        Args:
+            values (`torch.Tensor` of shape (P,)):
+                What each prompt turned out to be worth, NaN where that is unknown.
+
+        Returns:
+            `torch.Tensor` of shape (P,): Priors, NaN where nothing is known. None depends on the prompt's own value.
+        """
+        if self.tracker is not None:
+            return self.tracker.priors(self.keys, values)
+        return torch.zeros_like(values) if self.is_zero else leave_one_out_means(values)
+
+
+def prior_of(trees: Sequence[Tree], plan: Plan, tracker: ValueTracker | None = None) -> Prior:
+    """The prior of a step's prompts. The tracker is asked, and not told."""
+    strength = plan.prior_strength
+    if strength is None and tracker is not None:
+        strength = tracker.prior_strength
+    return Prior(strength or 0.0, plan.normalization != "none", tracker, _keys_of(trees) if tracker else [])
+
+
+def track_values(trees: Sequence[Tree], plan: Plan, tracker: ValueTracker) -> dict[str, float]:
+    """Tell `tracker` what the prompts of a credited step turned out to be worth, and return what to log."""
+    keys = _keys_of(trees)
+    strength = plan.prior_strength
+    metrics = {
+        "fr3e/prior/strength": tracker.prior_strength if strength is None else strength,
+        "fr3e/prior/known": tracker.num_known(keys) / len(keys),
+    }
+    values = torch.tensor([tree.value for tree in trees], dtype=torch.float64)
+    of_rows = [(r.reward, i) for i, tree in enumerate(trees) for state in tree.states for r in state.rollouts]
+    rewards, prompts = zip(*of_rows, strict=True)
+    tracker.learn(keys, values, torch.tensor(rewards, dtype=torch.float64), torch.tensor(prompts))
+    return metrics
+
+
+def _keys_of(trees: Sequence[Tree]) -> list[int]:
+    return [tree.key for tree in trees if tree.key is not None]

@@ -1,8 +1,10 @@
 """
-Values, modulation, advantages and rejection, as functions of tensors and plain values.
+Rollout credit: each rollout is compared with those of its own state, and its tokens learn from its outcome alone.
 
-A batch is given as rows that each name their state, and states that each name the state before them in their chain.
-Nothing is inferred from the order of rows or from how many a state has.
+This is the paper's rule, with its modulation: advantages are scaled by how the value moved along the trajectory.
+
+The maths is of tensors and plain values. A batch is given as rows that each name their state, and states that each name
+the state before them in their chain. Nothing is inferred from the order of rows or from how many a state has.
 
 Notation used for tensor shapes:
     - R: rows of the batch, the completions that are trained on
@@ -12,10 +14,67 @@ Notation used for tensor shapes:
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from ..plan import Plan
+from ..tree import Tree, chains_of
+from .prior import Prior, state_values
+from .rule import Credit, CreditRule, RowCredit, StateCredit
+
+# Bound on the exponent of the paper's modulation
+MODULATION_CLIP = 5.0
+
+
+class RolloutCredit(CreditRule):
+    """Each row is one stretch of weight 1, whose advantage the loss takes as the row's."""
+
+    by_token = False
+
+    def credit(self, trees: Sequence[Tree], plan: Plan, prior: Prior) -> Credit:
+        states, parents = chains_of(trees)
+        rollouts = [rollout for state in states for rollout in state.rollouts]
+        row_states = torch.tensor([i for i, state in enumerate(states) for _ in state.rollouts])
+        result = compute_advantages(
+            compared_rewards(trees, plan),
+            row_states,
+            parents,
+            prior,
+            modulation=plan.modulation if plan.shape.num_anchors else "none",
+            scale=plan.scale,
+            reject=plan.reject,
+            negative_scale=plan.negative_scale,
+        )
+        of_rows = zip(rollouts, result.advantages.tolist(), (~result.rejected[row_states]).tolist(), strict=True)
+        of_states = zip(result.values.tolist(), result.factors.tolist(), result.rejected.tolist(), strict=True)
+        return Credit(
+            rows=[RowCredit([(rollout.length, 1.0, a)], a, in_loss) for rollout, a, in_loss in of_rows],
+            states=[StateCredit(*of_state) for of_state in of_states],
+            values=result.values[_are_roots(parents)],
+        )
+
+
+def compared_rewards(trees: Sequence[Tree], plan: Plan) -> torch.Tensor:
+    """
+    What the rows of `trees` are compared by, (R,), in order: their reward, or what normalizing has made of it.
+
+    Where the rewards of each function are normalized, their weighted sum is divided by the standard deviation over the
+    batch, as by GRPO with `multi_objective_aggregation="normalize_then_sum"`.
+    """
+    rollouts = [(r, i) for i, tree in enumerate(trees) for state in tree.states for r in state.rollouts]
+    rewards = torch.tensor([rollout.reward for rollout, _ in rollouts], dtype=torch.float64)
+    if plan.normalization == "none":
+        return rewards
+    prompts = torch.tensor([i for _, i in rollouts])
+    if plan.normalization == "sum":
+        return normalized_rewards(rewards.unsqueeze(1), prompts, len(trees)).squeeze(1)
+    per_func = torch.tensor([rollout.score.rewards for rollout, _ in rollouts], dtype=torch.float64)
+    weights = torch.tensor(plan.reward_weights or [1.0] * per_func.size(1), dtype=torch.float64)
+    rewards = weighted_rewards(normalized_rewards(per_func, prompts, len(trees)), weights)
+    scorable = rewards[~rewards.isnan()]
+    return rewards / (scorable.std() + 1e-4) if len(scorable) > 1 else rewards
 
 
 @dataclass(frozen=True)
@@ -44,13 +103,11 @@ def compute_advantages(
     rewards: torch.Tensor,
     states: torch.Tensor,
     parents: list[int | None],
+    prior: Prior,
     modulation: str = "exp",
-    modulation_clip: float = 5.0,
     scale: str = "none",
-    prior_strength: float = 0.0,
     reject: bool = True,
     negative_scale: float = 1.0,
-    priors: torch.Tensor | None = None,
 ) -> Advantages:
     """
     Values, modulation, advantages and rejection of a batch.
@@ -66,12 +123,12 @@ def compute_advantages(
         parents (`list[int | None]`):
             For each of S states, the index of the state before it in its chain, which must come before its own;
             `None` for an S_0.
-        modulation, modulation_clip:
+        prior ([`Prior`]):
+            See [`row_baselines`].
+        modulation (`str`):
             See [`modulation_factors`].
         scale (`str`):
             See [`row_advantages`].
-        prior_strength, priors:
-            See [`row_baselines`].
         reject (`bool`):
             Whether states that teach nothing leave the loss: the degenerate ones, or with a prior those whose
             advantages are all 0.
@@ -83,10 +140,10 @@ def compute_advantages(
     """
     num_states = len(parents)
     values = state_values(rewards, states, num_states)
-    factors = modulation_factors(values, parents, modulation, modulation_clip)
-    baselines = row_baselines(rewards, states, parents, prior_strength, priors)
+    factors = modulation_factors(values, parents, modulation)
+    baselines = row_baselines(rewards, states, parents, prior)
     advantages = row_advantages(rewards, states, baselines, num_states, scale)
-    if prior_strength == 0:
+    if prior.strength == 0:
         uninformative = degenerate_states(rewards, states, num_states)
         advantages = advantages.masked_fill(uninformative[states], 0)  # exactly, where the mean is rounded
     else:
@@ -145,27 +202,7 @@ def normalized_rewards(rewards_per_func: torch.Tensor, prompts: torch.Tensor, nu
     return torch.stack(columns, dim=1)
 
 
-def state_values(rewards: torch.Tensor, states: torch.Tensor, num_states: int) -> torch.Tensor:
-    """
-    V(S_j): mean reward of a state's rollouts, unscorable ones left out.
-
-    Args:
-        rewards (`torch.Tensor` of shape (R,)):
-            Rewards, NaN where unscorable.
-        states (`torch.Tensor` of shape (R,)):
-            State of each row, as an index.
-        num_states (`int`):
-            S.
-
-    Returns:
-        `torch.Tensor` of shape (S,): Values, NaN for a state with no scorable row.
-    """
-    return _state_sums(rewards.nan_to_num(0), states, num_states) / _state_sizes(rewards, states, num_states)
-
-
-def modulation_factors(
-    values: torch.Tensor, parents: list[int | None], modulation: str, clip: float = 5.0
-) -> torch.Tensor:
+def modulation_factors(values: torch.Tensor, parents: list[int | None], modulation: str) -> torch.Tensor:
     """
     α_j: by how much the advantages of a state are scaled, given how the value moved into it along its chain.
 
@@ -181,8 +218,6 @@ def modulation_factors(
             For each state, the index of the state before it in its chain; `None` for an S_0.
         modulation (`str`):
             `"exp"`, `"sharpened"` or `"none"`.
-        clip (`float`):
-            Bound on the absolute value of the exponent in `"exp"`.
 
     Returns:
         `torch.Tensor` of shape (S,): Factors.
@@ -193,7 +228,11 @@ def modulation_factors(
         return torch.ones_like(values)
     if modulation == "exp":
         before = values[[state if parent is None else parent for state, parent in enumerate(parents)]]
-        return torch.exp(-(values - before).nan_to_num(0).clamp(-clip, clip))
+        return torch.exp(-(values - before).nan_to_num(0).clamp(-MODULATION_CLIP, MODULATION_CLIP))
+    return _sharpened_factors(values, parents)
+
+
+def _sharpened_factors(values: torch.Tensor, parents: list[int | None]) -> torch.Tensor:
     moves = torch.stack(
         [
             1 - values[state] if parent is None else values[state] - values[parent]
@@ -217,30 +256,11 @@ def _chain_members(parents: list[int | None]) -> Iterator[tuple[int, int]]:
             state = parents[state]
 
 
-def leave_one_out_means(values: torch.Tensor, mean: float = 0.0, weight: float = 0.0) -> torch.Tensor:
-    """
-    Mean of the others, for each value.
-
-    Args:
-        values (`torch.Tensor` of shape (P,)):
-            Values, NaN for those that do not exist.
-        mean, weight (`float`):
-            Of further values, which count for all: their mean, and how many they are.
-
-    Returns:
-        `torch.Tensor` of shape (P,): Means, NaN where no other exists.
-    """
-    exist = (~values.isnan()).to(values.dtype)
-    others = values.nansum() - values.nan_to_num(0)
-    return (weight * mean + others) / (weight + exist.sum() - exist)
-
-
 def row_baselines(
     rewards: torch.Tensor,
     states: torch.Tensor,
     parents: list[int | None],
-    prior_strength: float = 0.0,
-    priors: torch.Tensor | None = None,
+    prior: Prior,
 ) -> torch.Tensor:
     """
     What each row's reward is compared with.
@@ -248,9 +268,8 @@ def row_baselines(
     Without a prior this is V of its state. With a prior of strength κ > 0 the baseline of a row is shrunk towards it,
     and leaves the row itself out: (κ prior + Σ of the state's other rewards) / (κ + n - 1), for n scorable rows. The
     prior is the shrunk value of the state before it in its chain, (κ prior + Σ rewards) / (κ + n), and for S_0 the
-    mean of V(S_0) over the batch's other prompts: their anchors' rollouts start from prefixes that were chosen, and say
-    less of how hard prompts are. A [`ValueTracker`] may give others. Where there is no prior, because the batch has one
-    prompt, κ counts as 0.
+    prior of its prompt, given V(S_0) of all: the rollouts of anchors start from prefixes that were chosen, and say less
+    of how hard prompts are. Where there is no prior, because the batch has one prompt, κ counts as 0.
 
     Args:
         rewards (`torch.Tensor` of shape (R,)):
@@ -260,29 +279,24 @@ def row_baselines(
         parents (`list[int | None]`):
             For each of S states, the index of the state before it in its chain, which must come before its own;
             `None` for an S_0.
-        prior_strength (`float`):
-            κ, in rollouts.
-        priors (`torch.Tensor` of shape (P,), *optional*):
-            Prior of each S_0, in order, NaN where there is none. If `None`, the mean of the others.
+        prior ([`Prior`]):
+            Of each S_0, in order, and κ.
 
     Returns:
         `torch.Tensor` of shape (R,): Baselines, NaN where there is none.
     """
-    if prior_strength == 0:
+    if prior.strength == 0:
         return state_values(rewards, states, len(parents))[states]
     sizes = _state_sizes(rewards, states, len(parents))
     sums = _state_sums(rewards.nan_to_num(0), states, len(parents))
-    if priors is None:
-        are_roots = torch.tensor([parent is None for parent in parents])
-        priors = leave_one_out_means((sums / sizes)[are_roots])
-    of_roots = iter(priors.tolist())
+    of_roots = iter(prior.of((sums / sizes)[_are_roots(parents)]).tolist())
     shrunk: list[float] = []
     strengths: list[float] = []
     pulls: list[float] = []
     for parent, total, size in zip(parents, sums.tolist(), sizes.tolist(), strict=True):
-        prior = next(of_roots) if parent is None else shrunk[parent]
-        strength = 0.0 if math.isnan(prior) else prior_strength
-        pull = strength * prior if strength else 0.0
+        expected = next(of_roots) if parent is None else shrunk[parent]
+        strength = 0.0 if math.isnan(expected) else prior.strength
+        pull = strength * expected if strength else 0.0
         shrunk.append((pull + total) / (strength + size) if strength + size > 0 else math.nan)
         strengths.append(strength)
         pulls.append(pull)
@@ -344,6 +358,11 @@ def degenerate_states(rewards: torch.Tensor, states: torch.Tensor, num_states: i
     highest = rewards.new_full((num_states,), -math.inf)
     highest = highest.scatter_reduce(0, states, rewards.nan_to_num(-math.inf), "amax")
     return ~(lowest < highest)
+
+
+def _are_roots(parents: list[int | None]) -> torch.Tensor:
+    """Whether each state is an S_0, (S,)."""
+    return torch.tensor([parent is None for parent in parents])
 
 
 def _state_sums(x: torch.Tensor, states: torch.Tensor, num_states: int) -> torch.Tensor:

@@ -6,13 +6,13 @@ the rows that pass through it, which are the row that sampled it and all that le
 tree's other rows, which left the path before t. Rewards r, a prior strength κ, and β, what the prompt is worth by all
 but this tree:
 
-    A(t) = w · (mean of r over T - (κ β + Σ of r over U) / (κ + |U|)),    w = |T| or 1
+    A(t) = |T| · (mean of r over T - (κ β + Σ of r over U) / (κ + |U|))
 
 A changes only where a branch leaves, so that it is given for stretches of tokens. A row has stretches over its own
 tokens alone, those that it sampled itself: the tokens before are the row's that they were sampled in.
 
-With w = |T| the sum of A ∇ log π over the tokens is, up to the baseline, the sum of r ∇ log π over the rows, each with
-its whole path: what GRPO has for as many rows. Its mean is the number of rows of a tree, times the gradient of the
+The sum of A ∇ log π over the tokens is, up to the baseline, the sum of r ∇ log π over the rows, each with its whole
+path: what GRPO has for as many rows. Its mean is the number of rows of a tree, times the gradient of the
 expected reward, under three conditions.
     - Where to branch is decided without looking ahead: whether a row leaves before a token may depend on the tokens
       before it, but not on it or what comes after. So are the first positions whose entropy is over a threshold, and
@@ -23,31 +23,113 @@ expected reward, under three conditions.
     - Every tree has as many rows. Where a trajectory ends before all of its branches have left, it stands for those
       too: they would have left at its end, and be its copies. See `copies`.
     - What the loss is divided by does not depend on the rows.
-With w = 1 the tokens before a branch weigh less than the expected reward gives them, and the objective is another one:
-each token counts as often as it is sampled.
+Without the factor |T| the tokens before a branch weigh less than the expected reward gives them, and the objective is
+another one: each token counts as often as it is sampled.
 
-Where a loss is divided by its number of tokens, one with w = |T| counts |T| times, see [`count_tokens`]: it is then the
-mean over the tokens of all rows' whole paths, as GRPO's, and has the same scale.
+Where a loss is divided by its number of tokens, each counts |T| times. It is then the mean over the tokens of all rows'
+whole paths, as GRPO's, and has the same scale.
 
 Notation used for tensor shapes:
     - R: rows of the batch, each a completion
     - P: prompts
     - N: stretches of the batch
-    - C: tokens of a completion of the batch, padded
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from .rollout import leave_one_out_means
+from ..plan import Plan
+from ..tree import State, Tree
+from .prior import Prior, state_values
+from .rule import Credit, CreditRule, RowCredit, StateCredit
 
-WEIGHTS = ("paths", "none")
+# Losses for advantages of tokens. "grpo" and "sapo" take the mean over a row's own tokens, in which those of a short
+# branch weigh more than those of the prefix that it left
+TREE_LOSSES = ("dapo", "bnpo", "dr_grpo", "cispo", "luspo", "vespo")
+
+
+class TreeCredit(CreditRule):
+    """Each row has a stretch for each branch that leaves it, and one for the rest."""
+
+    requires: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "loss_type": TREE_LOSSES,
+        "importance_sampling_level": ("token",),
+        "scale_rewards": ("none",),
+        "multi_objective_aggregation": ("sum_then_normalize",),
+        "reuse_base": (True,),
+        "base_selection": ("all",),
+        "modulation": ("none",),
+    }
+    needs_anchors = True
+    wants_stopping_rule = True
+    copies_missing_branches = True
+    without_prior = "whose base trajectory then teaches nothing before its first anchor"
+
+    def credit(self, trees: Sequence[Tree], plan: Plan, prior: Prior) -> Credit:
+        paths = paths_of(trees)
+        values = tree_values(paths)
+        prompt_values = _prompt_values(values, paths.prompts, len(trees))
+        baselines = root_baselines(values, paths.prompts, prior.of(prompt_values), prior.strength)
+        stretches = tree_credit(paths, baselines, prior.strength)
+        rows = _row_credit(stretches, trees, plan)
+        return Credit(rows, _state_credit(rows, paths.rewards, trees), prompt_values)
+
+
+class Paths(NamedTuple):
+    """
+    The rows of trees, and where they leave each other.
+
+    Args:
+        rewards (`torch.Tensor` of shape (R,)):
+            Rewards, NaN where unscorable.
+        parents (`list[int | None]`):
+            For each row, the row that it branched off; `None` for a base trajectory.
+        positions (`list[int]`):
+            For each row, how many of its tokens are its parent's: those before are, the one at that position, counted
+            from 0, is the first of its own. 0 for a base trajectory.
+        lengths (`list[int]`):
+            Tokens of each row's whole completion.
+        prompts (`torch.Tensor` of shape (R,)):
+            Prompt of each row, as an index.
+        copies (`list[int]`):
+            How many rows each stands for. A base trajectory that was to have three branches, and ended before two of
+            them could leave, stands for three.
+    """
+
+    rewards: torch.Tensor
+    parents: list[int | None]
+    positions: list[int]
+    lengths: list[int]
+    prompts: torch.Tensor
+    copies: list[int]
+
+
+def paths_of(trees: Sequence[Tree]) -> Paths:
+    """The rows of `trees`, in order. Base trajectories count for their copies, which are unscorable rows themselves."""
+    rewards: list[float] = []
+    parents: list[int | None] = []
+    positions, lengths, prompts, copies = [], [], [], []
+    for i, tree in enumerate(trees):
+        root = len(rewards)
+        copies += [1] * sum(len(state.rollouts) for state in tree.states)
+        for state in tree.states:
+            for rollout in state.rollouts:
+                rewards.append(rollout.reward)
+                parents.append(None if state.base is None else root + state.base)
+                positions.append(state.position)
+                lengths.append(state.position + rollout.length)
+                prompts.append(i)
+                if rollout.copy_of is not None:
+                    copies[root + rollout.copy_of] += 1
+    rewards_R = torch.tensor(rewards, dtype=torch.float64)
+    return Paths(rewards_R, parents, positions, lengths, torch.tensor(prompts), copies)
 
 
 @dataclass(frozen=True)
-class Credit:
+class Stretches:
     """
     What the tokens of a batch are credited with, by stretches of equal credit, in order of row and position.
 
@@ -57,7 +139,7 @@ class Credit:
         starts, ends (`torch.Tensor` of shape (N,)):
             First position of each stretch in its row's completion, and the position after its last.
         weights (`torch.Tensor` of shape (N,)):
-            w: how many tokens each token of the stretch counts for.
+            |T|: how many tokens each token of the stretch counts for.
         advantages (`torch.Tensor` of shape (N,)):
             A, of exactly 0 where a stretch teaches nothing: no scorable row passes through it, there is nothing to
             compare with, or no difference beyond rounding.
@@ -70,78 +152,17 @@ class Credit:
     advantages: torch.Tensor
 
 
-def compute_credit(
-    rewards: torch.Tensor,
-    parents: list[int | None],
-    positions: list[int],
-    lengths: list[int],
-    prompts: torch.Tensor,
-    prior_strength: float,
-    weight: str = "paths",
-    copies: list[int] | None = None,
-    priors: torch.Tensor | None = None,
-) -> Credit:
-    """
-    Credit of a batch.
-
-    Args:
-        rewards (`torch.Tensor` of shape (R,)):
-            Rewards, NaN where unscorable.
-        parents, positions, lengths, weight, copies:
-            See [`tree_credit`].
-        prompts (`torch.Tensor` of shape (R,)):
-            Prompt of each row, as an index.
-        prior_strength (`float`):
-            κ, in rollouts.
-        priors (`torch.Tensor` of shape (P,), *optional*):
-            See [`root_baselines`]. If `None`, the batch's prompts are each other's: the mean of the others.
-
-    Returns:
-        `Credit`: Credit of every row's own tokens.
-    """
-    values = tree_values(rewards, parents, copies)
-    if priors is None:
-        priors = leave_one_out_means(prompt_values(values, prompts, int(prompts.max()) + 1))
-    baselines = root_baselines(values, prompts, priors, prior_strength)
-    return tree_credit(rewards, parents, positions, lengths, baselines, prior_strength, weight, copies)
-
-
-def tree_values(rewards: torch.Tensor, parents: list[int | None], copies: list[int] | None = None) -> torch.Tensor:
+def tree_values(paths: Paths) -> torch.Tensor:
     """
     What each base trajectory's prompt is worth by its tree: the mean reward of the tree's rows.
-
-    Args:
-        rewards (`torch.Tensor` of shape (R,)):
-            Rewards, NaN where unscorable.
-        parents, copies:
-            See [`tree_credit`].
 
     Returns:
         `torch.Tensor` of shape (R,): Value of each base trajectory's tree, NaN where none of its rows is scorable, and
         for branches.
     """
-    totals = _totals(rewards, copies)
-    bases = torch.tensor(_bases(parents), device=rewards.device)
+    totals = _totals(paths)
+    bases = torch.tensor(_bases(paths.parents), device=totals.device)
     sums, counts = torch.zeros_like(totals).index_add(0, bases, totals).T
-    return sums / counts
-
-
-def prompt_values(values: torch.Tensor, prompts: torch.Tensor, num_prompts: int) -> torch.Tensor:
-    """
-    What each prompt is worth: the mean over its trees, each of which counts once.
-
-    Args:
-        values (`torch.Tensor` of shape (R,)):
-            Values of trees, see [`tree_values`].
-        prompts (`torch.Tensor` of shape (R,)):
-            Prompt of each row, as an index.
-        num_prompts (`int`):
-            P.
-
-    Returns:
-        `torch.Tensor` of shape (P,): Values, NaN where no row is scorable.
-    """
-    sums, counts = _prompt_totals(values, prompts, num_prompts)
     return sums / counts
 
 
@@ -173,16 +194,7 @@ def root_baselines(
     return _shrink(sums - values.nan_to_num(0), counts - exist, priors.to(values.dtype)[prompts], prior_strength)
 
 
-def tree_credit(
-    rewards: torch.Tensor,
-    parents: list[int | None],
-    positions: list[int],
-    lengths: list[int],
-    baselines: torch.Tensor,
-    prior_strength: float,
-    weight: str = "paths",
-    copies: list[int] | None = None,
-) -> Credit:
+def tree_credit(paths: Paths, baselines: torch.Tensor, prior_strength: float) -> Stretches:
     """
     A(t) of every row's own tokens. Unscorable rows are in no T and no U.
 
@@ -190,112 +202,65 @@ def tree_credit(
     nothing to be compared with, and the advantage 0.
 
     Args:
-        rewards (`torch.Tensor` of shape (R,)):
-            Rewards, NaN where unscorable.
-        parents (`list[int | None]`):
-            For each row, the row that it branched off; `None` for a base trajectory.
-        positions (`list[int]`):
-            For each row, how many of its tokens are its parent's: those before are, the one at that position, counted
-            from 0, is the first of its own. 0 for a base trajectory.
-        lengths (`list[int]`):
-            Tokens of each row's whole completion.
+        paths ([`Paths`]):
+            R rows.
         baselines (`torch.Tensor` of shape (R,)):
             β of each base trajectory, see [`root_baselines`]; NaN where there is none. Those of branches are not read.
         prior_strength (`float`):
             κ, in rollouts.
-        weight (`str`):
-            w: `"paths"` for |T|, `"none"` for 1.
-        copies (`list[int]`, *optional*):
-            How many rows each stands for, 1 if not given. A base trajectory that was to have three branches, and ended
-            before two of them could leave, stands for three.
-
-    Returns:
-        `Credit`: Credit of every row's own tokens.
 
     Raises:
-        `ValueError`: If a weight is unknown, or a row does not leave its parent among the parent's own tokens.
+        `ValueError`: If a row does not leave its parent among the parent's own tokens.
     """
-    if weight not in WEIGHTS:
-        raise ValueError(f"weight is {weight!r}; it can be {' or '.join(map(repr, WEIGHTS))}.")
-    _check_branches(parents, positions, lengths)
-    own = _totals(rewards, copies).tolist()
-    below = _with_descendants(parents, own)
-    *places, sums, counts = zip(*_stretches(parents, positions, lengths, own, below), strict=True)
-    rows, starts, ends = torch.tensor(places, device=rewards.device)
-    sums, counts = torch.tensor([sums, counts], dtype=torch.float64, device=rewards.device)
+    _check_branches(paths)
+    own = _totals(paths).tolist()
+    below = _with_descendants(paths.parents, own)
+    *places, sums, counts = zip(*_stretches(paths, own, below), strict=True)
+    device = paths.rewards.device
+    rows, starts, ends = torch.tensor(places, device=device)
+    sums, counts = torch.tensor([sums, counts], dtype=torch.float64, device=device)
 
-    bases = torch.tensor(_bases(parents), device=rewards.device)[rows]
+    bases = torch.tensor(_bases(paths.parents), device=device)[rows]
     all_sums, all_counts = sums.new_tensor(below)[bases].T
     compared_with = _shrink(all_sums - sums, all_counts - counts, baselines.to(sums)[bases], prior_strength)
     advantages = (sums / counts - compared_with).nan_to_num(0)
-    rounding = 1000 * torch.finfo(sums.dtype).eps * rewards.nan_to_num(0).abs().max()
+    rounding = 1000 * torch.finfo(sums.dtype).eps * paths.rewards.nan_to_num(0).abs().max()
     advantages = advantages.masked_fill(advantages.abs() <= rounding, 0)
-    weights = counts if weight == "paths" else torch.ones_like(counts)
-    return Credit(rows, starts, ends, weights, weights * advantages)
+    return Stretches(rows, starts, ends, counts, counts * advantages)
 
 
-def token_advantages(credit: Credit, num_rows: int, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """
-    Credit as advantages of tokens.
-
-    Args:
-        credit (`Credit`):
-            Credit of R rows.
-        num_rows, num_tokens (`int`):
-            R and C.
-        dtype (`torch.dtype`):
-            Of the result.
-
-    Returns:
-        `torch.Tensor` of shape (R, C): Advantage of each token of each row's completion, 0 for those that are another
-        row's, and past its end.
-    """
-    lengths = credit.ends - credit.starts
-    firsts = credit.rows * num_tokens + credit.starts - (lengths.cumsum(0) - lengths)
-    places = firsts.repeat_interleave(lengths) + torch.arange(int(lengths.sum()), device=firsts.device)
-    advantages = torch.zeros(num_rows, num_tokens, dtype=dtype, device=firsts.device)
-    advantages.view(-1)[places] = credit.advantages.to(dtype).repeat_interleave(lengths)
-    return advantages
+def _row_credit(stretches: Stretches, trees: Sequence[Tree], plan: Plan) -> list[RowCredit]:
+    """Stretches by row. A row of which nothing is learned is rejected, and so is a copy, whatever the plan."""
+    rollouts = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]
+    informative = torch.zeros(len(rollouts), dtype=torch.bool)
+    informative[stretches.rows[stretches.advantages != 0]] = True
+    negative = stretches.advantages < 0
+    scaled = torch.where(negative, plan.negative_scale * stretches.advantages, stretches.advantages)
+    of_rows: list[list[tuple[int, float, float]]] = [[] for _ in rollouts]
+    columns = (stretches.rows, stretches.ends - stretches.starts, stretches.weights, scaled)
+    for row, length, weight, advantage in zip(*(column.tolist() for column in columns), strict=True):
+        of_rows[row].append((length, weight, advantage))
+    return [
+        RowCredit(
+            of_row,
+            sum(n * advantage for n, _, advantage in of_row) / rollout.length,
+            is_informative or not (plan.reject or rollout.copy_of is not None),
+        )
+        for of_row, rollout, is_informative in zip(of_rows, rollouts, informative.tolist(), strict=True)
+    ]
 
 
-def informative_rows(credit: Credit, num_rows: int) -> torch.Tensor:
-    """
-    Rows of which any token has an advantage other than 0.
-
-    Args:
-        credit (`Credit`):
-            Credit of R rows.
-        num_rows (`int`):
-            R.
-
-    Returns:
-        `torch.Tensor` of shape (R,): Boolean mask.
-    """
-    informative = torch.zeros(num_rows, dtype=torch.bool, device=credit.rows.device)
-    informative[credit.rows[credit.advantages != 0]] = True
-    return informative
+def _state_credit(rows: list[RowCredit], rewards: torch.Tensor, trees: Sequence[Tree]) -> list[StateCredit]:
+    """V of each state, whose rollouts leave the loss if all of its rows are rejected."""
+    states: list[State] = [state for tree in trees for state in tree.states]
+    of_rows = [i for i, state in enumerate(states) for _ in state.rollouts]
+    in_loss = {i for i, row in zip(of_rows, rows, strict=True) if row.in_loss}
+    values = state_values(rewards, torch.tensor(of_rows), len(states)).tolist()
+    return [StateCredit(value, 1.0, i not in in_loss) for i, value in enumerate(values)]
 
 
-def count_tokens(credit: Credit, in_loss: torch.Tensor) -> torch.Tensor:
-    """
-    What a loss that is averaged over tokens divides by.
-
-    With w = |T|, the lengths of the scorable rows' whole paths, as far as their tokens are in the loss: as GRPO counts
-    them for as many rows. With w = 1, the tokens in the loss.
-
-    Args:
-        credit (`Credit`):
-            Credit of R rows.
-        in_loss (`torch.Tensor` of shape (R,)):
-            Whether the own tokens of each row are in the loss.
-
-    Returns:
-        `torch.Tensor` of shape (): Number of tokens.
-    """
-    return (credit.weights * (credit.ends - credit.starts) * in_loss[credit.rows]).sum()
-
-
-def _check_branches(parents: list[int | None], positions: list[int], lengths: list[int]) -> None:
+def _check_branches(paths: Paths) -> None:
+    _, parents, positions, lengths, _, _ = paths
     for row, (parent, position, length) in enumerate(zip(parents, positions, lengths, strict=True)):
         first, last = (0, 0) if parent is None else (positions[parent], lengths[parent])
         if not first <= position <= min(last, length):
@@ -305,11 +270,10 @@ def _check_branches(parents: list[int | None], positions: list[int], lengths: li
             )
 
 
-def _totals(rewards: torch.Tensor, copies: list[int] | None) -> torch.Tensor:
+def _totals(paths: Paths) -> torch.Tensor:
     """Reward and number of what each row stands for, (R, 2); 0 and 0 for an unscorable one."""
-    counts = torch.ones_like(rewards).double() if copies is None else rewards.new_tensor(copies).double()
-    counts = counts.masked_fill(rewards.isnan(), 0)
-    return torch.stack([rewards.double().nan_to_num(0) * counts, counts], dim=1)
+    counts = paths.rewards.new_tensor(paths.copies).double().masked_fill(paths.rewards.isnan(), 0)
+    return torch.stack([paths.rewards.double().nan_to_num(0) * counts, counts], dim=1)
 
 
 def _bases(parents: list[int | None]) -> list[int]:
@@ -334,17 +298,14 @@ def _with_descendants(parents: list[int | None], totals: list[list[float]]) -> l
 
 
 def _stretches(
-    parents: list[int | None],
-    positions: list[int],
-    lengths: list[int],
-    own: list[list[float]],
-    below: list[list[float]],
+    paths: Paths, own: list[list[float]], below: list[list[float]]
 ) -> Iterator[tuple[int, int, int, float, float]]:
     """
     (row, start, end, reward of T, number of T), in order of row and position.
 
     `own` has the reward and number of each row, `below` those of the row and all that descend from it.
     """
+    _, parents, positions, lengths, _, _ = paths
     branches: list[list[int]] = [[] for _ in parents]
     for row, parent in enumerate(parents):
         if parent is not None:
@@ -360,6 +321,12 @@ def _stretches(
         if positions[row] < end:
             stretches.append((row, positions[row], end, total, count))
         yield from reversed(stretches)
+
+
+def _prompt_values(values: torch.Tensor, prompts: torch.Tensor, num_prompts: int) -> torch.Tensor:
+    """What each prompt is worth, (P,): the mean over its trees, each of which counts once; NaN if none is scorable."""
+    sums, counts = _prompt_totals(values, prompts, num_prompts)
+    return sums / counts
 
 
 def _prompt_totals(values: torch.Tensor, prompts: torch.Tensor, num_prompts: int) -> tuple[torch.Tensor, torch.Tensor]:
