@@ -11,6 +11,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from fr3e_trl.trl_adapter.rows_trainer import OF_IMAGES
 from models import make_model, make_tokenizer
 from packaging.version import Version
 from transformers import Trainer
@@ -32,7 +33,6 @@ from trl.trainer.utils import (
 )
 
 from fr3e_trl import FR3ETrainer
-from fr3e_trl.trl_adapter.rows_trainer import OF_IMAGES
 
 
 def parameters(function) -> list[str]:

@@ -10,12 +10,13 @@ the rewards, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and qua
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from ..config import FR3EConfig
+from ..config import PRESETS, FR3EConfig
 from ..trainer import FR3ETrainer
 from .data import FR3EScriptArguments, get_reward, load_examples, load_tokenizer, model_argument
 from .usage import UsageError, require_argument, usage_errors
@@ -52,9 +53,20 @@ def main(argv: list[str] | None = None) -> None:
     train(*arguments)
 
 
+class RecipeParser(TrlParser):
+    """The only change from [`~trl.TrlParser`]: the key `preset` of a recipe takes the settings of a preset."""
+
+    def set_defaults_with_config(self, **recipe: Any) -> list[str]:
+        """Take the recipe's settings, and below them those of its preset. The command line overrides both."""
+        preset = recipe.pop("preset", None)
+        if preset not in (None, *PRESETS):
+            raise ValueError(f"preset={preset!r} is not allowed: it must be one of {', '.join(map(repr, PRESETS))}")
+        return super().set_defaults_with_config(**(PRESETS.get(preset, {}) | recipe))
+
+
 def make_parser() -> TrlParser:
     """Parser of the arguments, from a recipe (`--config`) and the command line."""
-    return TrlParser([TrainArguments, FR3EConfig, ModelConfig])
+    return RecipeParser([TrainArguments, FR3EConfig, ModelConfig])
 
 
 def train(script_args: TrainArguments, training_args: FR3EConfig, model_args: ModelConfig) -> None:

@@ -27,7 +27,6 @@ GenerationModel = Callable[[], AbstractContextManager[Any]]
 ImageInputs = Callable[[list[Any], list[list[Any]], torch.Tensor, list[int]], dict[str, Any]]
 
 
-
 class DecodingSteps(Protocol):
     """What a decoding loop of one's own takes from transformers' `generate`; see `trl_adapter/decoding.py`."""
 

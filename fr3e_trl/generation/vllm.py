@@ -13,7 +13,6 @@ from ..method.sampling import Sample, SamplingRequest, branch_requests, images_o
 from ..processes import through_group, through_main_process
 from .vllm_server import VLLMServer
 
-
 # Log-probs of a token's distribution that entropies are made of: as many as a server gives by default
 NUM_LOGPROBS = 20
 

@@ -53,9 +53,7 @@ class Exploring:
             self.trees[i] = Tree(as_ids(prompt_ids), trainer.budget(prompt_ids), multimodal=multimodal)
         return {i: prompt_key(self.trees[i].prompt_ids, of_tree) for i, of_tree in zip(examples, images, strict=True)}
 
-    def score(
-        self, owners: list[int], completion_ids: list[TokenIds], dialogues: list[Dialogue | None]
-    ) -> list[Score]:
+    def score(self, owners: list[int], completion_ids: list[TokenIds], dialogues: list[Dialogue | None]) -> list[Score]:
         """Score completions of trees. Those that could not go on from their prefix have no reward."""
         whole = [k for k, dialogue in enumerate(dialogues) if dialogue is None or not dialogue.is_broken]
         scores = [Score([math.nan] * len(self.trainer.reward_funcs), math.nan)] * len(owners)

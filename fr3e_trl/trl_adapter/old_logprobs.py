@@ -75,9 +75,7 @@ class OldLogprobs:
 
     def finish(self, batch: dict[str, torch.Tensor]) -> None:
         """Set the old log-probs that TRL has not, or not of the right policy."""
-        is_told = self.trainer.has_own_sampler and any(
-            gather_object([logprobs is not None for logprobs in self.known])
-        )
+        is_told = self.trainer.has_own_sampler and any(gather_object([logprobs is not None for logprobs in self.known]))
         if not (self.has_leftovers or is_told):
             return
         if "old_per_token_logps" not in batch:
@@ -117,7 +115,7 @@ class VLLMCorrection:
         self.score_in_place_of_trl = self._truncated_logprobs if self.is_truncated else None
 
     def finish(self, batch: dict[str, torch.Tensor]) -> None:
-        """Set the old log-probs to those of the whole distribution, which the loss scores, and move vLLM's by as much."""
+        """Set the old log-probs to those of whole distributions, as the loss scores them, and move vLLM's by as much."""
         _check_same_policy(self.trainer, batch)
         if not self.is_truncated:
             return

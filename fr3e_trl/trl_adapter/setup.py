@@ -8,9 +8,17 @@ from trl.trainer.utils import get_config_model_id
 
 from ..method.rows import RowSharding
 
+# The first three are what GRPOTrainer's constructor takes
 __all__ = [
-    *("EnvironmentFactory", "RewardFunc", "RolloutFunc"),  # what GRPOTrainer's constructor takes
-    *("in_float32", "is_sharded", "model_name", "own_rows", "sharding", "tokenizer_of"),
+    "EnvironmentFactory",
+    "RewardFunc",
+    "RolloutFunc",
+    "in_float32",
+    "is_sharded",
+    "model_name",
+    "own_rows",
+    "sharding",
+    "tokenizer_of",
 ]
 
 

@@ -47,9 +47,7 @@ class TRLToolLoop:
             return write_turns(ids, tool_images), None
 
         # The tools that each prompt was rendered with
-        known = [
-            trainer.tools if trainer.environment_factories is None else trainer._env_tools[name] for name in names
-        ]
+        known = [trainer.tools if trainer.environment_factories is None else trainer._env_tools[name] for name in names]
         messages = [
             [parse_response(trainer._tokenizer, ids, prefix=prompt, tools=of_row)]
             for prompt, ids, of_row in zip(prompt_ids, first_turns, known, strict=True)
