@@ -342,7 +342,7 @@ class FR3ETrainer(GRPOTrainer):
         loss_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The only change is that prefixes that rows share are forwarded once, and only tokens of `loss_mask` scored."""
+        """The only change is that prefixes that rows share are forwarded once, and only tokens in `loss_mask`."""
         rows = model, input_ids, attention_mask, logits_to_keep
         if not self.shares_prefixes:
             return super()._get_per_token_logps_and_entropies(*rows, *args, **kwargs)

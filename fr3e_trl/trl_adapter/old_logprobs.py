@@ -115,7 +115,7 @@ class VLLMCorrection:
         self.score_in_place_of_trl = self._truncated_logprobs if self.is_truncated else None
 
     def finish(self, batch: dict[str, torch.Tensor]) -> None:
-        """Set the old log-probs to those of whole distributions, as the loss scores them, and move vLLM's by as much."""
+        """Set the old log-probs to those of whole distributions, as the loss has them, and move vLLM's by as much."""
         _check_same_policy(self.trainer, batch)
         if not self.is_truncated:
             return
