@@ -182,7 +182,7 @@ class FR3ETrainer(GRPOTrainer):
                 environment_factory=environment_factory,
             )
         images.take_no_empty_images(self)
-        self._shares_prefixes = None if args.share_prefixes else False
+        self.share_prefixes(bool(args.share_prefixes))
         self.trees: list[Tree] = []
         self.sampler = make_sampler(self)
         self.has_own_sampler = sampler is not None
@@ -354,6 +354,10 @@ class FR3ETrainer(GRPOTrainer):
         if self._shares_prefixes is None:
             self._shares_prefixes = shared_forward.can_share(self)
         return self._shares_prefixes
+
+    def share_prefixes(self, share: bool) -> None:
+        """Have what rows have in common forwarded once from now on, if the model allows it, or not."""
+        self._shares_prefixes = None if share else False
 
     # A run, and what of it a checkpoint holds
 

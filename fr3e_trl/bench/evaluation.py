@@ -1,7 +1,6 @@
 """How good a policy is, on prompts that training never sees."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,9 @@ from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from trl import is_conversational
+
+from ..trl_adapter.prompts import tokenize
+from ..trl_adapter.tools import converse
 
 if TYPE_CHECKING:
     from .own_task import OwnTask
@@ -142,7 +144,7 @@ def _complete(
     result = _Completions([], [])
     for examples in _batches(heldout, max(1, batch_size // num_samples)):
         prompts = examples["prompt"]
-        prompt_ids = tokenizer(prompts).input_ids if trainer is None else trainer._tokenize_prompts(prompts)[0]
+        prompt_ids = tokenizer(prompts).input_ids if trainer is None else tokenize(trainer, prompts)
         inputs = tokenizer.pad({"input_ids": prompt_ids}, return_tensors="pt").to(model.device)
         recorder = _EntropyRecorder()
         sequences = model.generate(
@@ -178,10 +180,7 @@ def _converse(
     result = _Completions([], [])
     for examples in _batches(heldout, max(1, batch_size // num_samples)):
         prompts = [prompt for prompt in examples["prompt"] for _ in range(num_samples)]
-        with _settings(
-            trainer, _sync_tool_dicts=[tools] * len(prompts), _async_tool_dicts=[{}] * len(prompts), **settings
-        ):
-            prompt_ids, completion_ids, is_own, completions, *_ = trainer._generate(prompts)
+        prompt_ids, completion_ids, is_own, completions = converse(trainer, prompts, tools, **settings)
         sequences = [torch.tensor(prompt + ids) for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
         own = [torch.tensor([0] * len(prompt) + mask) for prompt, mask in zip(prompt_ids, is_own, strict=True)]
         # What pads them comes behind, and is seen by none of their tokens
@@ -193,17 +192,6 @@ def _converse(
         result.texts += map(str, completions)
         result.rewards += task.reward(completions=completions, **_columns(examples, num_samples))
     return result
-
-
-@contextmanager
-def _settings(trainer: Any, **settings: Any) -> Iterator[None]:
-    """Have a trainer generate by other settings than its own."""
-    kept = {name: getattr(trainer, name, None) for name in settings}
-    vars(trainer).update(settings)
-    try:
-        yield
-    finally:
-        vars(trainer).update(kept)
 
 
 def _columns(examples: dict[str, list[Any]], num_samples: int) -> dict[str, list[Any]]:

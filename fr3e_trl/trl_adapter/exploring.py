@@ -9,9 +9,9 @@ from ..method.explore import own_bases
 from ..method.rows import RowSharding
 from ..method.sampling import images_of
 from ..method.tree import Dialogue, Score, TokenIds, Tree, as_ids
+from . import prompts
 from .checks import check_images, check_prompts
 from .images import prompt_of
-from .prompts import tokenize
 from .rewards import score
 from .tools import instances
 
@@ -44,11 +44,11 @@ class Exploring:
         if trainer.tools:
             all_ids = self._provide_tools()
         check_prompts(list(examples.values()))
-        prompts = [prompt_of(trainer, example) for example in examples.values()]
+        of_examples = [prompt_of(trainer, example) for example in examples.values()]
         if not trainer.tools:
-            all_ids = tokenize(trainer, prompts) if prompts else []
-        images = [images_of(prompt) for prompt in prompts]
-        for i, prompt, prompt_ids in zip(examples, prompts, all_ids, strict=True):
+            all_ids = prompts.tokenize(trainer, of_examples) if of_examples else []
+        images = [images_of(prompt) for prompt in of_examples]
+        for i, prompt, prompt_ids in zip(examples, of_examples, all_ids, strict=True):
             multimodal = prompt if any(images) else None
             self.trees[i] = Tree(as_ids(prompt_ids), trainer.budget(prompt_ids), multimodal=multimodal)
         return {i: prompt_key(self.trees[i].prompt_ids, of_tree) for i, of_tree in zip(examples, images, strict=True)}
@@ -87,10 +87,10 @@ class Exploring:
         of_trees: dict[int, list[Instance]] = {i: [] for i in self.examples}
         if owners:
             try:
-                prompts, provided = instances(trainer, [self.examples[i] for i in owners])
+                of_owners, provided = instances(trainer, [self.examples[i] for i in owners])
             except Exception as error:
                 raise EnvironmentFailure(f"While rollouts were prepared: {type(error).__name__}: {error}") from error
-            for i, prompt, instance in zip(owners, prompts, provided, strict=True):
+            for i, prompt, instance in zip(owners, of_owners, provided, strict=True):
                 if not of_trees[i]:
                     self.examples[i] = self.examples[i] | {"prompt": prompt}
                 of_trees[i].append(instance)
