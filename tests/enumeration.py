@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fr3e_trl.method.credit.prior import Prior
 from fr3e_trl.method.credit.rollout import row_baselines
-from fr3e_trl.method.credit.tree import Credit, root_baselines, tree_credit, tree_values
+from fr3e_trl.method.credit.tree import Paths, Stretches, root_baselines, tree_credit, tree_values
 
 Completion = tuple[int, ...]
 # Ways to choose where to branch from a completion, each with its probability
@@ -153,7 +154,7 @@ class Outcome:
         completions (`list[int]`):
             Completion of each row, as an index.
         parents (`list[int | None]`), positions, copies (`list[int]`):
-            As in [`tree_credit`].
+            As in [`Paths`].
     """
 
     probability: float
@@ -264,7 +265,7 @@ class Estimate:
         return float(self.variance / scale**2 * self.tokens_generated / (gradient @ gradient))
 
 
-def estimate(policy: Policy, outcomes: list[Outcome], credit: Credit) -> Estimate:
+def estimate(policy: Policy, outcomes: list[Outcome], credit: Stretches) -> Estimate:
     """Gradients of the outcomes, by the credit of all their rows one after the other."""
     owners = torch.tensor([i for i, outcome in enumerate(outcomes) for _ in outcome.completions])
     completions = torch.tensor([i for outcome in outcomes for i in outcome.completions])
@@ -282,16 +283,22 @@ def of_trees(
     outcomes: list[Outcome],
     prior: float,
     prior_strength: float = 4.0,
-    weight: str = "paths",
     copies: bool = True,
+    counted: bool = True,
 ) -> Estimate:
-    """Tree credit. The prior of the prompt is a number that the outcome has no part in."""
-    rewards, parents, positions, lengths, prompts = rows_of(policy, outcomes)
-    numbers = [count for outcome in outcomes for count in outcome.copies] if copies else None
-    values = tree_values(rewards, parents, numbers)
+    """
+    Tree credit. The prior of the prompt is a number that the outcome has no part in.
+
+    Without `copies`, missing branches are not made up for; without `counted`, a token counts for one row, not for |T|.
+    """
+    paths = paths_of(policy, outcomes)
+    if not copies:
+        paths = paths._replace(copies=[1] * len(paths.copies))
     priors = torch.full((len(outcomes),), prior, dtype=torch.float64)
-    baselines = root_baselines(values, prompts, priors, prior_strength)
-    credit = tree_credit(rewards, parents, positions, lengths, baselines, prior_strength, weight, numbers)
+    baselines = root_baselines(tree_values(paths), paths.prompts, priors, prior_strength)
+    credit = tree_credit(paths, baselines, prior_strength)
+    if not counted:
+        credit = replace(credit, advantages=(credit.advantages / credit.weights).nan_to_num(0))
     return estimate(policy, outcomes, credit)
 
 
@@ -307,20 +314,18 @@ def of_branches(policy: Policy, outcomes: list[Outcome], prior: float, prior_str
             torch.cat([rewards, torch.tensor([prior], dtype=torch.float64)]),
             torch.tensor([states[position] for position in outcome.positions] + [len(states)]),
             [*chain, None],
-            prior_strength,
+            Prior(prior_strength),
         )
         advantages.append(rewards - baselines[:-1])
-    _, _, positions, lengths, _ = rows_of(policy, outcomes)
-    rows, flat = torch.arange(len(lengths)), torch.cat(advantages)
-    credit = Credit(rows, torch.tensor(positions), torch.tensor(lengths), torch.ones_like(flat), flat.nan_to_num(0))
+    paths, flat = paths_of(policy, outcomes), torch.cat(advantages)
+    starts, ends = torch.tensor(paths.positions), torch.tensor(paths.lengths)
+    credit = Stretches(torch.arange(len(flat)), starts, ends, torch.ones_like(flat), flat.nan_to_num(0))
     return estimate(policy, outcomes, credit)
 
 
-def rows_of(
-    policy: Policy, outcomes: list[Outcome]
-) -> tuple[torch.Tensor, list[int | None], list[int], list[int], torch.Tensor]:
-    """Rewards, parents, positions, lengths and prompts of the rows of all outcomes, each a prompt of its own."""
-    rewards, parents, positions, lengths, prompts = [], [], [], [], []
+def paths_of(policy: Policy, outcomes: list[Outcome]) -> Paths:
+    """The rows of all outcomes, each a prompt of its own."""
+    rewards, parents, positions, lengths, prompts, copies = [], [], [], [], [], []
     for i, outcome in enumerate(outcomes):
         shift = len(parents)
         rewards.append(policy.rewards[outcome.completions])
@@ -328,4 +333,5 @@ def rows_of(
         positions += outcome.positions
         lengths += [len(policy.completions[completion]) for completion in outcome.completions]
         prompts += [i] * len(outcome.parents)
-    return torch.cat(rewards), parents, positions, lengths, torch.tensor(prompts)
+        copies += outcome.copies
+    return Paths(torch.cat(rewards), parents, positions, lengths, torch.tensor(prompts), copies)

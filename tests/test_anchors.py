@@ -8,7 +8,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fr3e_trl.method.anchors import anchor_scores, eligible_positions, rank_anchors, select_bases, share_anchors
+from fr3e_trl.method.anchors import (
+    ANCHOR_RULES,
+    AboveThreshold,
+    Ranking,
+    StoppingRule,
+    anchor_rule,
+    at_random,
+    by_entropy,
+    by_surprisal,
+    eligible_positions,
+    rank_anchors,
+    select_bases,
+    share_anchors,
+)
+from fr3e_trl.method.plan import Plan
+from fr3e_trl.method.shape import Shape
+
+pytestmark = pytest.mark.fast
 
 NAN = math.nan
 
@@ -17,13 +34,11 @@ NAN = math.nan
     ("rewards", "selection", "allowed"),
     [
         ([0.0, 1.0, 0.5], "mixed", [[1, 0]]),  # the better first
-        ([0.0, 1.0, 0.5], "best", [[1]]),
-        ([0.0, 1.0, 0.5], "worst", [[0]]),
-        ([0.0, 1.0, 0.5], "random", [[0], [1], [2]]),
+        ([0.0, NAN, 0.5], "all", [[0, 1, 2]]),
         ([1.0, 1.0, 1.0], "mixed", [[0], [1], [2]]),  # one at random when the scores do not differ
         ([1.0, 0.0, 1.0], "mixed", [[0, 1], [2, 1]]),
         ([NAN, 0.0, 1.0], "mixed", [[2, 1]]),  # unscorable ones are not chosen
-        ([NAN, NAN, 0.0], "worst", [[2]]),
+        ([NAN, NAN, 0.0], "mixed", [[2]]),
         ([NAN, NAN], "mixed", [[0], [1]]),  # unless none is scorable
         ([0.0], "mixed", [[0]]),
     ],
@@ -36,10 +51,10 @@ def test_select_bases(rewards, selection, allowed):
 
 def test_scores():
     entropies, logprobs = torch.tensor([0.5, 2.0]), torch.tensor([-3.0, -0.1])
-    assert anchor_scores("entropy", entropies, logprobs, "0").tolist() == [0.5, 2.0]
-    torch.testing.assert_close(anchor_scores("surprisal", entropies, logprobs, "0"), torch.tensor([3.0, 0.1]))
-    drawn = anchor_scores("random", entropies, logprobs, "0")
-    assert drawn.shape == (2,) and drawn.tolist() == anchor_scores("random", entropies, logprobs, "0").tolist()
+    assert by_entropy(entropies, logprobs, "0").tolist() == [0.5, 2.0]
+    torch.testing.assert_close(by_surprisal(entropies, logprobs, "0"), torch.tensor([3.0, 0.1]))
+    drawn = at_random(entropies, logprobs, "0")
+    assert drawn.shape == (2,) and drawn.tolist() == at_random(entropies, logprobs, "0").tolist()
 
 
 def test_the_first_position_is_never_eligible_and_the_last_is():
@@ -47,14 +62,33 @@ def test_the_first_position_is_never_eligible_and_the_last_is():
     assert eligible_positions(torch.ones(1), budget=4).tolist() == [False]
 
 
-def test_positions_must_leave_a_budget():
-    # Position p leaves 5 - p tokens: 4, 3, 2, 1
-    assert eligible_positions(torch.ones(5), budget=5, min_budget=3).tolist() == [False, True, True, False, False]
+def test_tokens_of_tools_and_positions_past_the_budget_are_not():
+    entropies = torch.tensor([1.0, NAN, 1.0, 1.0])
+    assert eligible_positions(entropies, budget=3).tolist() == [False, False, True, False]
 
 
-def test_positions_must_be_above_the_quantile():
-    # The 0.5 quantile of 0..4 is 2, and positions must be above it
-    assert eligible_positions(torch.arange(5.0), 9, quantile=0.5).tolist() == [False, False, False, True, True]
+def test_the_rule_of_a_plan():
+    plan = Plan(num_rows=8, shape=Shape(2, 6, 1), anchor_threshold="auto", anchor_min_gap=2)
+    assert anchor_rule(plan, None) == Ranking(by_entropy, 2)  # nothing is known of the first step
+    assert anchor_rule(plan, 0.3) == AboveThreshold(threshold=0.3, min_gap=2)
+    fixed = Plan(num_rows=8, shape=Shape(2, 6, 1), anchor_threshold=0.5)
+    assert anchor_rule(fixed, 0.3) == AboveThreshold(threshold=0.5)
+    scored = Plan(num_rows=8, shape=Shape(2, 6, 1), anchor_score="surprisal")
+    assert anchor_rule(scored, 0.3) == Ranking(by_surprisal)
+
+
+class EveryThird(StoppingRule):
+    """Another rule is one method."""
+
+    def is_uncertain(self, entropies, positions):
+        return positions % 3 == 0
+
+
+def test_another_stopping_rule(monkeypatch):
+    monkeypatch.setitem(ANCHOR_RULES, "third", lambda threshold, min_gap: EveryThird(min_gap=min_gap))
+    rule = anchor_rule(Plan(num_rows=8, shape=Shape(2, 6, 1), anchor_score="third", anchor_min_gap=4))
+    eligible = eligible_positions(torch.ones(20), budget=20)
+    assert rule.choose(torch.ones(20), None, eligible, 3) == [3, 9, 15]
 
 
 def test_rank_takes_the_highest_and_ties_go_to_the_earlier():
@@ -93,10 +127,25 @@ def test_anchors_are_eligible_distinct_and_apart(data):
     length = data.draw(st.integers(1, 30))
     scores = torch.tensor(data.draw(st.lists(st.floats(0, 5), min_size=length, max_size=length)))
     budget = data.draw(st.integers(length, 40))
-    min_budget, min_gap = data.draw(st.integers(1, 10)), data.draw(st.integers(1, 5))
-    num_anchors = data.draw(st.integers(1, 6))
-    anchors = rank_anchors(scores, eligible_positions(scores, budget, min_budget), num_anchors, min_gap)
-    assert len(set(anchors)) == len(anchors) <= num_anchors
-    assert all(0 < position < length and budget - position >= min_budget for position in anchors)
-    assert all(abs(a - b) >= min_gap for a in anchors for b in anchors if a != b)
-    assert all(scores[a] >= scores[b] for a, b in itertools.pairwise(anchors))
+    min_gap, num_anchors = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
+    eligible = eligible_positions(scores, budget)
+    ranked = rank_anchors(scores, eligible, num_anchors, min_gap)
+    threshold = data.draw(st.floats(0, 5))
+    first = AboveThreshold(threshold=threshold, min_gap=min_gap).choose(scores, None, eligible, num_anchors)
+    for anchors in (ranked, first):
+        assert len(set(anchors)) == len(anchors) <= num_anchors
+        assert all(0 < position < length for position in anchors)
+        assert all(abs(a - b) >= min_gap for a in anchors for b in anchors if a != b)
+    assert all(scores[a] >= scores[b] for a, b in itertools.pairwise(ranked))
+    assert first == sorted(first) and all(scores[position] > threshold for position in first)
+
+
+@given(st.lists(st.floats(0, 2), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 5))
+def test_a_stopping_rule_chooses_the_same_while_a_trajectory_grows(entropies, min_gap, num_anchors):
+    rule = AboveThreshold(threshold=1.0, min_gap=min_gap)
+    growing: list[int] = []
+    for position, entropy in enumerate(torch.tensor(entropies)):
+        if len(growing) < num_anchors and rule.is_uncertain(entropy, position) and rule.takes(position, growing):
+            growing.append(position)
+    finished = torch.tensor(entropies)
+    assert growing == rule.choose(finished, None, eligible_positions(finished, len(entropies)), num_anchors)

@@ -659,7 +659,8 @@ def test_installed_command():
 )
 def test_help_is_quick(arguments, commands):
     code = (
-        "import atexit, sys; from fr3e_trl import cli; atexit.register(lambda: print('torch' in sys.modules)); "
+        "import atexit, sys; from fr3e_trl.commands import cli; "
+        "atexit.register(lambda: print('torch' in sys.modules)); "
         f"cli.main({[*arguments, '--help']})"
     )
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

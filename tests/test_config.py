@@ -9,6 +9,8 @@ from trl import GRPOConfig
 
 from fr3e_trl import FR3EConfig
 
+pytestmark = pytest.mark.fast
+
 CPU = {"bf16": False, "use_cpu": True, "report_to": []}
 NO_PRIOR = {"value_prior_strength": 0}
 

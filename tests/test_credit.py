@@ -22,46 +22,60 @@ from enumeration import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fr3e_trl.method.credit.prior import Prior
 from fr3e_trl.method.credit.rollout import row_baselines
 from fr3e_trl.method.credit.tree import (
-    Credit,
-    compute_credit,
-    count_tokens,
-    informative_rows,
-    token_advantages,
+    Paths,
+    Stretches,
+    prompt_values,
+    root_baselines,
     tree_credit,
     tree_values,
 )
+
+pytestmark = pytest.mark.fast
 
 NAN = math.nan
 # A row: its reward, the row that it branched off, the position there, its length
 Row = tuple[float, int | None, int, int]
 
 
-def one_tree(rows: list[Row], baseline: float, prior_strength: float, **settings) -> Credit:
+def paths(rows: list[Row], prompts: list[int] | None = None, copies: list[int] | None = None) -> Paths:
+    rewards, parents, positions, lengths = map(list, zip(*rows, strict=True))
+    prompts, copies = prompts or [0] * len(rows), copies or [1] * len(rows)
+    return Paths(torch.tensor(rewards, dtype=torch.float64), parents, positions, lengths, torch.tensor(prompts), copies)
+
+
+def one_tree(rows: list[Row], baseline: float, prior_strength: float, copies: list[int] | None = None) -> Stretches:
     """Credit of rows of one prompt, whose trees all have the same β."""
-    rewards, parents, positions, lengths = zip(*rows, strict=True)
     baselines = torch.full((len(rows),), baseline, dtype=torch.float64)
-    return tree_credit(
-        torch.tensor(rewards, dtype=torch.float64),
-        list(parents),
-        list(positions),
-        list(lengths),
-        baselines,
-        prior_strength,
-        **settings,
-    )
+    return tree_credit(paths(rows, copies=copies), baselines, prior_strength)
 
 
-def batch(rows: list[Row], prompts: list[int], prior_strength: float, **settings) -> Credit:
-    """Credit of rows of several prompts."""
-    rewards, parents, positions, lengths = zip(*rows, strict=True)
-    rewards = torch.tensor(rewards, dtype=torch.float64)
-    prompts = torch.tensor(prompts)
-    return compute_credit(rewards, list(parents), list(positions), list(lengths), prompts, prior_strength, **settings)
+def by_crowd(of_rows: Paths, prior_strength: float) -> Stretches:
+    """Credit of rows of several prompts, which are each other's prior."""
+    values, prompts = tree_values(of_rows), of_rows.prompts
+    priors = Prior().of(prompt_values(values, prompts, int(prompts.max()) + 1))
+    return tree_credit(of_rows, root_baselines(values, prompts, priors, prior_strength), prior_strength)
 
 
-def assert_credit(credit: Credit, expected: list[tuple[int, int, int, float]]) -> None:
+def batch(rows: list[Row], prompts: list[int], prior_strength: float) -> Stretches:
+    return by_crowd(paths(rows, prompts), prior_strength)
+
+
+def informative_rows(credit: Stretches, num_rows: int) -> list[bool]:
+    """Rows of which any token has an advantage other than 0."""
+    informative = set(credit.rows[credit.advantages != 0].tolist())
+    return [row in informative for row in range(num_rows)]
+
+
+def num_counted(credit: Stretches, rows: list[int]) -> float:
+    """How many tokens those of these rows count for."""
+    counted = credit.weights * (credit.ends - credit.starts)
+    return counted[torch.isin(credit.rows, torch.tensor(rows))].sum().item()
+
+
+def assert_credit(credit: Stretches, expected: list[tuple[int, int, int, float]]) -> None:
     """Expected: row, start, end, advantage."""
     actual = zip(credit.rows.tolist(), credit.starts.tolist(), credit.ends.tolist(), strict=True)
     assert list(actual) == [stretch[:3] for stretch in expected]
@@ -74,12 +88,9 @@ def assert_credit(credit: Credit, expected: list[tuple[int, int, int, float]]) -
 
 def test_a_failed_trajectory_with_a_branch_that_succeeded():
     # kappa = 4, beta = .2, so kappa beta = .8
-    # 0-2: T = {0, 1, 0}, U = {}: 1/3 - .8/4.  3-6: T = {0, 0}, U = {1}: 0 - 1.8/5.  7-9: T = {0}, U = {1, 0}: 0 - 1.8/6
-    # First branch: U = {0, 0}: 1 - .8/6.  Second: U = {0, 1}: 0 - 1.8/6
+    # 0-2: T = {0, 1, 0}, U = {}: 1/3 - .8/4, three times.  3-6: T = {0, 0}, U = {1}: 0 - 1.8/5, twice
+    # 7-9: T = {0}, U = {1, 0}: 0 - 1.8/6.  First branch: U = {0, 0}: 1 - .8/6.  Second: U = {0, 1}: 0 - 1.8/6
     rows = [(0, None, 0, 10), (1, 0, 3, 8), (0, 0, 7, 12)]
-    expected = [(0, 0, 3, 1 / 3 - 0.2), (0, 3, 7, -0.36), (0, 7, 10, -0.3), (1, 3, 8, 1 - 0.8 / 6), (2, 7, 12, -0.3)]
-    assert_credit(one_tree(rows, 0.2, 4, weight="none"), expected)
-    # |T| = 3, 2, 1, 1, 1
     expected = [(0, 0, 3, 0.4), (0, 3, 7, -0.72), (0, 7, 10, -0.3), (1, 3, 8, 1 - 0.8 / 6), (2, 7, 12, -0.3)]
     assert_credit(one_tree(rows, 0.2, 4), expected)
 
@@ -100,7 +111,7 @@ def test_unscorable_rows():
     rows = [(NAN, None, 0, 6), (1, 0, 2, 5), (NAN, 0, 4, 6)]
     credit = one_tree(rows, 0.5, 4)
     assert_credit(credit, [(0, 0, 2, 0.5), (0, 2, 4, 0), (0, 4, 6, 0), (1, 2, 5, 0.5), (2, 4, 6, 0)])
-    assert informative_rows(credit, 3).tolist() == [True, True, False]
+    assert informative_rows(credit, 3) == [True, True, False]
 
 
 def test_short_completions():
@@ -160,7 +171,7 @@ def test_several_prompts_of_which_one_is_unscorable():
     rows = [(1, None, 0, 1), (NAN, None, 0, 1), (0, None, 0, 1), (0.5, None, 0, 1)]
     credit = batch(rows, [0, 1, 2, 3], 4)
     assert_credit(credit, [(0, 0, 1, 0.75), (1, 0, 1, 0), (2, 0, 1, -0.75), (3, 0, 1, 0)])
-    assert informative_rows(credit, 4).tolist() == [True, False, True, False]
+    assert informative_rows(credit, 4) == [True, False, True, False]
 
 
 def test_copies():
@@ -172,7 +183,7 @@ def test_copies():
     # The same as a branch that left at its end, and has no token of its own
     assert_credit(one_tree([*rows, (0, 0, 4, 4)], 0.5, 4), expected)
     # A tree counts once as what its prompt is worth, but its rows for what they stand for: (0 + 0 + 1) / 3
-    assert tree_values(torch.tensor([0.0, 1.0]), [None, 0], [2, 1])[0] == pytest.approx(1 / 3)
+    assert tree_values(paths(rows, copies=[2, 1]))[0] == pytest.approx(1 / 3)
 
 
 def test_equal_rewards_teach_nothing_though_means_are_rounded():
@@ -184,28 +195,17 @@ def test_equal_rewards_teach_nothing_though_means_are_rounded():
         (0.1, None, 0, 2),
         *[(0.1, None, 0, 1)] * 7,
     ]
+    of_rows = paths(rows, [0] * 5 + [1] * 3 + [2] * 4)
     for dtype in (torch.float32, torch.float64):
-        rewards = torch.tensor([row[0] for row in rows], dtype=dtype)
-        parents, positions, lengths = (list(x) for x in list(zip(*rows, strict=True))[1:])
-        credit = compute_credit(rewards, parents, positions, lengths, torch.tensor([0] * 5 + [1] * 3 + [2] * 4), 3)
+        credit = by_crowd(of_rows._replace(rewards=of_rows.rewards.to(dtype)), 3)
         assert not credit.advantages.any()
-        assert not informative_rows(credit, len(rows)).any()
-
-
-def test_advantages_of_tokens():
-    credit = one_tree([(0, None, 0, 3), (1, 0, 1, 4)], 0.5, 1)
-    # 0: .5 - .5. 1-2: 0 - (.5 + 1) / 2, and the branch 1 - (.5 + 0) / 2
-    expected = torch.tensor([[0, -0.75, -0.75, 0, 0], [0, 0.75, 0.75, 0.75, 0]])
-    assert token_advantages(credit, 2, 5, torch.float32).equal(expected)
 
 
 def test_token_counts():
     rows = [(0, None, 0, 10), (1, 0, 3, 8), (0, 0, 7, 12)]
-    everything = torch.tensor([True, True, True])
-    assert count_tokens(one_tree(rows, 0.2, 4, weight="none"), everything) == 10 + 5 + 5
-    assert count_tokens(one_tree(rows, 0.2, 4), everything) == 10 + 8 + 12
+    assert num_counted(one_tree(rows, 0.2, 4), [0, 1, 2]) == 10 + 8 + 12
     # Without the first branch's own tokens
-    assert count_tokens(one_tree(rows, 0.2, 4), torch.tensor([True, False, True])) == 10 + 3 + 12
+    assert num_counted(one_tree(rows, 0.2, 4), [0, 2]) == 10 + 3 + 12
 
 
 @pytest.mark.parametrize(
@@ -220,11 +220,6 @@ def test_token_counts():
 def test_rows_that_are_no_trees(rows, message):
     with pytest.raises(ValueError, match=message):
         one_tree(rows, 0, 1)
-
-
-def test_an_unknown_weight():
-    with pytest.raises(ValueError, match="weight is 'path'; it can be 'paths' or 'none'"):
-        one_tree([(0, None, 0, 3)], 0, 1, weight="path")
 
 
 # Properties
@@ -247,11 +242,14 @@ def batches(draw, max_branches=6, rewards=(0.0, 1.0, -0.5, 0.1, 100.0, NAN)):
 
 
 STRENGTHS = st.sampled_from([0.0, 0.5, 4.0])
-WEIGHTS = st.sampled_from(["paths", "none"])
 
 
-def dense(credit: Credit, num_rows: int) -> torch.Tensor:
-    return token_advantages(credit, num_rows, 14, torch.float64)
+def dense(credit: Stretches, num_rows: int) -> torch.Tensor:
+    """Advantages of all tokens, 0 for those that are another row's, and past a row's end."""
+    advantages = torch.zeros(num_rows, 14, dtype=torch.float64)
+    for row, start, end, advantage in zip(credit.rows, credit.starts, credit.ends, credit.advantages, strict=True):
+        advantages[row, start:end] = advantage
+    return advantages
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -272,8 +270,8 @@ def base_of(rows: list[Row], row: int) -> int:
     return row if rows[row][1] is None else base_of(rows, rows[row][1])
 
 
-@given(batches(), STRENGTHS, WEIGHTS)
-def test_the_definition_token_by_token(drawn, strength, weight):
+@given(batches(), STRENGTHS)
+def test_the_definition_token_by_token(drawn, strength):
     rows, prompts = drawn
     rewards = [row[0] for row in rows]
     bases = [base_of(rows, i) for i in range(len(rows))]
@@ -301,54 +299,54 @@ def test_the_definition_token_by_token(drawn, strength, weight):
             left = [rewards[i] for i in tree if i not in passing]
             passing = [rewards[i] for i in passing if not math.isnan(rewards[i])]
             advantage = mean(passing) - shrink(beta, left)
-            expected[row, t] = 0 if math.isnan(advantage) else advantage * (len(passing) if weight == "paths" else 1)
-    assert_close(dense(batch(rows, prompts, strength, weight=weight), len(rows)), expected)
+            expected[row, t] = 0 if math.isnan(advantage) else advantage * len(passing)
+    assert_close(dense(batch(rows, prompts, strength), len(rows)), expected)
 
 
-@given(batches(), STRENGTHS, WEIGHTS, st.randoms())
-def test_the_order_of_rows_changes_nothing(drawn, strength, weight, random):
+@given(batches(), STRENGTHS, st.randoms())
+def test_the_order_of_rows_changes_nothing(drawn, strength, random):
     rows, prompts = drawn
     order = list(range(len(rows)))
     random.shuffle(order)
     places = {row: place for place, row in enumerate(order)}
     shuffled = [(r, None if parent is None else places[parent], p, n) for r, parent, p, n in (rows[i] for i in order)]
-    credit = batch(shuffled, [prompts[i] for i in order], strength, weight=weight)
-    assert_close(dense(credit, len(rows)), dense(batch(rows, prompts, strength, weight=weight), len(rows))[order])
+    credit = batch(shuffled, [prompts[i] for i in order], strength)
+    assert_close(dense(credit, len(rows)), dense(batch(rows, prompts, strength), len(rows))[order])
 
 
-@given(batches(max_branches=0), st.sampled_from([0.5, 4.0]), WEIGHTS)
-def test_without_branches_the_baseline_is_that_of_rollouts_of_the_prompt(drawn, strength, weight):
+@given(batches(max_branches=0), st.sampled_from([0.5, 4.0]))
+def test_without_branches_the_baseline_is_that_of_rollouts_of_the_prompt(drawn, strength):
     rows, prompts = drawn
     rewards = torch.tensor([row[0] for row in rows], dtype=torch.float64)
-    baselines = row_baselines(rewards, torch.tensor(prompts), [None] * (max(prompts) + 1), strength)
-    credit = batch(rows, prompts, strength, weight=weight)
+    baselines = row_baselines(rewards, torch.tensor(prompts), [None] * (max(prompts) + 1), Prior(strength))
+    credit = batch(rows, prompts, strength)
     assert credit.rows.tolist() == list(range(len(rows)))
     assert_close(credit.advantages, (rewards - baselines).nan_to_num(0))
 
 
-@given(batches(), STRENGTHS, WEIGHTS, st.sampled_from([-3.0, 0.25, 7.0]))
-def test_a_constant_added_to_all_rewards_changes_nothing(drawn, strength, weight, constant):
+@given(batches(), STRENGTHS, st.sampled_from([-3.0, 0.25, 7.0]))
+def test_a_constant_added_to_all_rewards_changes_nothing(drawn, strength, constant):
     rows, prompts = drawn
     moved = [(row[0] + constant, *row[1:]) for row in rows]
-    one, other = (batch(x, prompts, strength, weight=weight) for x in (rows, moved))
+    one, other = (batch(x, prompts, strength) for x in (rows, moved))
     assert_close(other.advantages, one.advantages)
 
 
-@given(batches(), STRENGTHS, WEIGHTS, st.data())
-def test_an_unscorable_row_changes_nothing_for_the_others(drawn, strength, weight, data):
+@given(batches(), STRENGTHS, st.data())
+def test_an_unscorable_row_changes_nothing_for_the_others(drawn, strength, data):
     rows, prompts = drawn
     parent = data.draw(st.none() | st.integers(0, len(rows) - 1))
     position = 0 if parent is None else data.draw(st.integers(rows[parent][2], rows[parent][3]))
     prompt = data.draw(st.integers(0, 4)) if parent is None else prompts[parent]
-    credit = batch([*rows, (NAN, parent, position, 14)], [*prompts, prompt], strength, weight=weight)
-    expected = dense(batch(rows, prompts, strength, weight=weight), len(rows))
+    credit = batch([*rows, (NAN, parent, position, 14)], [*prompts, prompt], strength)
+    expected = dense(batch(rows, prompts, strength), len(rows))
     assert_close(dense(credit, len(rows) + 1)[:-1], expected)
     assert not dense(credit, len(rows) + 1)[-1].any()
 
 
 @given(batches(), STRENGTHS, st.data())
 def test_no_baseline_depends_on_the_tokens_own_rollouts(drawn, strength, data):
-    """A reward changed by 1 changes the advantages of a token that it passes through by 1, times w / |T|."""
+    """A reward changed by 1 changes the advantages of a token that it passes through by 1."""
     rows, prompts = drawn
     row = data.draw(st.integers(0, len(rows) - 1))
     changed = [*rows[:row], (rows[row][0] + 1, *rows[row][1:]), *rows[row + 1 :]]
@@ -363,9 +361,7 @@ def test_no_baseline_depends_on_the_tokens_own_rollouts(drawn, strength, data):
 def test_weighted_tokens_are_those_of_the_paths(drawn):
     rows, prompts = drawn
     credit = batch(rows, prompts, 1.0)
-    assert count_tokens(credit, torch.ones(len(rows), dtype=torch.bool)) == sum(
-        row[3] for row in rows if not math.isnan(row[0])
-    )
+    assert num_counted(credit, list(range(len(rows)))) == sum(row[3] for row in rows if not math.isnan(row[0]))
 
 
 # By enumeration
@@ -415,7 +411,7 @@ def test_unbiased_with_the_other_prompts_as_prior():
         prompts = torch.tensor([0] * len(outcomes[0].parents) + [1] * len(outcomes[1].parents))
         rewards = torch.cat([policy.rewards[o.completions] for policy, o in zip(policies, outcomes, strict=True)])
         lengths = [3] * len(prompts)
-        credit = compute_credit(rewards, both.parents, both.positions, lengths, prompts, 4.0, copies=both.copies)
+        credit = by_crowd(Paths(rewards, both.parents, both.positions, lengths, prompts, both.copies), 4.0)
         stretches = zip(credit.rows, credit.starts, credit.ends, credit.advantages, strict=True)
         for row, start, end, advantage in stretches:
             scores = policies[prompts[row]].scores[both.completions[row]]
@@ -455,7 +451,7 @@ def test_without_the_weight_it_is_another_objective(position):
     counts = torch.tensor([1.0 if len(prefix) < position else 2.0 for prefix in policy.places], dtype=torch.float64)
     expected = policy.gradient * counts.repeat_interleave(3)
     outcomes = grow(policy, fixed(position), 1)
-    for estimate in (of_trees(policy, outcomes, 0.3, weight="none"), of_branches(policy, outcomes, 0.3)):
+    for estimate in (of_trees(policy, outcomes, 0.3, counted=False), of_branches(policy, outcomes, 0.3)):
         torch.testing.assert_close(estimate.mean, expected, atol=1e-12, rtol=0)
 
 

@@ -9,6 +9,8 @@ import pytest
 from fr3e_trl.bench.cost.engine import WAYS, Engine, Lengths, draw_prompt, seconds_of
 from fr3e_trl.commands import cli
 
+pytestmark = pytest.mark.fast
+
 
 def make_engine(max_running=4):
     return Engine(max_running, step_seconds=1.0, sequence_seconds=0.5)

@@ -9,18 +9,17 @@ import accelerate
 import numpy as np
 import pytest
 import torch
+from factory import make_trainer
 from hypothesis import given
 from hypothesis import strategies as st
-from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
+from models import make_model, model_on_disk
 from peft import LoraConfig, get_peft_model
-from recorder import Recorder
 from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, GenerationMixin
 from trees import plain, rollouts_of
 
-from fr3e_trl import FR3EConfig
 from fr3e_trl.generation.generate import GenerateSampler
 from fr3e_trl.generation.vllm import NUM_LOGPROBS, entropies_of
-from fr3e_trl.method.anchors import eligible_positions, first_anchors
+from fr3e_trl.method.anchors import AboveThreshold, eligible_positions
 from fr3e_trl.method.sampling import Branching, SamplingRequest
 
 PAD, EOS = 0, 1
@@ -172,9 +171,9 @@ def test_those_of_an_adapter_are_its_own():
     assert sample.entropies == pytest.approx(torch.distributions.Categorical(logits=logits).entropy().numpy(), abs=1e-4)
 
 
-def branching(threshold=1.0, num_rollouts=2, temperature=1.3, shares=(8, 2), min_gap=2, min_budget=3):
+def branching(threshold=1.0, num_rollouts=2, shares=(8, 2), min_gap=2):
     """Of a stopping rule: nothing asks for the anchors of finished samples."""
-    return Branching(num_rollouts, temperature, None, shares, threshold, min_gap, min_budget)
+    return Branching(num_rollouts, None, shares, AboveThreshold(threshold=threshold, min_gap=min_gap))
 
 
 @pytest.mark.parametrize("sliding", [False, True])
@@ -185,7 +184,7 @@ def test_rollouts_leave_while_their_base_trajectory_grows(sliding):
     requests = [
         replace(request(token_ids(7), num_samples=2, budget=30), branching=branching()),
         request(token_ids(40, 3), budget=10),  # what begins all rows has no room for this prompt
-        replace(request(token_ids(12, 4), num_samples=2, budget=25, temperature=0.8), branching=branching(1.5, 1, 0.7)),
+        replace(request(token_ids(12, 4), num_samples=2, budget=25, temperature=0.8), branching=branching(1.5, 1)),
     ]
     widths = []
     model.register_forward_hook(lambda module, args, output: widths.append(len(output.logits)))
@@ -201,15 +200,15 @@ def test_rollouts_leave_while_their_base_trajectory_grows(sliding):
                 continue
             share, num_rollouts = one.branching.shares[b], one.branching.num_rollouts
             entropies = torch.from_numpy(sample.entropies)
-            eligible = eligible_positions(entropies, one.max_new_tokens, min_budget=3)
-            anchors = first_anchors(entropies, eligible, one.branching.threshold, share, min_gap=2)
+            eligible = eligible_positions(entropies, one.max_new_tokens)
+            anchors = one.branching.rule.choose(entropies, None, eligible, share)
             expected = dict.fromkeys(anchors, num_rollouts)
             assert {position: len(branches) for position, branches in sample.branches.items()} == expected
             num_left += len(anchors) * num_rollouts
             for position, branches in sample.branches.items():
                 for branch in branches:
                     prefix_ids = [*one.prefix_ids, *sample.token_ids[:position]]
-                    check_statistics(model, prefix_ids, branch, one.branching.temperature)
+                    check_statistics(model, prefix_ids, branch, one.temperature)
                     length = position + len(branch.token_ids)
                     assert 4 < length <= one.max_new_tokens
                     assert length == one.max_new_tokens or branch.token_ids.tolist().index(EOS) == length - position - 1
@@ -237,10 +236,10 @@ def test_rollouts_that_leave_are_distributed_as_the_policy_is():
     """Chi-squared tests, as above, of what leaves 3,000 base trajectories after a token, and of these themselves."""
     model, prompt = make_model(seed=1), token_ids(6)
     # Any second token is an anchor: no entropy is below 0
-    rule = branching(-1.0, 1, 1.4, [1] * 3000, 1, 1)
+    rule = branching(-1.0, 1, [1] * 3000, 1)
     torch.manual_seed(0)
-    (samples,) = make_sampler(model).sample([replace(request(prompt, [], 3000, 4), branching=rule)])
-    assert p_value([sample.token_ids.tolist() for sample in samples], probabilities(model, prompt, 1.0)) > 1e-6
+    (samples,) = make_sampler(model).sample([replace(request(prompt, [], 3000, 4, 1.4), branching=rule)])
+    assert p_value([sample.token_ids.tolist() for sample in samples], probabilities(model, prompt, 1.4)) > 1e-6
     firsts = Counter(int(sample.token_ids[0]) for sample in samples if sample.branches)
     for first, _ in firsts.most_common(3):
         left = [s.branches[1][0].token_ids.tolist() for s in samples if s.branches and s.token_ids[0] == first]
@@ -399,13 +398,10 @@ def test_what_generation_knows_is_not_computed_again(settings):
             passes.append(module)
 
     model = AutoModelForCausalLM.from_pretrained(model_on_disk())
-    sizes = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 2}
-    trainer = Recorder(
-        model,
-        lambda completions, **kwargs: [float(len(text) % 3 == 0) for text in completions],
-        FR3EConfig("unused", **CPU | sizes | {"learning_rate": 0.0} | settings),
-        train_dataset=make_dataset(),
-        processing_class=make_tokenizer(),
+    trainer = make_trainer(
+        model=model,
+        reward_funcs=lambda completions, **kwargs: [float(len(text) % 3 == 0) for text in completions],
+        **{"learning_rate": 0.0} | settings,
     )
     assert trainer.shares_prefixes  # it is tried out on first use, by passes of its own
     model.register_forward_hook(count, with_kwargs=True)
@@ -434,13 +430,11 @@ def test_a_step_with_a_stopping_rule_generates_once(monkeypatch):
     monkeypatch.setattr(
         GenerationMixin, "generate", lambda *args, **kwargs: calls.append(1) or generate(*args, **kwargs)
     )
-    sizes = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 3}
-    trainer = Recorder(
-        make_model(),
-        lambda completions, **kwargs: [float(len(text) % 3) for text in completions],
-        FR3EConfig("unused", **CPU | sizes, anchor_threshold=1.0, credit="tree"),
-        train_dataset=make_dataset(),
-        processing_class=make_tokenizer(),
+    trainer = make_trainer(
+        reward_funcs=lambda completions, **kwargs: [float(len(text) % 3) for text in completions],
+        anchor_threshold=1.0,
+        credit="tree",
+        max_steps=3,
     )
     trainer.train()
     assert len(calls) == len(trainer.batches) == 3
@@ -451,7 +445,8 @@ def test_a_step_with_a_stopping_rule_generates_once(monkeypatch):
             assert all(rollout.copy_of is not None for rollout in tree.states[0].rollouts[2:])
             num_copies += len(tree.states[0].rollouts) - 2
             for b, entropies in enumerate(tree.entropies):
-                expected = first_anchors(entropies, eligible_positions(entropies, tree.budget), 1.0, 3)
+                eligible = eligible_positions(entropies, tree.budget)
+                expected = AboveThreshold(threshold=1.0).choose(entropies, None, eligible, 3)
                 assert [state.position for state in tree.states if state.base == b] == expected
             for state in tree.states:
                 for rollout in state.rollouts:

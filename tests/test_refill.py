@@ -1,18 +1,19 @@
 """Batches that are filled up with further prompts."""
 
 import math
+from functools import partial
 
+import factory
 import pytest
 import torch
 from datasets import Dataset
-from models import CPU, make_dataset, make_model, make_tokenizer
-from recorder import Recorder
+from models import make_dataset, make_model
 from transformers import set_seed
 from trees import rollouts_of
+from trl.trainer.utils import RepeatSampler
 
-from fr3e_trl import FR3EConfig
 from fr3e_trl.method.refill import PromptStream, fill_batch, num_to_draw
-from fr3e_trl.method.rows import Row
+from fr3e_trl.method.rows import Row, token_credit
 from fr3e_trl.method.tree import Rollout
 
 
@@ -28,23 +29,24 @@ def make_prompts(num_prompts: int, num_hopeful: int) -> Dataset:
     return Dataset.from_dict({"prompt": [f"{9 if i < num_hopeful else 1}+{i}=" for i in range(num_prompts)]})
 
 
-def make_trainer(dataset, cls=Recorder, **settings):
-    sizes = {"num_generations": 8, "per_device_train_batch_size": 32, "max_completion_length": 8, "max_steps": 3}
-    sizes |= {"value_prior_strength": 0, "negative_advantage_scale": 1}  # with a prior hardly a row is rejected
-    return cls(
-        make_model(),
-        hopeful,
-        FR3EConfig(**{"output_dir": "output", "learning_rate": 1e-2} | CPU | sizes | settings),
-        train_dataset=dataset,
-        processing_class=make_tokenizer(),
-    )
+# With a prior hardly a row is rejected
+DEFAULTS = {
+    "reward_funcs": hopeful,
+    "per_device_train_batch_size": 32,
+    "max_completion_length": 8,
+    "max_steps": 3,
+    "learning_rate": 1e-2,
+    "value_prior_strength": 0,
+    "negative_advantage_scale": 1,
+}
 
 
-def train(*args, **kwargs):
-    trainer = make_trainer(*args, **kwargs)
-    set_seed(1)
-    trainer.train()
-    return trainer
+def make_trainer(dataset, **settings):
+    return factory.make_trainer(dataset=dataset, **DEFAULTS | settings)
+
+
+def train(dataset, **settings):
+    return factory.train(dataset=dataset, **DEFAULTS | settings)
 
 
 def logged(trainer, name):
@@ -110,9 +112,9 @@ def test_rows_that_are_left_over():
 
 
 def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from():
-    trainer = make_trainer(make_prompts(200, 60), max_refills=12, max_steps=6, explore_temperature_scale=1.5)
+    trainer = make_trainer(make_prompts(200, 60), max_refills=12, max_steps=6)
     kept = []
-    keep = trainer.keep
+    keep = trainer.score_leftovers
 
     def record(rows):
         with torch.no_grad():
@@ -125,7 +127,7 @@ def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from():
             }
         )
 
-    trainer.keep = record
+    trainer.score_leftovers = record
     set_seed(1)
     trainer.train()
     num_seen = 0
@@ -140,22 +142,21 @@ def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from():
             if not batch["in_loss"][i]:
                 continue
             key = (batch["tool_mask"][i].tolist().index(1), *prompt, *completion)  # the prefix is not in the loss
-            row, at_temperature_1 = before.get(key, (None, None))
+            row, scored = before.get(key, (None, None))
             if row is None or key in own:
                 continue
             num_seen += 1
             old = batch["old_per_token_logps"][i][: len(completion)]
             torch.testing.assert_close(old, row.old_logprobs)
-            if len(row.prefix_ids) == 0:
-                torch.testing.assert_close(old, at_temperature_1)
-            else:
-                assert not torch.allclose(old, at_temperature_1)
-            assert batch["advantages"][i].item() == pytest.approx(row.advantage)
+            start = len(row.prefix_ids)  # the prefix is not in the loss
+            torch.testing.assert_close(old[start:], scored[start:], atol=1e-5, rtol=1e-4)
+            expected = token_credit([row], len(completion))[1, 0].tolist()
+            assert batch["advantages"][i][: len(completion)].tolist() == pytest.approx(expected, abs=1e-5)
     assert num_seen > 0
 
 
 def row(in_loss: bool) -> Row:
-    return Row(Rollout([2]), 0, 1.0, in_loss=in_loss)
+    return Row(Rollout([2]), 0, in_loss=in_loss)
 
 
 def test_fill_batch_by_hand():
@@ -185,13 +186,14 @@ def test_num_to_draw_by_hand():
 
 
 def test_a_stream_goes_on_where_it_was():
-    stream = PromptStream(7, shuffle=True, seed=1)
+    shuffled = partial(RepeatSampler, range(7), mini_repeat_count=1, seed=1)
+    stream = PromptStream(shuffled)
     drawn = [stream.draw(5) for _ in range(5)]
-    again = PromptStream(7, shuffle=True, seed=1)
+    again = PromptStream(shuffled)
     again.go_to(10)
     assert [again.draw(5) for _ in range(3)] == drawn[2:]
     assert again.num_drawn == 25
-    assert PromptStream(7, shuffle=False, seed=1).draw(9) == [0, 1, 2, 3, 4, 5, 6, 0, 1]
+    assert PromptStream(lambda: range(7)).draw(9) == [0, 1, 2, 3, 4, 5, 6, 0, 1]
 
 
 def test_the_first_prompts_are_those_of_the_data_loader():

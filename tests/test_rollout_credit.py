@@ -3,10 +3,12 @@
 import itertools
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fr3e_trl.method.credit.prior import Prior, state_values
 from fr3e_trl.method.credit.rollout import (
     compute_advantages,
     degenerate_states,
@@ -14,9 +16,10 @@ from fr3e_trl.method.credit.rollout import (
     normalized_rewards,
     row_advantages,
     row_baselines,
-    state_values,
     weighted_rewards,
 )
+
+pytestmark = pytest.mark.fast
 
 NAN = math.nan
 CHAIN = [None, 0, 1]  # S_0 -> S_1 -> S_2
@@ -116,7 +119,6 @@ def test_the_exponent_is_clamped():
     # V = 300, 100, 700: differences -200 and 600 become exponents 5 and -5
     result = compute_advantages(*rows([200, 400], [0, 200], [600, 800]), CHAIN)
     assert_close(result.factors, [1, math.exp(5), math.exp(-5)])
-    assert_close(modulation_factors(result.values, CHAIN, "exp", clip=0.5), [1, math.exp(0.5), math.exp(-0.5)])
 
 
 def test_no_modulation():
@@ -168,10 +170,10 @@ def test_prior():
     # Baselines, leave-one-out. First S_0: (2 * 1 + 0) / 3 for the 1, (2 * 1 + 1) / 3 for the 0.
     # S_1: all right, (2 * 0.75 + 1) / 3. Second S_0: (2 * 0.5 + 1) / 3
     rewards, states = rows([1, 0], [1, 1], [1, 1])
-    baselines = row_baselines(rewards, states, [None, 0, None], prior_strength=2)
+    baselines = row_baselines(rewards, states, [None, 0, None], Prior(2))
     assert_close(baselines, [2 / 3, 1, 2.5 / 3, 2.5 / 3, 2 / 3, 2 / 3])
     # States whose rewards are all equal teach, and none is rejected
-    result = compute_advantages(rewards, states, [None, 0, None], prior_strength=2)
+    result = compute_advantages(rewards, states, [None, 0, None], Prior(2))
     assert not result.rejected.any()
     # alpha_1 = exp(-0.5) is of V as it is: (1 - 2.5 / 3) * 0.6065 = 0.1011
     assert_close(result.advantages, [1 / 3, -1, 0.1011, 0.1011, 1 / 3, 1 / 3])
@@ -179,21 +181,21 @@ def test_prior():
 
 def test_prior_rejects_only_states_without_a_signal():
     # Every reward is the same, and so are the priors but for rounding: every advantage is 0
-    result = compute_advantages(*rows([0.1, 0.1, 0.1], [0.1], [0.1] * 6), [None, 0, None], prior_strength=2)
+    result = compute_advantages(*rows([0.1, 0.1, 0.1], [0.1], [0.1] * 6), [None, 0, None], Prior(2))
     assert result.rejected.all() and not result.advantages.any()
 
 
 def test_prior_of_a_single_prompt():
     # No other prompt: S_0 gets its plain leave-one-out mean, and S_1 is still pulled towards it
     # V(S_0) = 0.5. S_1: (1 * 0.5 + 1) / (1 + 1) for each
-    baselines = row_baselines(*rows([1, 0], [1, 1]), [None, 0], prior_strength=1)
+    baselines = row_baselines(*rows([1, 0], [1, 1]), [None, 0], Prior(1))
     assert_close(baselines, [0, 1, 0.75, 0.75])
 
 
 def test_prior_with_unscorable_rows():
     # kappa = 1: S_0's prior is the other's V, 1. Its one scorable row has (1 * 1 + 0) / (1 + 1 - 1) = 1
     rewards, states = rows([0, NAN], [1, 1])
-    result = compute_advantages(rewards, states, [None, None], prior_strength=1)
+    result = compute_advantages(rewards, states, [None, None], Prior(1))
     # The other: prior 0, (1 * 0 + 1) / (1 + 2 - 1) = 0.5
     assert_close(result.advantages, [-1, 0, 0.5, 0.5])
 
@@ -260,8 +262,8 @@ def test_the_order_of_rows_changes_nothing(batch, modulation, prior_strength, ra
     rewards, states, parents = batch
     order = list(range(len(rewards)))
     random.shuffle(order)
-    result = compute_advantages(rewards, states, parents, modulation, prior_strength=prior_strength)
-    shuffled = compute_advantages(rewards[order], states[order], parents, modulation, prior_strength=prior_strength)
+    result = compute_advantages(rewards, states, parents, Prior(prior_strength), modulation)
+    shuffled = compute_advantages(rewards[order], states[order], parents, Prior(prior_strength), modulation)
     assert_close(shuffled.advantages, result.advantages[order].tolist(), atol=1e-9)
     assert_close(shuffled.values, result.values.tolist(), atol=1e-9)
     assert shuffled.rejected.equal(result.rejected)
@@ -276,10 +278,10 @@ def test_what_shares_the_batch_changes_nothing(batch, other, modulation, scale):
         torch.cat([rewards, others]),
         torch.cat([states, other_states + shift]),
         parents + [None if parent is None else parent + shift for parent in other_parents],
-        modulation,
+        modulation=modulation,
         scale=scale,
     )
-    alone = compute_advantages(rewards, states, parents, modulation, scale=scale)
+    alone = compute_advantages(rewards, states, parents, modulation=modulation, scale=scale)
     assert_close(together.advantages[: len(rewards)], alone.advantages.tolist(), atol=1e-9)
     assert together.rejected[:shift].equal(alone.rejected)
 
@@ -287,7 +289,7 @@ def test_what_shares_the_batch_changes_nothing(batch, other, modulation, scale):
 @given(batches(), st.sampled_from(["exp", "sharpened", "none"]), st.sampled_from([0.0, 2.0]))
 def test_everything_is_finite_and_unscorable_rows_have_no_advantage(batch, modulation, prior_strength):
     rewards, states, parents = batch
-    result = compute_advantages(rewards, states, parents, modulation, prior_strength=prior_strength)
+    result = compute_advantages(rewards, states, parents, Prior(prior_strength), modulation)
     assert result.advantages.isfinite().all() and result.factors.isfinite().all()
     assert not result.advantages[rewards.isnan()].any()
     assert not result.advantages[result.rejected[states]].any()
@@ -300,8 +302,8 @@ def test_with_a_prior_no_baseline_depends_on_its_own_reward(batch, data):
     row = data.draw(st.integers(0, len(rewards) - 1))
     changed = rewards.clone()
     changed[row] += 1
-    before = row_baselines(rewards, states, parents, prior_strength=4.0)
-    after = row_baselines(changed, states, parents, prior_strength=4.0)
+    before = row_baselines(rewards, states, parents, Prior(4.0))
+    after = row_baselines(changed, states, parents, Prior(4.0))
     torch.testing.assert_close(after[row], before[row], atol=1e-9, rtol=0, equal_nan=True)
 
 
@@ -354,8 +356,8 @@ def expected_gradient(r: list[list[float]], negative_scale: float) -> torch.Tens
             rewards,
             torch.tensor([0, 1, 2]),
             [None, 0, None],
+            Prior(4.0),
             modulation="none",
-            prior_strength=4.0,
             negative_scale=negative_scale,
         )
         of_base, of_branch, _ = result.advantages.tolist()

@@ -2,11 +2,13 @@
 
 import math
 from collections import defaultdict
+from dataclasses import replace
 
+import factory
 import pytest
 import torch
 from launches import launch
-from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
+from models import CPU, make_dataset, make_tokenizer
 from processes_train import FakeSampler
 from recorder import Recorder
 from test_processes import same, trees_of, weights_of
@@ -14,20 +16,26 @@ from transformers import set_seed
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.bench.measures import MeasuredFR3ETrainer
-from fr3e_trl.config import TREE_LOSSES
 from fr3e_trl.display import render_tree
-from fr3e_trl.method.anchors import even_shares, first_anchors, next_threshold, uncertainty
+from fr3e_trl.method.anchors import AboveThreshold, even_shares, next_threshold, uncertainty
+from fr3e_trl.method.credit import credit_rows
+from fr3e_trl.method.credit.tree import TREE_LOSSES
 from fr3e_trl.method.refill import row_from, state_of
-from fr3e_trl.method.rows import RowSharding, rows_of, set_advantages, token_credit
+from fr3e_trl.method.rows import RowSharding, rows_of, token_credit
 from fr3e_trl.method.tree import Rollout, Score, Tree
 
 NAN = math.nan
-SIZES = {"num_generations": 8, "per_device_train_batch_size": 32, "max_completion_length": 10}
+DEFAULTS = {
+    "credit": "tree",
+    "anchor_threshold": 0.3,
+    "per_device_train_batch_size": 32,
+    "max_completion_length": 10,
+    "learning_rate": 1e-2,
+}
 
 
 def make_config(**settings):
-    defaults = {"output_dir": "output", "credit": "tree", "anchor_threshold": 0.3, "learning_rate": 1e-2}
-    return FR3EConfig(**defaults | CPU | SIZES | settings)
+    return FR3EConfig("output", **CPU | {"num_generations": 8} | DEFAULTS | settings)
 
 
 def letters(completions, **kwargs):
@@ -46,12 +54,8 @@ def parity(prompts, completions, **kwargs):
 
 
 def train(cls=Recorder, sampler=None, reward_func=letters, num_prompts=16, resume=None, model=None, **settings):
-    trainer = cls(
-        model or make_model(),
-        reward_func,
-        make_config(**{"max_steps": 2} | settings),
-        train_dataset=make_dataset(num_prompts),
-        processing_class=make_tokenizer(),
+    trainer = factory.make_trainer(
+        cls, model=model, reward_funcs=reward_func, dataset=make_dataset(num_prompts), **DEFAULTS | settings
     )
     if sampler is not None:
         trainer.sampler = sampler
@@ -178,8 +182,8 @@ def make_tree(rewards=(0.0, 1.0, 0.0)):
 def credited(trees, **settings):
     config = make_config(num_generations=3, per_device_train_batch_size=3, num_base_trajectories=1, **settings)
     examples = {i: {} for i in range(len(trees))}
-    rows = rows_of(trees, RowSharding(3 * len(trees)), 1.0, 1.0, examples, [None] * len(trees))
-    set_advantages(rows, trees, config)
+    rows = rows_of(trees, RowSharding(3 * len(trees)), examples, [None] * len(trees))
+    credit_rows(rows, trees, config.plan)
     return rows
 
 
@@ -230,19 +234,21 @@ def test_a_completion_too_short_for_its_anchors_stands_for_them():
     tree = Tree([5, 6], budget=12)
     tree.bases = [Rollout([10, 1], score=Score([1.0], 1.0))]
     tree.branch(0, {1: 1.0})
-    # The row that it lacks is the prompt's own, and a tree by itself: reward .2
-    tree.states[0].rollouts = [*tree.bases, Rollout([11, 1], score=Score([0.2], 0.2))]
+    tree.states[0].rollouts = [*tree.bases, replace(tree.bases[0], copy_of=0)]
     tree.states[1].rollouts = [Rollout([12, 1], score=Score([0.0], 0.0))]
-    base, alone, branch = credited([tree, other_tree()])[:3]
-    # beta of the base: (4 * .2 + .2) / 5
+    base, copy, branch = credited([tree, other_tree()])[:3]
+    assert tree.value == pytest.approx(2 / 3)
     assert [a for _, _, a in base.rollout.credit] == pytest.approx([1.4, 2 * (1 - 0.8 / 5)])
     assert [n for _, n, _ in base.rollout.credit] == [3, 2]
     assert branch.advantage == pytest.approx(-2.8 / 6)
-    # Its own: the base's tree is worth 2/3
-    assert alone.advantage == pytest.approx(0.2 - (0.8 + 2 / 3) / 5)
+    assert copy.advantage == 0 and not copy.in_loss
 
 
 # Anchors
+
+
+def first_anchors(entropies, eligible, threshold, num_anchors, min_gap=1):
+    return AboveThreshold(threshold=threshold, min_gap=min_gap).choose(entropies, None, eligible, num_anchors)
 
 
 def test_the_first_positions_above_a_threshold():
@@ -383,7 +389,7 @@ def test_the_kl_term_is_a_mean_over_the_tokens_in_the_loss():
             super().__init__(*args, **kwargs)
             self.ref_model.lm_head.weight.data.mul_(0.5)
 
-    trainer = train(OtherReference, FakeSampler(), model=model_on_disk(), beta=0.5, max_steps=1)
+    trainer = train(OtherReference, FakeSampler(), beta=0.5, max_steps=1)
     ((batch, _),) = trainer.batches
     mask = batch["completion_mask"] * batch["tool_mask"]
     policy = -(batch["advantages"] * mask).sum() / batch["num_items_in_batch"] * batch["tokens_per_counted"]
@@ -488,13 +494,11 @@ def test_two_processes_are_one(settings, tmp_path):
         ({"reuse_base": False}, "reuse_base=False"),
         ({"base_selection": "mixed"}, "base_selection='mixed'"),
         ({"modulation": "exp"}, "modulation='exp'"),
-        ({"explore_temperature_scale": 1.5}, "explore_temperature_scale=1.5 is not allowed: it must be 1 with"),
         ({"num_anchors": 0, "anchor_threshold": None}, "num_anchors=0 is not allowed: it must be above 0"),
         ({"anchor_threshold": -0.1}, "anchor_threshold=-0.1 is not allowed: it must be 'auto', None, or 0 or more"),
         ({"anchor_threshold": math.inf}, "anchor_threshold=inf"),
         ({"anchor_threshold": "high"}, "anchor_threshold='high' is not allowed: it must be 'auto', None, or 0 or more"),
-        ({"anchor_score": "random"}, "anchor_score='entropy' and anchor_quantile=None .they are 'random' and None"),
-        ({"anchor_quantile": 0.5}, "they are 'entropy' and 0.5"),
+        ({"anchor_score": "random"}, "anchor_score='entropy'"),
     ],
 )
 def test_what_is_refused(settings, message):
@@ -511,8 +515,6 @@ def test_what_is_refused(settings, message):
         ({"anchor_threshold": "none"}, "tree", None),
         ({"anchor_threshold": None}, "tree", None),
         ({"anchor_score": "surprisal"}, "tree", None),
-        ({"anchor_quantile": 0.5}, "tree", None),
-        ({"anchor_positions": "turns"}, "tree", None),
         ({"credit": "rollout"}, "rollout", None),
         ({"scale_rewards": "group"}, "rollout", None),
         ({"modulation": "exp"}, "rollout", None),

@@ -294,6 +294,10 @@ class Prior:
         return torch.zeros_like(values) if self.is_zero else leave_one_out_means(values)
 
 
+# What compares each row with the others of its state alone
+NO_PRIOR = Prior()
+
+
 def prior_of(trees: Sequence[Tree], plan: Plan, tracker: ValueTracker | None = None) -> Prior:
     """The prior of a step's prompts. The tracker is asked, and not told."""
     strength = plan.prior_strength

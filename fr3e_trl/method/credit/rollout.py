@@ -21,7 +21,7 @@ import torch
 
 from ..plan import Plan
 from ..tree import Tree, chains_of
-from .prior import Prior, state_values
+from .prior import NO_PRIOR, Prior, state_values
 from .rule import Credit, CreditRule, RowCredit, StateCredit
 
 # Bound on the exponent of the paper's modulation
@@ -103,7 +103,7 @@ def compute_advantages(
     rewards: torch.Tensor,
     states: torch.Tensor,
     parents: list[int | None],
-    prior: Prior,
+    prior: Prior = NO_PRIOR,
     modulation: str = "exp",
     scale: str = "none",
     reject: bool = True,
@@ -260,7 +260,7 @@ def row_baselines(
     rewards: torch.Tensor,
     states: torch.Tensor,
     parents: list[int | None],
-    prior: Prior,
+    prior: Prior = NO_PRIOR,
 ) -> torch.Tensor:
     """
     What each row's reward is compared with.

@@ -71,11 +71,11 @@ class TreeCredit(CreditRule):
     def credit(self, trees: Sequence[Tree], plan: Plan, prior: Prior) -> Credit:
         paths = paths_of(trees)
         values = tree_values(paths)
-        prompt_values = _prompt_values(values, paths.prompts, len(trees))
-        baselines = root_baselines(values, paths.prompts, prior.of(prompt_values), prior.strength)
+        of_prompts = prompt_values(values, paths.prompts, len(trees))
+        baselines = root_baselines(values, paths.prompts, prior.of(of_prompts), prior.strength)
         stretches = tree_credit(paths, baselines, prior.strength)
         rows = _row_credit(stretches, trees, plan)
-        return Credit(rows, _state_credit(rows, paths.rewards, trees), prompt_values)
+        return Credit(rows, _state_credit(rows, paths.rewards, trees), of_prompts)
 
 
 class Paths(NamedTuple):
@@ -163,6 +163,25 @@ def tree_values(paths: Paths) -> torch.Tensor:
     totals = _totals(paths)
     bases = torch.tensor(_bases(paths.parents), device=totals.device)
     sums, counts = torch.zeros_like(totals).index_add(0, bases, totals).T
+    return sums / counts
+
+
+def prompt_values(values: torch.Tensor, prompts: torch.Tensor, num_prompts: int) -> torch.Tensor:
+    """
+    What each prompt is worth: the mean over its trees, each of which counts once.
+
+    Args:
+        values (`torch.Tensor` of shape (R,)):
+            Values of trees, see [`tree_values`].
+        prompts (`torch.Tensor` of shape (R,)):
+            Prompt of each row, as an index.
+        num_prompts (`int`):
+            P.
+
+    Returns:
+        `torch.Tensor` of shape (P,): Values, NaN where no row is scorable.
+    """
+    sums, counts = _prompt_totals(values, prompts, num_prompts)
     return sums / counts
 
 
@@ -321,12 +340,6 @@ def _stretches(
         if positions[row] < end:
             stretches.append((row, positions[row], end, total, count))
         yield from reversed(stretches)
-
-
-def _prompt_values(values: torch.Tensor, prompts: torch.Tensor, num_prompts: int) -> torch.Tensor:
-    """What each prompt is worth, (P,): the mean over its trees, each of which counts once; NaN if none is scorable."""
-    sums, counts = _prompt_totals(values, prompts, num_prompts)
-    return sums / counts
 
 
 def _prompt_totals(values: torch.Tensor, prompts: torch.Tensor, num_prompts: int) -> tuple[torch.Tensor, torch.Tensor]:
