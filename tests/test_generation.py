@@ -19,6 +19,7 @@ from trees import plain, rollouts_of
 
 from fr3e_trl.generation.generate import GenerateSampler
 from fr3e_trl.generation.vllm import NUM_LOGPROBS, entropies_of
+from fr3e_trl.trl_adapter.decoding import GenerateSteps
 from fr3e_trl.method.anchors import AboveThreshold, eligible_positions
 from fr3e_trl.method.sampling import Branching, SamplingRequest
 
@@ -32,7 +33,8 @@ def make_sampler(model, **generation_kwargs):
             yield model
 
     settings = {"do_sample": True, "top_k": 0, "pad_token_id": PAD, "eos_token_id": [EOS], "disable_compile": True}
-    return GenerateSampler(generation_model, GenerationConfig(**settings | generation_kwargs), torch.device("cpu"))
+    config = GenerationConfig(**settings | generation_kwargs)
+    return GenerateSampler(generation_model, config, torch.device("cpu"), decoding=GenerateSteps())
 
 
 def token_ids(length, seed=0):

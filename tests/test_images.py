@@ -196,7 +196,7 @@ def test_rollouts_see_their_prompts_images(family):
     [
         ("qwen2_5_vl", {"peft_config": LoraConfig(target_modules="all-linear")}),
         ("gemma3", {}),
-        ("smolvlm", {"value_tracker": True, "explore_temperature_scale": 1.3}),
+        ("smolvlm", {"value_tracker": True}),
         ("llava", {"beta": 0.1, "num_iterations": 2, "per_device_train_batch_size": 8, "steps_per_generation": 2}),
         ("internvl", {"anchor_threshold": 0.3, "credit": "tree"}),
     ],
@@ -265,7 +265,7 @@ class KnowsNothing(Recorder):
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
 def test_old_log_probs_are_of_the_images(family):
     """Scored by TRL, and beside it where rows were sampled at another temperature or left over from the step before."""
-    settings = {"explore_temperature_scale": 1.5, "max_refills": 3, "learning_rate": 0.0, "max_steps": 6}
+    settings = {"max_refills": 3, "learning_rate": 0.0, "max_steps": 6}
     trainer = train(
         family,
         KnowsNothing,
@@ -299,17 +299,11 @@ def test_old_log_probs_are_of_the_images(family):
     assert checked > 8 and trainer.kept
 
 
-class WithEngine(Recorder):
-    """Corrects as with vLLM, for an engine that needs no weights."""
-
-    def vllm_engine(self):
-        return nullcontext()
-
-
 def test_what_an_engine_samples_is_corrected_with_the_images():
-    """Against an engine without an error, at another temperature: the ratio of the engines is 1."""
-    trainer = make_trainer("qwen2_5_vl", WithEngine, explore_temperature_scale=1.5, learning_rate=0.0, max_steps=1)
+    """Against an engine without an error, and that needs no weights: the ratio of the engines is 1."""
+    trainer = make_trainer("qwen2_5_vl", temperature=1.5, learning_rate=0.0, max_steps=1)
     trainer.use_vllm, trainer._last_loaded_step = True, 0
+    trainer.vllm_generation = SimpleNamespace(enable_sleep_mode=False)
     trainer.train()
     ((batch, _),) = trainer.batches
     in_loss = (batch["completion_mask"] * batch["tool_mask"]).bool()
@@ -688,7 +682,7 @@ def test_a_sharded_model_is_refused():
     [
         ("llava", {}, r"grid of their patches \(image_grid_thw\)"),
         ("qwen2_5_vl", {"max_refills": 1}, "Set max_refills=0"),
-        ("qwen2_5_vl", {"sampler": lambda trainer: trainer._make_sampler()}, "without vLLM and without sampler="),
+        ("qwen2_5_vl", {"sampler": make_sampler}, "without vLLM and without sampler="),
     ],
 )
 def test_a_tool_that_returns_an_image_is_refused(family, settings, named):
