@@ -223,8 +223,10 @@ class FR3ETrainer(RatioGRPOTrainer):
                 self.generation_model, self.generation_config, self.continuous_batching_config
             )
         else:
+            branches_early = bool(self.args.num_anchors) and self.args.anchor_threshold is not None
             sampler = GenerateSampler(
-                self.generation_model, self.generation_config, self.accelerator.device, self.image_inputs
+                *(self.generation_model, self.generation_config, self.accelerator.device, self.image_inputs),
+                may_grow=branches_early and not self.is_sharded and not self.tools,
             )
         return InStepSampler(sampler) if self.is_sharded else sampler
 

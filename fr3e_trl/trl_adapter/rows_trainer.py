@@ -33,7 +33,7 @@ from ..method.rows import Row, RowSharding, token_credit
 from ..method.sampling import images_of
 from ..method.tree import Dialogue, Score, TokenIds
 from .checks import IMAGE_COLUMNS, check_all_or_none, obstacle_to_tool_images
-from .prefix_sharing import IMPLEMENTATIONS, Trie, fold, share
+from .prefix_sharing import Trie, fold, obstacle_to_sharing
 from .resume import ResumableGRPOTrainer
 from .vllm_weights import FR3EVLLMGeneration
 
@@ -495,34 +495,17 @@ class RowsGRPOTrainer(ResumableGRPOTrainer):
         return obstacle is None
 
     def _obstacle_to_sharing(self) -> str | None:
-        implementation = self.model.config.get_text_config()._attn_implementation
-        if implementation not in IMPLEMENTATIONS:
-            return f"attn_implementation={implementation!r} takes no paths, as {' and '.join(IMPLEMENTATIONS)} do"
         if self._is_vlm:
             return "the images of a prompt are forwarded with each of its rows"
         if self.aux_loss_enabled:
             return "the loss of the routers (router_aux_loss_coef) is a mean over the tokens of all rows"
-        share(self.model, implementation)
-        # Some models have more to them than attention: what recurrent layers make of a token depends on the row
-        input_ids = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8], [0, 2, 3, 4, 5, 6]])
-        input_ids, mask = input_ids.to(self.accelerator.device), (input_ids != 0).to(self.accelerator.device)
-        # Without dropout; linear layers are left alone, since quantized ones change their weights for evaluation
-        training = [part for part in self.model.modules() if part.training and not isinstance(part, nn.Linear)]
-        try:
-            for part in training:
-                part.training = False
-            with torch.no_grad():
-                apart, _, _ = super()._get_per_token_logps_and_entropies(self.model, input_ids, mask.long(), 4)
-                shared, _ = self._score_shared(self.model, input_ids, mask, mask[:, -4:])
-        except Exception as error:
-            return f"{type(self.model).__name__} raises {type(error).__name__}: {error}"
-        finally:
-            for part in training:
-                part.training = True
-        difference = (apart - shared).abs().mean().item()
-        if not difference <= (1e-3 if self.in_float32 else 5e-2):
-            return f"it changes log-probs of {type(self.model).__name__} by {difference:.2g} nats a token"
-        return None
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, self.model.dtype)
+        score = super()._get_per_token_logps_and_entropies
+        return obstacle_to_sharing(
+            *(self.model, dtype, self.accelerator.device),
+            score_apart=lambda *rows: score(self.model, *rows)[0],
+            score_shared=lambda trie: trie.to_rows(self._forward_trie(self.model, trie).log_probs),
+        )
 
     def _score_shared(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Tensor
