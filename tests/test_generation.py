@@ -19,9 +19,9 @@ from trees import plain, rollouts_of
 
 from fr3e_trl.generation.generate import GenerateSampler
 from fr3e_trl.generation.vllm import NUM_LOGPROBS, entropies_of
-from fr3e_trl.trl_adapter.decoding import GenerateSteps
 from fr3e_trl.method.anchors import AboveThreshold, eligible_positions
 from fr3e_trl.method.sampling import Branching, SamplingRequest
+from fr3e_trl.trl_adapter.decoding import GenerateSteps
 
 PAD, EOS = 0, 1
 
@@ -34,7 +34,7 @@ def make_sampler(model, **generation_kwargs):
 
     settings = {"do_sample": True, "top_k": 0, "pad_token_id": PAD, "eos_token_id": [EOS], "disable_compile": True}
     config = GenerationConfig(**settings | generation_kwargs)
-    return GenerateSampler(generation_model, config, torch.device("cpu"), decoding=GenerateSteps())
+    return GenerateSampler(generation_model, config, torch.device("cpu"), GenerateSteps())
 
 
 def token_ids(length, seed=0):

@@ -3,7 +3,6 @@
 import functools
 import logging
 import re
-from contextlib import nullcontext
 from pathlib import Path
 
 import factory

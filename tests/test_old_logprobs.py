@@ -9,7 +9,6 @@ import pytest
 import torch
 from models import make_model, make_tokenizer
 from peft import LoraConfig
-from recorder import Recorder
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (

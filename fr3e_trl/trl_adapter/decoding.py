@@ -1,11 +1,12 @@
 """How the policy generates: TRL's generation mode, and the steps of transformers' `generate`."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import LogitsProcessorList
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
@@ -16,8 +17,16 @@ HOOK = "make_inputs_require_grads"
 class GenerateSteps:
     """The steps of transformers' `generate`, for a decoding loop of one's own."""
 
-    def run(self, model: Any, loop: Callable[..., torch.Tensor], inputs: dict[str, Any]) -> None:
-        model.generate(**inputs, custom_generate=loop)
+    def run(self, model: Any, loop: Callable[..., torch.Tensor], inputs: dict[str, Any]) -> torch.Tensor:
+        return model.generate(**inputs, custom_generate=loop)
+
+    def sample(
+        self, model: Any, input_ids: torch.Tensor, logits_processor: LogitsProcessorList, arguments: dict[str, Any]
+    ) -> torch.Tensor:
+        return model._sample(input_ids, logits_processor, **arguments)
+
+    def unchanged(self, model: Any, device: torch.device) -> AbstractContextManager[None]:
+        return unchanged(model, device)
 
     def first_inputs(self, model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         return model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
@@ -68,3 +77,19 @@ def drop_surplus_hooks(model: nn.Module) -> None:
         hooks = [k for k, hook in module._forward_hooks.items() if getattr(hook, "__name__", "") == HOOK]
         for k in hooks[:-1]:
             del module._forward_hooks[k]
+
+
+@contextmanager
+def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put back what modules keep to themselves, and the generators of random numbers."""
+    before = [(part, dict(vars(part)), dict(part._buffers)) for part in model.modules()]
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
+        try:
+            yield
+        finally:
+            for part, attributes, buffers in before:
+                vars(part).clear()
+                vars(part).update(attributes)
+                part._buffers.clear()
+                part._buffers.update(buffers)

@@ -178,6 +178,13 @@ METHODS = [
         exactly=False,
     ),
     Name(
+        "transformers.GenerationMixin._sample",
+        "decoding.py",
+        "the decoding loop of `generate`, called with one more processor of logits",
+        "self input_ids logits_processor stopping_criteria generation_config",
+        exactly=False,
+    ),
+    Name(
         "transformers.GenerationMixin.generate",
         "decoding.py",
         "public: calls a decoding loop of our own by `custom_generate`",
@@ -247,12 +254,13 @@ FUNCTIONS = [
         "module query key value attention_mask",
         False,
     ),
+    Name("torch.nn.Module._buffers", "decoding.py", "put back after a trial", of_instances=True),
     Name(
         "torch.nn.Module._forward_hooks", "decoding.py", "surplus hooks of transformers' are removed", of_instances=True
     ),
     Name(
         "transformers.PreTrainedConfig._attn_implementation",
-        "shared_forward.py",
+        "prefix_sharing.py",
         "which attention is called",
     ),
 ]

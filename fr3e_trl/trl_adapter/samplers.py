@@ -27,11 +27,10 @@ def make_sampler(trainer: Any) -> Sampler:
     if trainer.use_transformers_continuous_batching:
         sampler = ContinuousBatchingSampler(model, trainer.generation_config, trainer.continuous_batching_config)
     else:
+        branches_early = bool(trainer.args.num_anchors) and trainer.args.anchor_threshold is not None
         sampler = GenerateSampler(
-            model,
-            trainer.generation_config,
-            trainer.accelerator.device,
-            partial(image_inputs, trainer),
-            GenerateSteps(),
+            *(model, trainer.generation_config, trainer.accelerator.device, GenerateSteps()),
+            image_inputs=partial(image_inputs, trainer),
+            may_grow=branches_early and not is_sharded(trainer) and not trainer.tools,
         )
     return InStepSampler(sampler) if is_sharded(trainer) else sampler

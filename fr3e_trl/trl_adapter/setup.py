@@ -13,6 +13,7 @@ __all__ = [
     "EnvironmentFactory",
     "RewardFunc",
     "RolloutFunc",
+    "computed_in",
     "in_float32",
     "is_sharded",
     "model_name",
@@ -41,6 +42,12 @@ def is_sharded(trainer: Any) -> bool:
 def in_float32(trainer: Any) -> bool:
     """Whether two ways to compute the same agree to the rounding of float32."""
     return trainer.model.dtype == torch.float32 and trainer.accelerator.mixed_precision == "no"
+
+
+def computed_in(trainer: Any) -> torch.dtype:
+    """What the policy computes in."""
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return mixed.get(trainer.accelerator.mixed_precision, trainer.model.dtype)
 
 
 def sharding(trainer: Any, num_rows: int) -> RowSharding:

@@ -6,15 +6,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer import utils as trl_utils
 
 from .decoding import drop_surplus_hooks
 from .overriding import overridden
-from .prefix_sharing import IMPLEMENTATIONS, fold, share
-from .setup import in_float32
+from .prefix_sharing import Trie, fold, obstacle_to_sharing
+from .setup import computed_in
 
 logger = logging.getLogger(__name__)
 
@@ -28,35 +27,16 @@ def can_share(trainer: Any) -> bool:
 
 
 def _obstacle(trainer: Any) -> str | None:
-    implementation = trainer.model.config.get_text_config()._attn_implementation
-    if implementation not in IMPLEMENTATIONS:
-        return f"attn_implementation={implementation!r} takes no paths, as {' and '.join(IMPLEMENTATIONS)} do"
     if trainer._is_vlm:
         return "the images of a prompt are forwarded with each of its rows"
     if trainer.aux_loss_enabled:
         return "the loss of the routers (router_aux_loss_coef) is a mean over the tokens of all rows"
     model = trainer.model
-    share(model, implementation)
-    # Some models have more to them than attention: what recurrent layers make of a token depends on the row
-    input_ids = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8], [0, 2, 3, 4, 5, 6]])
-    input_ids, mask = input_ids.to(trainer.accelerator.device), (input_ids != 0).to(trainer.accelerator.device)
-    # Without dropout; linear layers are left alone, since quantized ones change their weights for evaluation
-    training = [part for part in model.modules() if part.training and not isinstance(part, nn.Linear)]
-    try:
-        for part in training:
-            part.training = False
-        with torch.no_grad():
-            apart, _, _ = GRPOTrainer._get_per_token_logps_and_entropies(trainer, model, input_ids, mask.long(), 4)
-            shared, _ = _score(trainer, model, input_ids, mask, mask[:, -4:])
-    except Exception as error:
-        return f"{type(model).__name__} raises {type(error).__name__}: {error}"
-    finally:
-        for part in training:
-            part.training = True
-    difference = (apart - shared).abs().mean().item()
-    if not difference <= (1e-3 if in_float32(trainer) else 5e-2):
-        return f"it changes log-probs of {type(model).__name__} by {difference:.2g} nats a token"
-    return None
+    return obstacle_to_sharing(
+        *(model, computed_in(trainer), trainer.accelerator.device),
+        score_apart=lambda *rows: GRPOTrainer._get_per_token_logps_and_entropies(trainer, model, *rows)[0],
+        score_shared=lambda trie: trie.to_rows(_forward(trainer, model, trie).log_probs),
+    )
 
 
 def logps_and_entropies(
@@ -123,11 +103,16 @@ def _score(
         give none.
     """
     trie = fold(input_ids, attention_mask, scored)
-    # Without Triton TRL's LM head takes all positions, with a label or without
-    with trainer.accelerator.autocast(), overridden(trl_utils, _use_triton=lambda device: True):
-        outputs = model(**trie.model_inputs, shift_labels=trie.labels, fused_lm_head=True)
+    outputs = _forward(trainer, model, trie)
     logprobs = trie.to_rows(outputs.log_probs)
     return logprobs, torch.zeros_like(logprobs) if outputs.entropy is None else trie.to_rows(outputs.entropy)
+
+
+def _forward(trainer: Any, model: Any, trie: Trie) -> Any:
+    """What TRL's LM head makes of a trie."""
+    # Without Triton it takes all positions, with a label or without
+    with trainer.accelerator.autocast(), overridden(trl_utils, _use_triton=lambda device: True):
+        return model(**trie.model_inputs, shift_labels=trie.labels, fused_lm_head=True)
 
 
 @contextmanager
