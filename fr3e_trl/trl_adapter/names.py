@@ -226,7 +226,7 @@ FUNCTIONS = [
         f"{UTILS}.RepeatSampler",
         "prompts.py",
         "the order of the data",
-        "self data_source mini_repeat_count seed",
+        "data_source mini_repeat_count shuffle seed",
         False,
     ),
     Name(f"{UTILS}.get_config_model_id", "setup.py", "the name of a model", "config"),
@@ -300,8 +300,13 @@ ATTRIBUTES = [
         VLLM,
         "../generation/vllm.py",
         "public, and not documented: see `Engine` there",
-        "accelerator enable_sleep_mode generation_kwargs llm min_p mode model processing_class repetition_penalty "
-        "server_base_url server_host server_port server_timeout tensor_parallel_size top_k top_p tp_group vllm_client",
+        "accelerator generation_kwargs llm min_p model repetition_penalty tensor_parallel_size top_k top_p tp_group",
+    ),
+    *_attributes(
+        VLLM,
+        "vllm_weights.py",
+        "public, and not documented",
+        "enable_sleep_mode mode processing_class server_base_url server_host server_port server_timeout vllm_client",
     ),
 ]
 
