@@ -34,7 +34,9 @@ def make_sampler(model, **generation_kwargs):
 
     settings = {"do_sample": True, "top_k": 0, "pad_token_id": PAD, "eos_token_id": [EOS], "disable_compile": True}
     config = GenerationConfig(**settings | generation_kwargs)
-    return GenerateSampler(generation_model, config, torch.device("cpu"), GenerateSteps())
+    sampler = GenerateSampler(generation_model, config, torch.device("cpu"), GenerateSteps())
+    assert sampler.grows is not None  # tried out now, by passes of its own
+    return sampler
 
 
 def token_ids(length, seed=0):
@@ -72,6 +74,7 @@ def test_a_batch_is_no_wider_and_takes_no_more_steps_than_grpos(requests):
         lambda module, args, kwargs, output: cached.append(kwargs["past_key_values"].get_seq_length()), with_kwargs=True
     )
     sampler = make_sampler(model, suppress_tokens=[EOS])
+    cached.clear()
     samples = drawn(
         sampler, [request(token_ids(prompt), token_ids(prefix), 1, *rest) for prompt, prefix, *rest in requests]
     )
@@ -190,8 +193,10 @@ def test_rollouts_leave_while_their_base_trajectory_grows(sliding):
     ]
     widths = []
     model.register_forward_hook(lambda module, args, output: widths.append(len(output.logits)))
+    sampler = make_sampler(model, min_new_tokens=4)
+    widths.clear()
     torch.manual_seed(1)
-    drawn = make_sampler(model, min_new_tokens=4).sample(requests)
+    drawn = sampler.sample(requests)
     steps, num_left = list(widths), 0
     for one, samples in zip(requests, drawn, strict=True):
         assert len(samples) == one.num_samples
@@ -438,6 +443,8 @@ def test_a_step_with_a_stopping_rule_generates_once(monkeypatch):
         credit="tree",
         max_steps=3,
     )
+    assert trainer.sampler.grows
+    calls.clear()
     trainer.train()
     assert len(calls) == len(trainer.batches) == 3
     num_copies = 0
