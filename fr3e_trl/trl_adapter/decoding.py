@@ -81,11 +81,12 @@ def drop_surplus_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put back what modules keep to themselves, and the generators of random numbers."""
+    """Put back what modules keep to themselves, and the generators of random numbers, which begin at a seed."""
     before = [(part, dict(vars(part)), dict(part._buffers)) for part in model.modules()]
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
         try:
+            torch.manual_seed(0)
             yield
         finally:
             for part, attributes, buffers in before:

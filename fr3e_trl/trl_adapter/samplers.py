@@ -12,7 +12,7 @@ from ..generation.vllm import VLLMColocateSampler, VLLMServerSampler
 from ..method.sampling import Sampler
 from .decoding import GenerateSteps, generation_model
 from .images import image_inputs
-from .setup import is_sharded
+from .setup import computed_in, is_sharded
 
 
 def make_sampler(trainer: Any) -> Sampler:
@@ -32,5 +32,6 @@ def make_sampler(trainer: Any) -> Sampler:
             *(model, trainer.generation_config, trainer.accelerator.device, GenerateSteps()),
             image_inputs=partial(image_inputs, trainer),
             may_grow=branches_early and not is_sharded(trainer) and not trainer.tools,
+            dtype=computed_in(trainer),
         )
     return InStepSampler(sampler) if is_sharded(trainer) else sampler
