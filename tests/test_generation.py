@@ -36,9 +36,7 @@ def make_sampler(model, may_grow=False, **generation_kwargs):
 
     settings = {"do_sample": True, "top_k": 0, "pad_token_id": PAD, "eos_token_id": [EOS], "disable_compile": True}
     config = GenerationConfig(**settings | generation_kwargs)
-    sampler = GenerateSampler(generation_model, config, torch.device("cpu"), GenerateSteps(), may_grow=may_grow)
-    assert sampler.grows is not None  # tried out now, by passes of its own
-    return sampler
+    return GenerateSampler(generation_model, config, torch.device("cpu"), GenerateSteps(), may_grow=may_grow)
 
 
 def token_ids(length, seed=0):
@@ -76,7 +74,6 @@ def test_a_batch_is_no_wider_and_takes_no_more_steps_than_grpos(requests):
         lambda module, args, kwargs, output: cached.append(kwargs["past_key_values"].get_seq_length()), with_kwargs=True
     )
     sampler = make_sampler(model, suppress_tokens=[EOS])
-    cached.clear()
     samples = drawn(
         sampler, [request(token_ids(prompt), token_ids(prefix), 1, *rest) for prompt, prefix, *rest in requests]
     )
@@ -196,8 +193,6 @@ def test_rollouts_leave_while_their_base_trajectory_grows(sliding):
     sampler = make_sampler(model, may_grow=True, min_new_tokens=4)
     assert sampler.grows  # it is tried out on first use, by passes of its own
     model.register_forward_hook(lambda module, args, output: widths.append(len(output.logits)))
-    sampler = make_sampler(model, min_new_tokens=4)
-    widths.clear()
     torch.manual_seed(1)
     drawn = sampler.sample(requests)
     steps, num_left = list(widths), 0
