@@ -138,6 +138,8 @@ def touched(tree) -> set[str]:
             names |= {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "overridden":
             names |= {keyword.arg for keyword in node.keywords if keyword.arg}
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("attr"):
+            names |= {arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)}
         elif isinstance(node, ast.Constant) and node.value in IN_TABLE:
             names.add(node.value)
     return {name for name in names if is_private(name) and name.isidentifier()} - PUBLIC

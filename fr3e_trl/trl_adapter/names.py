@@ -258,6 +258,7 @@ FUNCTIONS = [
     Name(
         "torch.nn.Module._forward_hooks", "decoding.py", "surplus hooks of transformers' are removed", of_instances=True
     ),
+    Name("transformers.PreTrainedModel._is_stateful", "prefix_sharing.py", "whether layers are recurrent"),
     Name(
         "transformers.PreTrainedConfig._attn_implementation",
         "prefix_sharing.py",

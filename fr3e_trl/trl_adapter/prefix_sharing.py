@@ -254,8 +254,8 @@ def obstacle_to_sharing(
             apart = score_apart(input_ids, mask, num_columns)
             difference = (apart - score_shared(trie)).abs().mean().item()
             # The same in batches of other shapes, as a measure of what rounding does
-            longer = [torch.cat([rows, rows[:, :MORE_COLUMNS]], 1) for rows in (input_ids, mask)]
-            alone = [score_apart(*(rows[[i]] for rows in longer), num_columns + MORE_COLUMNS) for i in range(len(mask))]
+            ids, masks = (torch.cat([rows, rows[:, :MORE_COLUMNS]], 1) for rows in (input_ids, mask))
+            alone = [score_apart(ids[[i]], masks[[i]], num_columns + MORE_COLUMNS) for i in range(len(mask))]
             noise = (apart - torch.cat(alone)[:, :num_columns]).abs().mean().item()
     except Exception as error:
         return f"{name} raises {type(error).__name__}: {error}"
