@@ -12,7 +12,7 @@ from transformers import set_seed
 from trees import rollouts_of
 from trl.trainer.utils import RepeatSampler
 
-from fr3e_trl.method.refill import PromptStream, fill_batch, num_to_draw, row_from, state_of
+from fr3e_trl.method.refill import PromptStream, fill_batch, num_to_draw
 from fr3e_trl.method.rows import Row, token_credit
 from fr3e_trl.method.tree import Rollout
 
@@ -219,12 +219,3 @@ def test_tokens_are_counted_over_all_rounds():
         assert count == sum(len(rollout.token_ids) for _, _, rollout in rollouts_of(trees) if rollout.copy_of is None)
         assert per_row == pytest.approx(count / batch["in_loss"].sum().item())
         assert math.isfinite(per_row)
-
-
-def test_rows_of_older_checkpoints_have_no_credit_of_their_tokens():
-    """And a temperature of their own, which is not looked at."""
-    state = {"holder": 1, "index": 0, "length": 3, "num_written": 3, "rewards": [1.0], "reward": 1.0, "credit": []}
-    state |= {"temperature": 1.2, "advantage": 0.5, "in_loss": True, "is_left_over": True}
-    row = row_from(state, [{"prompt": "1+1="}])
-    assert row.rollout.credit == [(3, 1.0, 0.5)] and row.advantage == 0.5
-    assert row_from(state_of(row, with_tokens=False), [{}]).rollout.credit == row.rollout.credit
