@@ -102,7 +102,7 @@ class StoppingRule:
 @dataclass(frozen=True, kw_only=True)
 class AboveThreshold(StoppingRule):
     """
-    The first positions with an entropy above a threshold.
+    The first positions whose entropy reaches a threshold, but for those where nothing is uncertain.
 
     Args:
         threshold (`float`):
@@ -112,7 +112,8 @@ class AboveThreshold(StoppingRule):
     threshold: float
 
     def is_uncertain(self, entropies: Any, positions: Any) -> Any:
-        return entropies > self.threshold
+        # Where all entropies are alike they are the threshold, which follows them
+        return (entropies >= self.threshold) & (entropies > 0)
 
 
 @dataclass(frozen=True)
