@@ -250,7 +250,7 @@ def tree_credit(paths: Paths, baselines: torch.Tensor, prior_strength: float) ->
 
 
 def _row_credit(stretches: Stretches, trees: Sequence[Tree], plan: Plan) -> list[RowCredit]:
-    """Stretches by row. A row of which nothing is learned is rejected; so is a copy or a masked row, whatever the plan."""
+    """Stretches by row. A row that teaches nothing is rejected. So are copies and masked rows, whatever the plan."""
     rollouts = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]
     informative = torch.zeros(len(rollouts), dtype=torch.bool)
     informative[stretches.rows[stretches.advantages != 0]] = True
