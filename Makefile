@@ -7,13 +7,17 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # Each process of the tests, and the demo's tiny model, are faster without more threads
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-vllm lint package bench bench-scaling bench-vllm serve clean
+.PHONY: demo test test-fast test-vllm lint package bench bench-scaling bench-vllm serve clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto --dist worksteal --ignore tests/with_vllm
+
+# The pure functions alone, in under a minute
+test-fast: $(VENV)/installed
+	$(BIN)/python -m pytest -m fast -n auto --ignore tests/with_vllm
 
 # With vLLM's server on the CPU, which the tests start and stop
 test-vllm: $(VLLM_VENV)/installed
@@ -27,6 +31,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 # The wheel and the source distribution, and the wheel in an environment of its own, without extras
 package: $(VENV)/installed

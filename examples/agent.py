@@ -68,15 +68,7 @@ DEFAULTS: dict[str, Any] = {
 
 @dataclass
 class AgentScriptArguments:
-    """
-    Arguments of this script, beside those of [`FR3EConfig`] and of TRL's `ModelConfig`.
-
-    Args:
-        num_train_examples (`int`, *optional*, defaults to `2048`):
-            Questions to train on.
-        num_heldout (`int`, *optional*, defaults to `64`):
-            Other questions, by which the agent is measured before and after, with `num_generations` answers to each.
-    """
+    """Arguments of this script, beside those of [`FR3EConfig`] and of TRL's `ModelConfig`."""
 
     num_train_examples: int = field(default=2048, metadata={"help": "Questions to train on."})
     num_heldout: int = field(

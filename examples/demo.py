@@ -30,6 +30,7 @@ from reasoning_gym.utils import extract_answer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.commands.completions import complete, texts_of
 from fr3e_trl.display import render_tree
 from fr3e_trl.method.tree import Tree
 
@@ -69,12 +70,12 @@ def is_right(completions: list[str], answer: list[str], **kwargs: Any) -> list[f
 def accuracy(policy: Path, heldout: Dataset, do_sample: bool) -> float:
     """Share of the held-out problems that a saved policy solves with one completion each."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)
-    inputs = tokenizer(list(heldout["prompt"]), padding=True, return_tensors="pt")
+    model.generation_config.update(max_new_tokens=MAX_COMPLETION_LENGTH, do_sample=do_sample)
+    prompt_ids = tokenizer(list(heldout["prompt"])).input_ids
     with torch.random.fork_rng():  # measuring leaves no trace in the training that follows
         torch.manual_seed(HELDOUT_SEED)
-        output_ids = model.generate(**inputs, max_new_tokens=MAX_COMPLETION_LENGTH, do_sample=do_sample)
-    completions = tokenizer.batch_decode(output_ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return sum(is_right(completions, list(heldout["answer"]))) / len(heldout)
+        (completions,) = complete(model, tokenizer, prompt_ids, model.generation_config, batch_size=len(heldout))
+    return sum(is_right(texts_of(completions, tokenizer), list(heldout["answer"]))) / len(heldout)
 
 
 def measure(when: str, policy: Path, heldout: Dataset) -> str:

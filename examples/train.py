@@ -7,14 +7,14 @@ Train a language model with FR3E, as a recipe says:
 here for a script of your own.
 """
 
-from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.commands.data import FR3EScriptArguments, get_reward, load_examples, load_tokenizer
-from fr3e_trl.commands.train import checkpoint_to_resume, set_model_init
+from fr3e_trl.commands.train import RecipeParser, checkpoint_to_resume, set_model_init
 
 if __name__ == "__main__":
-    parser = TrlParser([FR3EScriptArguments, FR3EConfig, ModelConfig])
+    parser = RecipeParser([FR3EScriptArguments, FR3EConfig, ModelConfig])
     script_args, training_args, model_args = parser.parse_args_and_config()
     set_model_init(training_args, model_args)
     tokenizer = load_tokenizer(model_args, training_args.trust_remote_code)

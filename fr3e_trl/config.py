@@ -3,12 +3,15 @@
 import copy
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self, get_args
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from numbers import Integral, Real
+from typing import Any, NamedTuple, Self
 
 from trl import GRPOConfig
 
+from .method.credit import CREDIT_RULES
 from .method.plan import Plan
 from .method.shape import Shape, default_num_anchors, share_rows
 
@@ -18,14 +21,10 @@ logger = logging.getLogger(__name__)
 PAPER: dict[str, Any] = {
     "num_generations": 16,
     "anchor_score": "entropy",
-    "anchor_quantile": None,
     "anchor_threshold": None,
-    "anchor_positions": "any",
     "anchor_min_gap": 1,
-    "anchor_min_budget": 1,
     "base_selection": "mixed",
     "reuse_base": True,
-    "explore_temperature_scale": 1.0,
     "modulation": "exp",
     "credit": "rollout",
     "reject_degenerate_states": True,
@@ -55,14 +54,17 @@ RELEASED: dict[str, Any] = PAPER | {
     "max_completion_length": 3072,
 }
 
-# What won where nothing was chosen, see docs/results.md: the prior's weight
+# A recipe takes one of these by the key `preset`
+PRESETS = {"paper": PAPER, "released": RELEASED}
+
+# The default weight of the prior. It won at equal generated tokens, see docs/results.md
 PRIOR_STRENGTH = 4.0
 
-# The paper's choice of GRPO's settings, where nothing was chosen and there are anchors
+# The paper's values of two GRPO settings. They are the defaults while exploring
 PAPER_CLIPPING = 0.28
 PAPER_SCALING = "none"
 
-# What GRPO finds wrong only when it computes advantages or a loss, after a batch was explored
+# GRPO looks at these only when it computes advantages or a loss, after a batch was explored
 GRPO_CHOICES = {
     "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
     "importance_sampling_level": ("token", "sequence"),
@@ -70,24 +72,8 @@ GRPO_CHOICES = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
 }
 
-# Losses for advantages of tokens. "grpo" and "sapo" take the mean over a row's own tokens, in which those of a short
-# branch weigh more than those of the prefix that it left
-TREE_LOSSES = ("dapo", "bnpo", "dr_grpo", "cispo", "luspo", "vespo")
-
-# What goes with advantages of tokens, taken over trees of completions of one policy
-TREE_CHOICES: dict[str, Sequence[Any]] = {
-    "loss_type": TREE_LOSSES,
-    "importance_sampling_level": ("token",),
-    "scale_rewards": ("none",),
-    "multi_objective_aggregation": ("sum_then_normalize",),
-    "reuse_base": (True,),
-    "base_selection": ("all",),
-    "modulation": ("none",),
-    "explore_temperature_scale": (1,),
-}
-
-# What errors call the types of settings
-TYPE_NAMES = {int: "an integer", float: "a finite number", str: "a text", bool: "True or False", type(None): "None"}
+# The default credit rule is the first of these whose needs the other settings meet
+CREDIT_DEFAULTS = ("tree", "rollout")
 
 
 @dataclass
@@ -96,89 +82,56 @@ class FR3EConfig(GRPOConfig):
     Configuration of [`FR3ETrainer`]: every parameter of [`~trl.GRPOConfig`], and those of FR3E.
 
     `num_generations` keeps its meaning, the training rows of a prompt. Of these G rows, `num_base_trajectories` are
-    sampled from the prompt, and `num_rollouts` from each of `num_anchors` positions at which these branch. The defaults
-    are what won at equal generated tokens; [`~FR3EConfig.paper`] has those of the paper. With `num_anchors=0` they are
-    those of [`~trl.GRPOConfig`].
+    sampled from the prompt. The others branch from `num_anchors` positions. The defaults won at equal generated tokens.
+    [`~FR3EConfig.paper`] has those of the paper. With `num_anchors=0` the defaults are those of [`~trl.GRPOConfig`].
 
-    What each parameter does in full, and what `None` stands for, is its field's `help`: the command line's `--help`
-    prints it.
+    Each field's `help`, which `--help` prints, says what it does and what `None` stands for.
 
     Parameters:
-        > Parameters that control where to explore
+        > How rows are shared out
 
-        num_anchors (`int`, *optional*):
-            Anchors per prompt: the positions from which new rollouts branch.
-        anchor_score (`str`, *optional*, defaults to `"entropy"`):
-            What makes an anchor: `"entropy"`, `"surprisal"` or `"random"`.
-        anchor_quantile (`float`, *optional*):
-            Quantile of a trajectory's entropies that anchors are above.
-        anchor_threshold (`float` or `"auto"`, *optional*, defaults to `"auto"`):
-            Entropy, in nats, that makes the first positions above it anchors; `None` for the highest of a trajectory.
-        anchor_positions (`str`, *optional*, defaults to `"any"`):
-            Where anchors may be: at `"any"` token that the policy wrote, or at those that begin its `"turns"`.
-        anchor_min_gap (`int`, *optional*, defaults to `1`):
-            Least distance of two anchors of a trajectory, in tokens.
-        anchor_min_budget (`int`, *optional*, defaults to `1`):
-            Least budget of an anchor's rollouts, in tokens.
-        base_selection (`str`, *optional*, defaults to `"all"`):
-            Base trajectories to explore: `"all"`, `"mixed"`, `"best"`, `"worst"` or `"random"`.
+        num_anchors (`int`, *optional*): anchors per prompt.
+        num_base_trajectories (`int`, *optional*): base trajectories per prompt.
 
-        > Parameters that control the rollouts
+        > Where branches leave
 
-        reuse_base (`bool`, *optional*, defaults to `True`):
-            Whether base trajectories are rollouts of the prompt.
-        num_base_trajectories (`int`, *optional*):
-            Base trajectories per prompt.
-        explore_temperature_scale (`float`, *optional*, defaults to `1.0`):
-            Factor on `temperature` at anchors.
+        anchor_threshold (`float` or `"auto"`, *optional*, defaults to `"auto"`): least entropy of an anchor, in nats.
+        anchor_min_gap (`int`, *optional*, defaults to `1`): least distance of two anchors, in tokens.
 
-        > Parameters that control the advantages
+        > Advantages
 
-        credit (`str`, *optional*):
-            What a token learns from: `"rollout"` or `"tree"`.
-        modulation (`str`, *optional*, defaults to `"none"`):
-            Factor on the advantages of a state: `"none"`, `"exp"` or `"sharpened"`.
-        modulation_clip (`float`, *optional*, defaults to `5.0`):
-            Bound on the exponent of `"exp"`.
-        reject_degenerate_states (`bool`, *optional*):
-            Whether states that teach nothing leave the loss.
-        value_prior_strength (`float`, *optional*):
-            Weight of the prior in the baseline of each row, in rollouts.
-        value_tracker (`bool`, *optional*, defaults to `False`):
-            Whether the prior of a prompt remembers the steps before.
-        negative_advantage_scale (`float`, *optional*, defaults to `1.0`):
-            Factor on negative advantages.
+        credit (`str`, *optional*): the rollouts that a token learns from, `"tree"` or `"rollout"`.
+        value_prior_strength (`float`, *optional*): weight of the prior in a baseline, in rollouts.
+        value_tracker (`bool`, *optional*, defaults to `False`): whether the prior remembers past steps.
+        negative_advantage_scale (`float`, *optional*, defaults to `1.0`): factor on negative advantages.
+        reject_degenerate_states (`bool`, *optional*): whether states that teach nothing leave the loss.
+        max_refills (`int`, *optional*, defaults to `0`): times that a step draws prompts to replace rejected rows.
 
-        > Parameters that control the refill of a batch ("dynamic sampling")
+        > Update
 
-        max_refills (`int`, *optional*, defaults to `0`):
-            How many times in a step further prompts are drawn.
+        share_prefixes (`bool`, *optional*): whether common prefixes are forwarded once.
 
-        > Parameters that control the update
+        > vLLM
 
-        share_prefixes (`bool`, *optional*):
-            Whether what rows have in common is forwarded once.
+        vllm_adapter_sync (`bool`, *optional*): whether a server gets the LoRA adapter alone.
+        vllm_adapter_dir (`str`, *optional*): directory for the adapter.
+        vllm_request_timeout (`float`, *optional*, defaults to `1800.0`): seconds for a server's answer.
 
-        > Parameters that control vLLM, beside those of `GRPOConfig`
+        > Tools and environments
 
-        vllm_adapter_sync (`bool`, *optional*):
-            Whether a server gets the LoRA adapter alone.
-        vllm_adapter_dir (`str`, *optional*):
-            Directory for that.
-        vllm_request_timeout (`float`, *optional*, defaults to `1800.0`):
-            Seconds for a server's answer.
+        tool_timeout (`float`, *optional*): seconds for a tool's answer.
+        replay_mismatch (`str`, *optional*, defaults to `"raise"`): what happens when a replay differs.
 
-        > Parameters for tools and environments
+        > Logs
 
-        tool_timeout (`float`, *optional*):
-            Seconds for a tool's answer.
-        replay_mismatch (`str`, *optional*, defaults to `"raise"`):
-            What follows when an environment answers otherwise when it is asked again: `"raise"` or `"skip"`.
+        log_trees (`int`, *optional*): steps from one log of trees to the next.
 
-        > Parameters that control what is logged
+        > Only the presets need these
 
-        log_trees (`int`, *optional*):
-            Steps from one whose trees are logged to the next.
+        anchor_score (`str`, *optional*, defaults to `"entropy"`): what ranks positions.
+        base_selection (`str`, *optional*, defaults to `"all"`): base trajectories that get anchors.
+        reuse_base (`bool`, *optional*, defaults to `True`): whether base trajectories are training rows.
+        modulation (`str`, *optional*, defaults to `"none"`): factor on the advantages of a state.
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`] while exploring:
@@ -186,185 +139,116 @@ class FR3EConfig(GRPOConfig):
     > - `scale_rewards`: Defaults to `"none"` instead of `"group"`.
     """
 
-    # Where to explore
+    # How rows are shared out
 
     num_anchors: int | None = field(
         default=None,
         metadata={
-            "help": "Anchors per prompt: the positions from which new rollouts branch. If `None`, as many as there are "
-            "rows beside the base trajectories: a single rollout for each. Without a prior (`value_prior_strength=0`) "
-            "a state needs more than one to compare: then the largest up to 4 that leaves every state, the prompt too, "
-            "4 rollouts, else the largest that leaves 2. `0` turns exploration off: the trainer is then `GRPOTrainer`."
-        },
-    )
-    anchor_score: str = field(
-        default="entropy",
-        metadata={
-            "help": "What makes a position an anchor: the 'entropy' of the policy's next-token distribution; the "
-            "'surprisal', minus the log-probability of the token that was sampled; 'random', a control.",
-            "choices": ["entropy", "surprisal", "random"],
-        },
-    )
-    anchor_quantile: float | None = field(
-        default=None,
-        metadata={
-            "help": "Only positions whose entropy is above this quantile of their trajectory's entropies may be "
-            "anchors, for example 0.75. If `None`, all may."
-        },
-    )
-    anchor_threshold: float | str | None = field(
-        default="auto",
-        metadata={
-            "help": "The first positions of a trajectory whose entropy is above this many nats become anchors, as many "
-            "as it gets, for example 0.3. A stopping rule, which does not look at what follows: with it "
-            "`credit='tree'` is unbiased, and branches are generated while their base trajectory is. With 'auto' it "
-            "is the threshold at which half of the last steps' base trajectories have all their anchors; where "
-            "something else than the entropy of any position decides, or with `credit='rollout'`, it is `None`. If "
-            "`None` ('none' on a command line), the positions with the highest scores are anchors."
-        },
-    )
-    anchor_positions: str = field(
-        default="any",
-        metadata={
-            "choices": ["any", "turns"],
-            "help": "Where anchors may be: 'any' token that the policy wrote, or the first token of each of its "
-            "'turns' but the first, after the answers of tools. 'turns' needs tools or environments.",
-        },
-    )
-    anchor_min_gap: int = field(
-        default=1,
-        metadata={
-            "help": "Least distance in tokens between two anchors of a trajectory. With 1 any two positions may be "
-            "anchors."
-        },
-    )
-    anchor_min_budget: int = field(
-        default=1,
-        metadata={
-            "help": "Least number of tokens, out of `max_completion_length`, that an anchor must leave to its rollouts."
-        },
-    )
-    base_selection: str = field(
-        default="all",
-        metadata={
-            "help": "Which base trajectories are explored: 'all', with the anchors shared out evenly, the odd ones to "
-            "the first; 'mixed', one of the best-scored and one of the worst-scored when the scores differ and "
-            "one at random when they do not; 'best'; 'worst'; 'random'.",
-            "choices": ["all", "mixed", "best", "worst", "random"],
-        },
-    )
-
-    # The rollouts
-
-    reuse_base: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether the base trajectories are also the rollouts of the prompt. They are samples of the same "
-            "distribution; `False` throws them away after the anchors were found and samples the prompt again."
+            "help": "Anchors per prompt: the positions from which new rollouts branch. `None`: one for each row that "
+            "is not a base trajectory. Without a prior (`value_prior_strength=0`) an anchor needs several rollouts to "
+            "compare. `None` is then the largest number up to 4 that leaves 4 rollouts to each anchor and the prompt. "
+            "If there is none, it is the largest that leaves 2. `0` turns exploration off: the trainer is then "
+            "`GRPOTrainer`."
         },
     )
     num_base_trajectories: int | None = field(
         default=None,
         metadata={
-            "help": "Base trajectories per prompt. If `None` and `num_anchors` is chosen too, one for every 4 rows; if "
-            "`None` and `num_anchors` is set, or without a prior, as many as each anchor has rollouts, "
-            "`num_generations / (num_anchors + 1)`. With `reuse_base=False`, 4 if `None`."
-        },
-    )
-    explore_temperature_scale: float = field(
-        default=1.0,
-        metadata={
-            "help": "Factor on `temperature` when sampling from anchors. Where it is not 1, the importance ratio is "
-            "taken against the distribution that was sampled from."
+            "help": "Base trajectories per prompt: completions that are sampled from the prompt itself. `None`: one "
+            "for every 4 rows. If you set `num_anchors`, or there is no prior, `None` is "
+            "`num_generations / (num_anchors + 1)`. With `reuse_base=False` it is 4."
         },
     )
 
-    # The advantages
+    # Where branches leave
+
+    anchor_threshold: float | str | None = field(
+        default="auto",
+        metadata={
+            "help": "Tokens whose entropy exceeds this many nats become anchors, for example 0.3. The first ones "
+            "count, until the trajectory has its number. The choice does not look at later tokens, so "
+            "`credit='tree'` is unbiased. Branches are then generated together with their base trajectory. 'auto' "
+            "adapts the threshold: "
+            "half of the last steps' base trajectories have all their anchors above it. 'auto' needs "
+            "`credit='tree'` and `anchor_score='entropy'`, and is `None` without them. `None` ('none' on a command "
+            "line) takes the positions with the highest scores."
+        },
+    )
+    anchor_min_gap: int = field(
+        default=1,
+        metadata={"help": "Least distance between two anchors of a trajectory, in tokens. 1 allows any two positions."},
+    )
+
+    # Advantages
 
     credit: str | None = field(
         default=None,
         metadata={
-            "help": "What a token learns from: 'rollout', the outcome of the rollout that sampled it, as in the paper; "
-            "'tree', the outcomes of all rollouts that pass through it. 'tree' takes the losses 'dapo', 'bnpo', "
-            "'dr_grpo', 'cispo', 'luspo' and 'vespo', `importance_sampling_level='token'`, `reuse_base=True`, "
-            "`base_selection='all'`, `modulation='none'`, `explore_temperature_scale=1`, `scale_rewards='none'` and "
-            "`multi_objective_aggregation='sum_then_normalize'`; a base trajectory with fewer anchors than it may have "
-            "then stands for the rollouts that it lacks, and nothing is sampled in their place. If `None`, 'tree' "
-            "where all of this is so, and 'rollout' otherwise.",
-            "choices": ["rollout", "tree"],
-        },
-    )
-    modulation: str = field(
-        default="none",
-        metadata={
-            "help": "How the advantages of a state are scaled by the move of its value against the state before it: "
-            "'none'; 'exp', the paper's, by exp(-(V(S_j) - V(S_{j-1}))); 'sharpened', the form of the authors' "
-            "released code.",
-            "choices": ["none", "exp", "sharpened"],
-        },
-    )
-    modulation_clip: float = field(
-        default=5.0,
-        metadata={"help": "Bound on the absolute value of the exponent in `modulation='exp'`."},
-    )
-    reject_degenerate_states: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether the rows of a state that teaches nothing leave the loss, numerator and denominator both: "
-            "without a prior, of one whose rewards are all equal. If `None`, `True` when exploring and `False` when "
-            "`num_anchors=0`; setting `True` there gives GRPO with rejection."
+            "help": "The rollouts that a token learns from. 'tree': all rollouts that pass through the token. "
+            "'rollout' (preset): the one rollout that sampled it, as in the paper. 'tree' needs anchors, "
+            "`loss_type` 'dapo', 'bnpo', 'dr_grpo', 'cispo', 'luspo' or 'vespo', and these values: "
+            "`importance_sampling_level='token'`, `scale_rewards='none'`, "
+            "`multi_objective_aggregation='sum_then_normalize'`, `reuse_base=True`, `base_selection='all'` and "
+            "`modulation='none'`. With 'tree', a base trajectory that lacks anchors is copied into the empty rows. "
+            "Nothing is generated for the copies. `None`: 'tree' where the other settings allow it, else 'rollout'.",
+            "choices": sorted(CREDIT_RULES),
         },
     )
     value_prior_strength: float | None = field(
         default=None,
         metadata={
-            "help": "Weight, in rollouts, of a prior in the baseline of each row: the value of the state before it, "
-            "and for the prompt the mean over the batch's other prompts, or where rewards are normalised over each "
-            "prompt's rows, 0. 0 uses the plain mean of the state's rewards, as the paper does. If `None`, 4 when "
-            "exploring, and 0 when `num_anchors=0`, or with `scale_rewards='group'` if the rows can be shared out to "
-            "states of several; with `value_tracker`, what past steps say is best."
+            "help": "Weight of the prior in the baseline of each row, in rollouts. The prior of an anchor is the value "
+            "of the state before it. The prior of a prompt is the mean over the batch's other prompts. Where rewards "
+            "are normalised over each prompt's rows, it is 0. `0` turns the prior off: the baseline is the state's "
+            "mean reward, as in the paper. `None`: 4 while exploring, and 0 with `num_anchors=0`. It is also 0 with "
+            "`scale_rewards='group'` if every state can have several rollouts. With `value_tracker`, past steps "
+            "decide it."
         },
     )
     value_tracker: bool = field(
         default=False,
         metadata={
-            "help": "Whether the prior of a prompt remembers the steps before: the mean value of their prompts, beside "
-            "the batch's other prompts, and what the prompt itself was worth when it came before. With few prompts a "
-            "batch, or a training set of which the run makes several epochs, it says more of a prompt than the batch "
-            "does. The memory is in the checkpoint, and takes 16 bytes for each prompt of the training set."
+            "help": "Whether the prior of a prompt remembers earlier steps. It then knows the mean of their prompts, "
+            "and the prompt's own value from earlier epochs. This helps with few prompts a batch, or several epochs. "
+            "The checkpoint holds it: 16 bytes for each prompt of the training set."
         },
     )
     negative_advantage_scale: float = field(
         default=1.0,
         metadata={
-            "help": "Factor on negative advantages. Below 1, what failed is pushed down less than what succeeded is "
-            "pushed up. With rewards of 0 and 1 a state's expected gradient keeps its direction; with graded rewards "
-            "it does not, and risky answers win over better ones."
+            "help": "Factor on negative advantages. Below 1, failures are pushed down less than successes are pushed "
+            "up. With rewards of 0 and 1, a state's expected gradient keeps its direction. With graded rewards it "
+            "does not: risky answers win over better ones."
         },
     )
-
-    # The refill of a batch
-
+    reject_degenerate_states: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether rows that teach nothing leave the loss, numerator and denominator. Without a prior these "
+            "are the rows of a state whose rewards are all equal. `None`: `True` while exploring, `False` with "
+            "`num_anchors=0`. `True` with `num_anchors=0` is GRPO with rejection."
+        },
+    )
     max_refills: int = field(
         default=0,
         metadata={
-            "help": "How many times in a step further prompts are drawn from the training set, as many as a batch has "
-            "at most, to replace rejected rows. Informative rows that a batch has no place for replace rejected ones "
-            "of the next step. An epoch then is still one pass over the training set, which takes fewer steps than "
-            "the data loader counts; the number of steps stays."
+            "help": "How many times a step draws further prompts to replace rejected rows ('dynamic sampling'). One "
+            "draw takes at most as many prompts as a batch has. Informative rows that do not fit replace rejected "
+            "rows of the next step. The number of steps stays, but an epoch takes fewer steps than the data loader "
+            "counts."
         },
     )
 
-    # The update
+    # Update
 
     share_prefixes: bool | None = field(
         default=None,
         metadata={
-            "help": "Whether tokens that rows of a micro-batch have in common, prompts and the prefixes of branches, "
-            "are forwarded once, in the loss and wherever log-probs are computed. They are what they were but for "
-            "rounding. Rows of a prompt are then kept together in micro-batches. It needs the attention "
-            "implementation 'sdpa' or 'eager', and is off, with a warning, where a model cannot have it. If `None`, "
-            "`True` when exploring and `False` when `num_anchors=0`; setting `True` there gives it to GRPO."
+            "help": "Whether tokens that rows of a micro-batch have in common are forwarded once. These are prompts "
+            "and the prefixes of branches. Log-probs change by rounding alone. Rows of a prompt stay together in "
+            "micro-batches. It needs the attention implementation 'sdpa' or 'eager'. Models that cannot share "
+            "prefixes turn it off, with a warning. `None`: `True` while exploring, `False` with `num_anchors=0`. "
+            "`True` also works for plain GRPO."
         },
     )
 
@@ -373,21 +257,21 @@ class FR3EConfig(GRPOConfig):
     vllm_adapter_sync: bool | None = field(
         default=None,
         metadata={
-            "help": "Whether a vLLM server gets the LoRA adapter alone at each step, through a directory, in place of "
-            "the whole model with the adapter merged. If `None`, it does where it can: for a LoRA policy, when the "
-            "server was started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`."
+            "help": "Whether a vLLM server gets the LoRA adapter alone at each step, through a directory. Otherwise it "
+            "gets the whole model with the adapter merged. `None`: for a LoRA policy, if the server was started with "
+            "`--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`."
         },
     )
     vllm_adapter_dir: str | None = field(
         default=None,
         metadata={
-            "help": "Directory for that, which trainer and server must both see and no other run uses. If `None`, "
-            "`_vllm_adapter` in `output_dir`."
+            "help": "Directory for the adapter. Trainer and server must both see it, and no other run may use it. "
+            "`None`: `_vllm_adapter` in `output_dir`."
         },
     )
     vllm_request_timeout: float = field(
         default=1800.0,
-        metadata={"help": "Seconds that a vLLM server may take to answer a request before it is sent again."},
+        metadata={"help": "Seconds that a vLLM server may take to answer a request. Then the request is sent again."},
     )
 
     # Tools and environments
@@ -395,69 +279,103 @@ class FR3EConfig(GRPOConfig):
     tool_timeout: float | None = field(
         default=None,
         metadata={
-            "help": "Seconds that a tool, or a method of an environment, may take. The policy then reads of an error "
-            "in place of an answer. If `None`, any time. A tool that is no coroutine cannot be stopped, and goes on "
-            "in its thread; an environment with such a method is not used again."
+            "help": "Seconds that a tool, or a method of an environment, may take. After that the policy reads an "
+            "error instead of an answer. `None`: no limit. A tool that is no coroutine cannot be stopped and goes on "
+            "in its thread. An environment with such a method is not used again."
         },
     )
     replay_mismatch: str = field(
         default="raise",
         metadata={
+            "help": "What happens when an environment answers differently in a replay. A branch off a later turn "
+            "needs the environment in the state of its prefix. Without a method `fork`, the environment is reset and "
+            "repeats the prefix's actions. If an answer differs, 'raise' ends with an error. 'skip' drops the rollout "
+            "from the loss.",
             "choices": ["raise", "skip"],
-            "help": "A rollout that branches off a later turn needs an environment in the state of its prefix, and "
-            "one without a method `fork` gets there by the same actions after a reset. What follows if it answers "
-            "otherwise: 'raise' an error, or 'skip' the rollout, which then leaves the loss.",
         },
     )
 
-    # What is logged
+    # Logs
 
     log_trees: int | None = field(
         default=None,
         metadata={
-            "help": "Steps from one whose trees are logged to the next: into `trees` in `output_dir`, with a page that "
-            "shows them, `trees.html`, which is made at each save and in the end, and logged to Weights & Biases or "
-            "trackio too where `report_to` names them. `fr3e tree` makes it at any time. If `None`, none are logged."
+            "help": "Steps from one log of trees to the next. Logs go into `trees` in `output_dir`. Each save writes "
+            "the page `trees.html`, which shows them. The page also goes to Weights & Biases or trackio if "
+            "`report_to` names them. `fr3e tree` makes it at any time. `None`: no logs."
         },
     )
 
-    # GRPO's own, where the paper has others
+    # Only the presets need these: `paper()`, `released()`, and controls of experiments
+
+    anchor_score: str = field(
+        default="entropy",
+        metadata={
+            "help": "(preset) What makes a position an anchor. 'entropy': that of the policy's next-token "
+            "distribution. 'surprisal' (released run): minus the log-probability of the sampled token. 'random': a "
+            "control for experiments.",
+            "choices": ["entropy", "surprisal", "random"],
+        },
+    )
+    base_selection: str = field(
+        default="all",
+        metadata={
+            "help": "(preset) The base trajectories that get anchors. 'all': every one, with the same number; odd "
+            "anchors go to the first. 'mixed' (paper): one of the best-scored and one of the worst-scored. If all "
+            "scores are equal, 'mixed' takes one at random.",
+            "choices": ["all", "mixed"],
+        },
+    )
+    reuse_base: bool = field(
+        default=True,
+        metadata={
+            "help": "(preset) Whether base trajectories are training rows. `False` (released run) samples the prompt "
+            "again after the anchors are found, and drops the base trajectories."
+        },
+    )
+    modulation: str = field(
+        default="none",
+        metadata={
+            "help": "(preset) Factor on the advantages of a state. It follows the change of value from the state "
+            "before it. 'exp' (paper): exp(-(V(S_j) - V(S_{j-1}))). 'sharpened' (released run): the form of the "
+            "authors' code. 'none': 1.",
+            "choices": ["none", "exp", "sharpened"],
+        },
+    )
+
+    # GRPO's own, with other defaults
 
     epsilon_high: float | None = field(
         default=None,
         metadata={
-            "help": "Upper-bound epsilon value for clipping. If `None`, 0.28 when exploring, as in the paper, which "
-            "clips asymmetrically ('Clip-Higher'), and the same as `epsilon` when `num_anchors=0`. To clip "
-            "symmetrically when exploring, set it to the value of `epsilon`."
+            "help": "Upper epsilon of the clipping. `None`: 0.28 while exploring, as in the paper ('Clip-Higher'). "
+            "With `num_anchors=0` it is `epsilon`. To clip symmetrically, set it to the value of `epsilon`."
         },
     )
     scale_rewards: str | None = field(
         default=None,
         metadata={
-            "help": "Scaling of the advantages: 'none'; 'group' to divide by the standard deviation of the state's "
-            "rewards, or with a prior to normalise rewards over the prompt's rows before they are compared; or 'batch' "
-            "to divide by that of the whole batch's. `True` is 'group', `False` is 'none'. If `None`, 'none' with "
-            "anchors or a prior, as in the paper, and 'group', as in GRPO, without."
+            "help": "Scaling of the advantages. 'none': no scaling. 'group' divides by the standard deviation of the "
+            "state's rewards. With a prior, 'group' normalises rewards over the prompt's rows instead. 'batch' divides "
+            "by the standard deviation of the whole batch. `True` is 'group', `False` is 'none'. `None`: 'none' with "
+            "anchors or a prior, else 'group' as in GRPO."
         },
     )
     multi_objective_aggregation: str = field(
         default="sum_then_normalize",
         metadata={
-            "help": "How several rewards become one: 'sum_then_normalize', their weighted sum; 'normalize_then_sum', "
-            "the weighted sum of each one's distance from its mean over the prompt's rows, in standard deviations, "
-            "divided by the standard deviation over the batch, as in GDPO. The rows of a prompt are all of its tree's, "
-            "branches too, and what they give takes the reward's place in values, modulation and advantages: 0 is then "
-            "the mean of a prompt's rows, and its prior. `scale_rewards` is not looked at, as in TRL.",
+            "help": "How several rewards become one. 'sum_then_normalize': their weighted sum. 'normalize_then_sum' "
+            "(GDPO): each reward is normalised over the prompt's rows, branches too. The weighted sum is divided by "
+            "its standard deviation over the batch. It then takes the reward's place in values, modulation and "
+            "advantages. A prompt's prior is then 0, the mean of its rows. `scale_rewards` has no effect, as in TRL.",
             "choices": ["sum_then_normalize", "normalize_then_sum"],
         },
     )
 
     def __post_init__(self):
-        self._resolve()
-        if self.epsilon_high is None and self.num_anchors:
-            self.epsilon_high = PAPER_CLIPPING
+        self._settle()
         super().__post_init__()
-        self._check_combinations()
+        self._check_settled()
 
     @property
     def num_states(self) -> int:
@@ -511,18 +429,18 @@ class FR3EConfig(GRPOConfig):
 
     @property
     def has_prior(self) -> bool:
-        """Whether baselines are shrunk towards a prior. With a memory its weight may be left to that, as `None`."""
+        """Whether baselines are shrunk towards a prior. `None` is a weight that the value tracker estimates."""
         return self.value_prior_strength != 0
 
     @property
     def normalizes_rewards(self) -> bool:
-        """Whether rewards are compared as normalised over each prompt's rows, whose mean is then the prompt's prior."""
+        """Whether rewards are normalised over each prompt's rows. Their mean, 0, is then the prompt's prior."""
         by_group = self.scale_rewards in ("group", True) and self.has_prior
         return self.multi_objective_aggregation == "normalize_then_sum" or by_group
 
     @property
     def is_plain_grpo(self) -> bool:
-        """Whether nothing of FR3E is on, so that training is left to `GRPOTrainer` altogether."""
+        """Whether nothing of FR3E is on. `GRPOTrainer` then does all of the training."""
         return (
             self.num_anchors == 0
             and not self.reject_degenerate_states
@@ -555,185 +473,337 @@ class FR3EConfig(GRPOConfig):
         """
         A `GRPOConfig` with FR3E's settings added, at their defaults.
 
-        No setting of GRPO is changed, since one that was set to its default cannot be told from one that was not set.
-        A log line says what was added, and in what an `FR3EConfig` would differ. With `scale_rewards="group"`,
-        `GRPOConfig`'s default, there is no prior where the rows can be shared out without one.
+        No setting of GRPO changes: a default that was set looks like one that was not. A log line says what was added,
+        and where an `FR3EConfig` would differ. With `scale_rewards="group"`, the default of `GRPOConfig`, there is no
+        prior if every state can have several rollouts.
+
+        Raises:
+            TypeError: `args` is no `GRPOConfig`.
+            ValueError: A setting is not allowed.
         """
+        if not isinstance(args, GRPOConfig):
+            raise TypeError(
+                f"args is a {type(args).__name__}, which is not allowed: it must be an FR3EConfig or a GRPOConfig, for "
+                "example FR3EConfig(output_dir='outputs', num_generations=8)."
+            )
         # Not built anew from the fields: `GRPOConfig.__post_init__` refuses the values that it has itself filled in.
         config = copy.copy(args)
         config.__class__ = cls
         for name in _own_fields():
             setattr(config, name, cls.__dataclass_fields__[name].default)
-        config._resolve()
-        config._check_combinations()
+        config._settle()
+        config.epsilon_high = args.epsilon_high  # `None` may have been set
+        config._check_settled()
         logger.warning(
-            "Added to the GRPOConfig: %s. Kept of it: epsilon_high=%r and scale_rewards=%r, for which FR3EConfig has "
-            "%r and %r when exploring%s. Use FR3EConfig to set them.",
+            "Added to the GRPOConfig: %s. Kept from it: epsilon_high=%r and scale_rewards=%r. An FR3EConfig explores "
+            "with %r and %r%s. Use FR3EConfig to set them.",
             ", ".join(f"{name}={getattr(config, name)!r}" for name in _own_fields()),
             config.epsilon_high,
             config.scale_rewards,
             PAPER_CLIPPING,
             PAPER_SCALING,
-            _lost_by_scaling(config),
+            "" if config.has_prior else ", and with that a prior (value_prior_strength)",
         )
         return config
 
-    def _resolve(self) -> None:
-        """Check each of FR3E's fields, and fill in those that were left to be chosen."""
-        for name in _own_fields():
-            field_of = self.__dataclass_fields__[name]
-            choices = field_of.metadata.get("choices")
-            if choices is not None and (getattr(self, name), field_of.default) != (None, None):
-                _require_choice(self, name, choices)
-        _require_type(self, "num_generations", int, "for example 8")
-        for name in _own_fields():
-            default = self.__dataclass_fields__[name].default
-            # Not its field's type, which `HfArgumentParser` changes
-            _require_type(self, name, FR3EConfig.__annotations__[name], f"by default {default!r}")
-        _require(self, "anchor_min_gap", self.anchor_min_gap >= 1, "at least 1")
-        _require(self, "anchor_min_budget", self.anchor_min_budget >= 1, "at least 1")
-        _require(
-            self,
-            "anchor_quantile",
-            self.anchor_quantile is None or 0 <= self.anchor_quantile < 1,
-            "None or at least 0 and below 1, for example 0.75",
-        )
-        takes_threshold = self.anchor_score == "entropy" and self.anchor_quantile is None
-        if isinstance(self.anchor_threshold, str):
-            self.anchor_threshold = _threshold_of(self.anchor_threshold)
-        _require(
-            self,
+    def _settle(self) -> None:
+        """Check the settings as given, and choose those that were left open."""
+        self.anchor_threshold = _read_threshold(self.anchor_threshold)
+        _check(self, "given")
+        for choose in STEPS:
+            choose(self)
+
+    def _check_settled(self) -> None:
+        """Check how the settings go together, once GRPO's have their final values too."""
+        _check(self, "settled")
+        if not self.is_plain_grpo:
+            _check(self, "active")
+
+
+# Defaults that depend on other settings: one step for each, in the order of STEPS
+
+
+def choose_prior_strength(config: FR3EConfig) -> None:
+    """4 while exploring, but none where scaling by the group compares the several rollouts of a state."""
+    if config.value_prior_strength is not None or config.value_tracker:
+        return
+    has_several = config.num_anchors is not None or default_num_anchors(config.num_generations) is not None
+    by_group = config.scale_rewards in ("group", True) and config.multi_objective_aggregation != "normalize_then_sum"
+    config.value_prior_strength = 0.0 if config.num_anchors == 0 or (by_group and has_several) else PRIOR_STRENGTH
+
+
+def choose_shape(config: FR3EConfig) -> None:
+    """Base trajectories and anchors: see [`share_rows`]."""
+    config.num_base_trajectories, config.num_anchors, _ = config._shape
+
+
+def choose_scaling(config: FR3EConfig) -> None:
+    if config.scale_rewards is None:
+        config.scale_rewards = PAPER_SCALING if config.num_anchors or config.has_prior else "group"
+
+
+def choose_clipping(config: FR3EConfig) -> None:
+    if config.epsilon_high is None and config.num_anchors:
+        config.epsilon_high = PAPER_CLIPPING
+
+
+def choose_rejection(config: FR3EConfig) -> None:
+    if config.reject_degenerate_states is None:
+        config.reject_degenerate_states = config.num_anchors != 0
+
+
+def choose_prefix_sharing(config: FR3EConfig) -> None:
+    if config.share_prefixes is None:
+        config.share_prefixes = config.num_anchors != 0
+
+
+def choose_credit(config: FR3EConfig) -> None:
+    """The first rule that fits."""
+    if config.credit is None:
+        config.credit = next(name for name in CREDIT_DEFAULTS if _fits(config, name))
+
+
+def _fits(config: FR3EConfig, credit: str) -> bool:
+    rule = CREDIT_RULES[credit]
+    has_anchors = config.num_anchors != 0 or not rule.needs_anchors
+    return has_anchors and all(getattr(config, name) in values for name, values in rule.requires.items())
+
+
+def choose_threshold(config: FR3EConfig) -> None:
+    """`"auto"` stays where the credit rule wants it. Elsewhere the highest scores become anchors."""
+    wants_auto = CREDIT_RULES[config.credit or "rollout"].wants_stopping_rule and config.anchor_score == "entropy"
+    if config.anchor_threshold == "auto" and not wants_auto:
+        config.anchor_threshold = None
+
+
+# Each step reads what the steps before it chose
+STEPS: tuple[Callable[[FR3EConfig], None], ...] = (
+    choose_prior_strength,  # first: with a prior an anchor can do with a single rollout
+    choose_shape,  # needs the prior. From here on, `num_anchors` says whether there is exploration
+    choose_scaling,  # needs the anchors and the prior
+    choose_clipping,  # needs the anchors, as the next two do
+    choose_rejection,
+    choose_prefix_sharing,
+    choose_credit,  # needs the anchors and the scaling
+    choose_threshold,  # last: needs the credit rule
+)
+
+
+# What is allowed
+
+
+class Kind(NamedTuple):
+    """Values that are alike: a test of a value, and what an error calls them."""
+
+    holds: Callable[[Any], bool]
+    name: str
+
+
+class Check(NamedTuple):
+    """A line of the table: the setting, what must hold of the settings, what is allowed, and an example that works."""
+
+    name: str
+    holds: Callable[[FR3EConfig], bool]
+    allowed: str
+    example: str = ""
+
+
+def integer(least: int | None = None) -> Kind:
+    """Whole numbers. `True` and `False` are none, though Python takes them for integers."""
+    return Kind(
+        lambda value: (
+            isinstance(value, Integral) and not isinstance(value, bool) and (least is None or int(value) >= least)
+        ),
+        "an integer" if least is None else f"an integer of at least {least}",
+    )
+
+
+def number(least: float = -math.inf, above: float = -math.inf, most: float = math.inf) -> Kind:
+    """Finite numbers within bounds."""
+    bounds = [
+        *([f"of at least {least:g}"] if least > -math.inf else []),
+        *([f"above {above:g}"] if above > -math.inf else []),
+        *([f"and at most {most:g}"] if most < math.inf else []),
+    ]
+    return Kind(
+        lambda value: (
+            isinstance(value, Real)
+            and not isinstance(value, bool)
+            and math.isfinite(value)
+            and least <= float(value) <= most
+            and float(value) > above
+        ),
+        " ".join(["a finite number", *bounds]),
+    )
+
+
+def one_of(*choices: str) -> Kind:
+    return Kind(lambda value: isinstance(value, str) and value in choices, f"one of {', '.join(map(repr, choices))}")
+
+
+def or_none(kind: Kind) -> Kind:
+    return Kind(lambda value: value is None or kind.holds(value), f"{kind.name} or None")
+
+
+def numbers(each: Kind, name: str) -> Kind:
+    """A list of numbers, one for each reward function."""
+    return Kind(lambda value: isinstance(value, list | tuple) and all(map(each.holds, value)), name)
+
+
+BOOLEAN = Kind(lambda value: isinstance(value, bool), "True or False")
+TEXT = Kind(lambda value: isinstance(value, str), "a text")
+THRESHOLD = Kind(
+    lambda value: value is None or value == "auto" or number(least=0).holds(value),
+    "'auto', None, or a finite number of at least 0",
+)
+# GRPO's numbers, of any size: plain GRPO is left what it takes
+REAL = Kind(lambda value: isinstance(value, Real), "a number")
+WHOLE = Kind(lambda value: isinstance(value, Integral), "an integer")
+
+
+def _is(name: str, kind: Kind, example: str = "") -> Check:
+    """The check of a setting by itself."""
+    return Check(name, lambda config: kind.holds(getattr(config, name)), kind.name, example)
+
+
+def _choices(name: str) -> Kind:
+    """The choices that the setting's `help` names."""
+    return one_of(*FR3EConfig.__dataclass_fields__[name].metadata["choices"])
+
+
+def _credit_checks() -> Iterator[Check]:
+    """What each credit rule needs."""
+    for credit, rule in CREDIT_RULES.items():
+        remedy = "or set credit='rollout'"
+        if rule.needs_anchors:
+            allowed = f"above 0 with credit={credit!r}, for example None, {remedy}"
+            yield Check("num_anchors", partial(_has_anchors, credit), allowed)
+        for name, values in rule.requires.items():
+            allowed = f"{' or '.join(map(repr, values))} with credit={credit!r}, {remedy}"
+            yield Check(name, partial(_takes, credit, name, values), allowed)
+
+
+def _has_anchors(credit: str, config: FR3EConfig) -> bool:
+    return config.credit != credit or config.num_anchors != 0
+
+
+def _takes(credit: str, name: str, values: Sequence[Any], config: FR3EConfig) -> bool:
+    return config.credit != credit or getattr(config, name) in values
+
+
+# When a check applies, and the checks. "given": before anything is chosen. "settled": once all settings have their
+# values. "active": then too, unless nothing of FR3E is on
+CHECKS: dict[str, tuple[Check, ...]] = {
+    "given": (
+        _is("num_generations", integer(least=1), "8"),
+        _is("num_anchors", or_none(integer()), "3"),  # `share_rows` says which numbers fit
+        _is("num_base_trajectories", or_none(integer()), "2"),
+        _is("anchor_threshold", THRESHOLD, "0.3"),
+        _is("anchor_min_gap", integer(least=1), "1"),
+        _is("credit", or_none(_choices("credit"))),
+        _is("value_prior_strength", or_none(number(least=0)), "4.0"),
+        _is("value_tracker", BOOLEAN),
+        _is("negative_advantage_scale", number(least=0), "1.0"),
+        _is("reject_degenerate_states", or_none(BOOLEAN)),
+        _is("max_refills", integer(least=0), "2"),
+        _is("share_prefixes", or_none(BOOLEAN)),
+        _is("vllm_adapter_sync", or_none(BOOLEAN)),
+        _is("vllm_adapter_dir", or_none(TEXT), "'outputs/adapter'"),
+        _is("vllm_request_timeout", number(above=0), "1800"),
+        _is("tool_timeout", or_none(number(above=0)), "60"),
+        _is("replay_mismatch", _choices("replay_mismatch")),
+        _is("log_trees", or_none(integer(least=1)), "10"),
+        _is("anchor_score", _choices("anchor_score")),
+        _is("base_selection", _choices("base_selection")),
+        _is("reuse_base", BOOLEAN),
+        _is("modulation", _choices("modulation")),
+        # GRPO's
+        _is("temperature", REAL, "1.0"),
+        _is("top_p", REAL, "1.0"),
+        _is("top_k", or_none(WHOLE), "0"),
+        _is("min_p", or_none(REAL), "0.1"),
+        _is("epsilon", REAL, "0.2"),
+        _is("epsilon_high", or_none(REAL), "0.28"),
+        _is("beta", REAL, "0.0"),
+        _is("num_iterations", WHOLE, "1"),
+        _is("reward_weights", or_none(numbers(REAL, "a list of numbers, one for each reward function,")), "[1.0, 0.5]"),
+        # How they go together
+        Check(
             "anchor_threshold",
-            self.anchor_threshold in (None, "auto")
-            or (isinstance(self.anchor_threshold, int | float) and self.anchor_threshold >= 0 and takes_threshold),
-            "'auto', None, or 0 or more with anchor_score='entropy' and anchor_quantile=None (they are "
-            f"{self.anchor_score!r} and {self.anchor_quantile}), for example 0.3",
-        )
-        _require(self, "explore_temperature_scale", self.explore_temperature_scale > 0, "above 0, for example 1.0")
-        _require(self, "modulation_clip", self.modulation_clip > 0, "above 0, for example 5.0")
-        _require(self, "negative_advantage_scale", self.negative_advantage_scale >= 0, "0 or more, for example 1.0")
-        _require(self, "max_refills", self.max_refills >= 0, "0 or more, for example 2")
-        _require(
-            self, "tool_timeout", self.tool_timeout is None or self.tool_timeout > 0, "None or above 0, for example 60"
-        )
-        _require(self, "log_trees", self.log_trees is None or self.log_trees >= 1, "None or at least 1, for example 10")
-        _require(self, "vllm_request_timeout", self.vllm_request_timeout > 0, "above 0, for example 1800")
-        if self.value_prior_strength is None and not self.value_tracker:
-            self.value_prior_strength = PRIOR_STRENGTH if self.num_anchors != 0 and self._takes_prior() else 0.0
-        strength = self.value_prior_strength
-        _require(self, "value_prior_strength", strength is None or strength >= 0, "0 or more, for example 4.0")
-        _require(
-            self,
+            lambda config: config.anchor_threshold in (None, "auto") or config.anchor_score == "entropy",
+            "'auto' or None unless anchor_score='entropy'",
+        ),
+        Check(
             "value_tracker",
-            self.has_prior or not self.value_tracker,
-            "False with value_prior_strength=0, which takes no prior; leave value_prior_strength unset",
-        )
-        _require(
-            self,
+            lambda config: config.has_prior or not config.value_tracker,
+            "False with value_prior_strength=0, which turns the prior off; or leave value_prior_strength unset",
+        ),
+        Check(
             "value_tracker",
-            not (self.value_tracker and self.normalizes_rewards),
-            "False with multi_objective_aggregation='normalize_then_sum' or scale_rewards='group', by which a prompt's "
-            "rewards have the mean 0 in every step, and nothing is left to remember",
-        )
-        self.num_base_trajectories, self.num_anchors, _ = self._shape
-        if self.scale_rewards is None:
-            self.scale_rewards = PAPER_SCALING if self.num_anchors or self.has_prior else "group"
-        if self.reject_degenerate_states is None:
-            self.reject_degenerate_states = self.num_anchors != 0
-        if self.share_prefixes is None:
-            self.share_prefixes = self.num_anchors != 0
-        if self.credit is None:
-            takes_tree = all(getattr(self, name) in choices for name, choices in TREE_CHOICES.items())
-            self.credit = "tree" if self.num_anchors != 0 and takes_tree else "rollout"
-        if self.anchor_threshold == "auto" and not (
-            self.credit == "tree" and takes_threshold and self.anchor_positions == "any"
-        ):
-            self.anchor_threshold = None
-        _require(
-            self,
+            lambda config: not (config.value_tracker and config.normalizes_rewards),
+            "False with multi_objective_aggregation='normalize_then_sum' or scale_rewards='group'. A prompt's rewards "
+            "then have the mean 0 in every step, and nothing is left to remember",
+        ),
+    ),
+    "settled": (
+        _is("generation_kwargs", or_none(Kind(lambda value: isinstance(value, dict), "a dict")), "{'top_k': 20}"),
+        Check(
             "max_refills",
-            self.max_refills == 0 or self.reject_degenerate_states,
-            "0 with reject_degenerate_states=False, which leaves nothing to refill; set reject_degenerate_states=True",
-        )
-
-    def _takes_prior(self) -> bool:
-        """Whether exploration has a prior where nothing was chosen."""
-        scales_states = self.scale_rewards in ("group", True)
-        return (
-            not scales_states
-            or self.multi_objective_aggregation == "normalize_then_sum"
-            or (self.num_anchors is None and default_num_anchors(self.num_generations) is None)
-        )
-
-    def _check_combinations(self) -> None:
-        """Check what FR3E takes of GRPO's fields, once these have their final values."""
-        if self.credit == "tree":
-            self._check_tree_credit()
-        if self.is_plain_grpo:
-            return
-        _require_type(self, "max_completion_length", int, "for example 512")
-        if self.max_completion_length < self.anchor_min_budget:
-            raise ValueError(
-                f"max_completion_length={self.max_completion_length} is the budget that anchors and their rollouts "
-                f"share: it must be at least anchor_min_budget={self.anchor_min_budget}, for example 512."
-            )
-        for name, choices in GRPO_CHOICES.items():
-            _require_choice(self, name, choices)
-        _require(self, "temperature", 0 < self.temperature < math.inf, "above 0 and finite, for example 1.0")
-        _require(self, "top_p", 0 < self.top_p <= 1, "above 0 and at most 1, for example 1.0, which cuts nothing off")
-        _require(
-            self,
+            lambda config: config.max_refills == 0 or bool(config.reject_degenerate_states),
+            "0 with reject_degenerate_states=False, which leaves nothing to refill; or set "
+            "reject_degenerate_states=True",
+        ),
+        *_credit_checks(),
+    ),
+    "active": (
+        _is("max_completion_length", integer(least=1), "512"),
+        *(_is(name, one_of(*choices)) for name, choices in GRPO_CHOICES.items()),
+        _is("temperature", number(above=0), "1.0"),
+        _is("top_p", number(above=0, most=1), "1.0, which cuts nothing off"),
+        _is("epsilon", number(above=0), "0.2"),
+        _is("epsilon_high", or_none(number(above=0)), "0.28"),
+        _is("beta", number(least=0), "0.0"),
+        _is("num_iterations", integer(least=1), "1"),
+        _is(
             "reward_weights",
-            all(map(math.isfinite, self.reward_weights or [])),
-            "None or finite numbers, one for each reward function, for example 1.0",
-        )
+            or_none(numbers(number(), "a list of finite numbers, one for each reward function,")),
+            "[1.0, 0.5]",
+        ),
+    ),
+}
 
-    def _check_tree_credit(self) -> None:
-        """Refuse what does not go with it."""
-        remedy = ", or set credit='rollout'"
-        _require(self, "num_anchors", self.num_anchors != 0, "above 0 with credit='tree', for example None" + remedy)
-        for name, choices in TREE_CHOICES.items():
-            allowed = f"{' or '.join(map(repr, choices))} with credit='tree'"
-            _require(self, name, getattr(self, name) in choices, allowed + remedy)
+
+def _check(config: FR3EConfig, when: str) -> None:
+    """Raise a `ValueError` for the first check that fails. It names the setting, its value, and what works."""
+    for name, holds, allowed, example in CHECKS[when]:
+        if not holds(config):
+            works = f", for example {example}" if example else ""
+            raise ValueError(f"{name}={getattr(config, name)!r} is not allowed: it must be {allowed}{works}.")
 
 
 def _own_fields() -> list[str]:
-    return [name for name in FR3EConfig.__dataclass_fields__ if name not in GRPOConfig.__dataclass_fields__]
+    return [field.name for field in fields(FR3EConfig) if field.name not in GRPOConfig.__dataclass_fields__]
 
 
-def _require(config: FR3EConfig, name: str, condition: bool, allowed: str) -> None:
-    if not condition:
-        raise ValueError(f"{name}={getattr(config, name)!r} is not allowed: it must be {allowed}.")
-
-
-def _require_choice(config: FR3EConfig, name: str, choices: Sequence[str]) -> None:
-    _require(config, name, getattr(config, name) in choices, f"one of {', '.join(map(repr, choices))}")
-
-
-def _require_type(config: FR3EConfig, name: str, annotation: Any, example: str) -> None:
-    """Raise a `ValueError` unless a setting is what it is annotated with: no fraction for a count, nothing infinite."""
-    value = getattr(config, name)
-    types = get_args(annotation) or (annotation,)
-    is_of_type = isinstance(value, (*types, int) if float in types else types)
-    is_bool = isinstance(value, bool)  # which Python takes for an integer
-    is_finite = not isinstance(value, float) or math.isfinite(value)
-    allowed = f"{' or '.join(TYPE_NAMES[t] for t in types)}, {example}"
-    _require(config, name, is_of_type and is_finite and (bool in types or not is_bool), allowed)
-
-
-def _threshold_of(text: str) -> float | str | None:
-    """A threshold as a command line gives it."""
-    if text.lower() == "none":
+def _read_threshold(value: Any) -> Any:
+    """A threshold, which a command line gives as text."""
+    if not isinstance(value, str):
+        return value
+    if value.lower() == "none":
         return None
     try:
-        return float(text)
+        return float(value)
     except ValueError:
-        return text
+        return value
 
 
-def _lost_by_scaling(config: FR3EConfig) -> str:
-    """What comes of GRPO's scaling, for a sentence's end."""
-    return ", and with that a prior (value_prior_strength)" if not config.has_prior else ""
+def with_preset(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a recipe, over those of the preset that its key `preset` names."""
+    settings = dict(settings)
+    preset = settings.pop("preset", None)
+    if preset not in (None, *PRESETS):
+        raise ValueError(f"preset={preset!r} is not allowed: it must be one of {', '.join(map(repr, PRESETS))}.")
+    return PRESETS.get(preset, {}) | settings
 
 
 def _sized(settings: dict[str, Any]) -> dict[str, Any]:

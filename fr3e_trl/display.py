@@ -1,4 +1,4 @@
-"""A tree of rollouts as text, to see what was explored."""
+"""A tree of rollouts as text: it shows what was explored."""
 
 import math
 import textwrap
@@ -29,10 +29,10 @@ def render_tree(tree: Tree, tokenizer: PreTrainedTokenizerBase) -> str:
             Tokenizer of the policy.
 
     Returns:
-        `str`: The prompt and its rollouts. Then, for each base trajectory explored, its text with the anchors marked,
-        under tree credit the advantages of its tokens from one to the next, and for each of them in order its entropy,
-        V, α, whether it was rejected, and what its rollouts wrote and scored: ✓ or ✗ where every reward of the tree is
-        1 or 0, otherwise the reward.
+        `str`: The prompt and its rollouts, then each explored base trajectory. Its text has the anchors marked. Under
+        tree credit the advantages of the tokens between anchors follow. Each anchor has its entropy, V, α, whether its
+        state was rejected, and what its rollouts wrote and scored. A score is ✓ or ✗ if every reward of the tree is 1
+        or 0, otherwise the reward.
     """
     lines = ["PROMPT", *_wrap(_shorten(tokenizer.decode(tree.prompt_ids), 4 * SEGMENT)), ""]
     lines += _state_lines(tree, 0, tokenizer)
@@ -73,7 +73,7 @@ def _credit(tree: Tree, base: int) -> str:
 
 
 def _state_lines(tree: Tree, i: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What a state is and is worth, and its rollouts."""
+    """A state: its origin, its value, and its rollouts."""
     state = tree.states[i]
     lines = [f"S{i}  {_origin(tree, state)}V = {_value(tree, state)}"]
     if state.modulation != 1:
@@ -107,7 +107,7 @@ def _value(tree: Tree, state: State) -> str:
 
 
 def _outcomes(rollouts: list[Rollout], tree: Tree) -> list[str]:
-    """What rollouts scored, in columns of equal width. `?` where no reward function scored it."""
+    """The scores of rollouts, padded to equal width. `?` if no reward function scored one."""
     everything = [*tree.bases, *(rollout for state in tree.states for rollout in state.rollouts)]
     scored = {rollout.score.reward for rollout in everything if not math.isnan(rollout.score.reward)}
     symbols = {1.0: "✓", 0.0: "✗"} if scored <= {0, 1} else {reward: f"{reward:.3g}" for reward in scored}
@@ -116,13 +116,13 @@ def _outcomes(rollouts: list[Rollout], tree: Tree) -> list[str]:
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, context_ids: TokenIds, token_ids: TokenIds) -> str:
-    """What `token_ids` add to the text of `context_ids`: some tokenizers decode a token otherwise at a text's start."""
+    """The text that `token_ids` add to `context_ids`. Some tokenizers decode a text's first token differently."""
     context = context_ids.tolist()
     return tokenizer.decode(context + token_ids.tolist())[len(tokenizer.decode(context)) :]
 
 
 def _shorten(text: str, length: int) -> str:
-    """`text` on one line, without its middle where it is longer than `length`: its end has the answer."""
+    """`text` on one line. If it is longer than `length` its middle is cut, because its end has the answer."""
     text = text.replace("\n", "↵")
     if len(text) <= length:
         return text

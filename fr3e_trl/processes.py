@@ -1,8 +1,8 @@
 """
 What processes do together.
 
-Each makes the same collective calls in the same order, whatever its part of the work, also when that is empty; and an
-error in one is raised in all of them.
+All processes make the same collective calls in the same order, also those without work. An error in one process is
+raised in all.
 """
 
 import pickle
@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 def on_main_process(accelerator: Accelerator, function: Callable[[], R]) -> R:
-    """Call `function` in the main process, and return its result, or raise its error, in every process."""
+    """Call `function` in the main process. Every process returns its result, or raises its error."""
     result, error = _attempt(function) if accelerator.is_main_process else (None, None)
     outcome: list[Any] = [result, _portable(error)]
     broadcast_object_list(outcome, from_process=0)
@@ -37,12 +37,12 @@ def through_main_process(
         accelerator ([`~accelerate.Accelerator`]):
             Knows the processes.
         function (`Callable`):
-            Gives one result for each item. Where it raises, each process raises.
+            Gives one result for each item. If it raises, every process raises.
         items (`Sequence`):
-            This process's.
+            This process's items.
 
     Returns:
-        `list`: The results for this process's items. No other process gets them, but the main one.
+        `list`: The results for this process's items. Besides this process only the main one sees them.
     """
     if accelerator.num_processes == 1:
         return list(function(list(items)))
@@ -65,7 +65,7 @@ def through_main_process(
 
 def through_group(group: Any, function: Callable[[list[T]], Sequence[R]], items: Sequence[T]) -> list[R]:
     """
-    Have every process of a group call `function` with the items of all of them.
+    Have every process of a group call `function` with the items of the whole group.
 
     Args:
         group (`torch.distributed.ProcessGroup`):
@@ -73,7 +73,7 @@ def through_group(group: Any, function: Callable[[list[T]], Sequence[R]], items:
         function (`Callable`):
             Gives one result for each item, the same in every process.
         items (`Sequence`):
-            This process's.
+            This process's items.
 
     Returns:
         `list`: The results for this process's items.
@@ -89,7 +89,7 @@ def in_every_process(function: Callable[[], R]) -> list[R]:
     """
     Call `function` in every process, and return the results of all.
 
-    Where it raises, each process raises: its own error, or the first of the others'.
+    If it raises anywhere, every process raises: its own error, or the first of the others' errors.
     """
     result, error = _attempt(function)
     results, errors = zip(*gather_object([(result, _portable(error))]), strict=True)
@@ -106,7 +106,7 @@ def _attempt(function: Callable[[], R]) -> tuple[R | None, Exception | None]:
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """An error that can be sent to other processes."""
+    """The error, in a form that other processes can be sent."""
     try:
         pickle.loads(pickle.dumps(error))
         return error
@@ -116,16 +116,16 @@ def _portable(error: Exception | None) -> Exception | None:
 
 class Turns:
     """
-    Has every process make a collective call equally often, though each has its own number of turns to make it in.
+    Has every process make a collective call equally often, although each needs it a different number of times.
 
-    Within the context, each process makes its calls by [`take`]. One that has no more joins in the others' when it
-    leaves; an error in one is raised in all.
+    Within the context each process makes its calls by [`take`]. A process that leaves the context joins in the calls
+    of the others until all have left. An error in one process is raised in all.
 
     Args:
         accelerator ([`~accelerate.Accelerator`]):
             Knows the processes.
         join (`Callable`):
-            Makes the call for nothing of this process's own.
+            Makes the call when this process has nothing of its own to do.
     """
 
     def __init__(self, accelerator: Accelerator, join: Callable[[], Any]):
@@ -134,7 +134,7 @@ class Turns:
         self._has_failed = False
 
     def take(self, call: Callable[[], R]) -> R:
-        """Make a call when all processes do."""
+        """Make a call together with all processes."""
         self._tell(True)
         return call()
 
@@ -149,7 +149,7 @@ class Turns:
                 self.join()
 
     def _tell(self, what: Any) -> bool:
-        """Tell the others whether this process makes a call, or its error, and return whether any does."""
+        """Tell the others that this process makes a call (or not, or failed). Returns whether any process makes one."""
         if self.is_alone:
             return False
         told = gather_object([_portable(what) if isinstance(what, Exception) else what])

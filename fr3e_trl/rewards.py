@@ -23,21 +23,21 @@ def get_math_reward(time_limit: float = 5.0, num_workers: int | None = None) -> 
     r"""
     Make a reward function that checks maths answers as [`~trl.rewards.accuracy_reward`] does, in worker processes.
 
-    math-verify limits its own time by a signal, which works in the main thread alone and does not reach computations
-    such as `9^{9^{9^9}}`; and it does not limit its memory. Here a worker that takes too long is killed, and so is one
-    that takes more than 4 GiB. The answer scores 0, the others are not affected, and the next answer gets a new worker.
+    math-verify limits its own time by a signal. A signal works in the main thread alone, and does not interrupt
+    computations such as `9^{9^{9^9}}`. math-verify does not limit its memory. Here a worker is killed if it takes too
+    long, or more than 4 GiB. Its answer scores 0, other answers are not affected, and the next one gets a new worker.
 
     Args:
         time_limit (`float`, *optional*, defaults to `5.0`):
-            Seconds for an answer, from when a worker takes it on.
+            Seconds that a worker may take for an answer.
         num_workers (`int`, *optional*):
-            Worker processes, of about 60 MB each. They start when first needed. If `None`, one for each CPU up to 4.
+            Worker processes, of about 60 MB each. They start when first needed. If `None`, one for each CPU, up to 4.
 
     Returns:
         `Callable`: Reward function `math_reward(completions, solution, **kwargs)` for standard or conversational
-        completions: 1.0 where the answer is the solution's and 0.0 where it is not; `None` where the solution cannot be
-        parsed. It may be called in any thread, and in several at once. It logs, as fractions of the completions,
-        `math_reward/timeouts` and `math_reward/crashes`.
+        completions. It gives 1.0 if the answer equals the solution, 0.0 if not, and `None` if the solution cannot be
+        parsed. Any thread may call it, and several at once. It logs the shares of completions that timed out or
+        crashed: `math_reward/timeouts` and `math_reward/crashes`.
 
     Raises:
         ValueError: A limit is not positive.
@@ -82,7 +82,7 @@ def get_math_reward(time_limit: float = 5.0, num_workers: int | None = None) -> 
 
 class _Workers:
     """
-    Worker processes, which start when first needed.
+    Worker processes. They start when first needed.
 
     Args:
         num_workers (`int`):
@@ -99,7 +99,7 @@ class _Workers:
             self._idle.put(_Worker())
 
     def ask(self, completions: list[Any], solutions: Sequence[str | None]) -> tuple[list[Any], list[str | None]]:
-        """What the workers say of each completion, and what failed: `"timeouts"`, `"crashes"` or `None`."""
+        """The workers' reply to each completion, and its failure: `"timeouts"`, `"crashes"` or `None`."""
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError('math_reward needs math-verify: pip install "fr3e-trl[math]".')
         with ThreadPoolExecutor(self.num_workers) as pool:
@@ -117,13 +117,13 @@ class _Workers:
 
 
 class _Worker:
-    """A process that takes one answer at a time, and is replaced when it dies."""
+    """A process that takes one answer at a time. It is replaced when it dies."""
 
     def __init__(self) -> None:
         self._process: Any = None  # a subprocess.Popen
 
     def ask(self, completion: str, solution: str | None, time_limit: float) -> tuple[Any, str | None]:
-        """The reward of a completion, or without a solution its answer; and what failed: see [`_Workers.ask`]."""
+        """A completion's reward, or its answer if there is no solution. Its failure is as in [`_Workers.ask`]."""
         process = self._process
         if process is None or process.poll() is not None:
             process = self._process = self._start()
@@ -139,8 +139,8 @@ class _Worker:
         return None, "timeouts" if reply is None else "crashes"
 
     def _start(self) -> Any:
-        # By its path, and not by multiprocessing: that would import the user's script again, or fork a process that
-        # uses a GPU. -P, for the modules beside it not to be found as top-level ones.
+        # multiprocessing would import the user's script again, or fork a process that uses a GPU. With -P the modules
+        # beside the worker's file are not found as top-level ones.
         with tempfile.TemporaryFile() as errors:
             process = subprocess.Popen(
                 [sys.executable, "-P", str(WORKER)],
@@ -158,7 +158,7 @@ class _Worker:
 
 
 def _read(process: Any, time_limit: float) -> bytes | None:
-    """A line that the worker wrote, which comes in one piece; empty if it died, and `None` if time ran out."""
+    """A line that the worker wrote in one piece. It is empty if the worker died, and `None` if time ran out."""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         return os.read(process.stdout.fileno(), 4096) if selector.select(time_limit) else None
@@ -177,14 +177,14 @@ math_reward = get_math_reward()
 
 def math_answers(completions: list[str]) -> list[str | None]:
     r"""
-    The answers that `math_reward` reads in completions, as text: of `So \boxed{0.5}.` it is `0.5`.
+    The answers that `math_reward` reads in completions, as text. In `So \boxed{0.5}.` it reads `0.5`.
 
     Args:
         completions (`list[str]`):
             Texts.
 
     Returns:
-        `list[str | None]`: The answer of each, cut at 500 characters; `None` where there is none to be read.
+        `list[str | None]`: The answer of each completion, cut at 500 characters. `None` if it has none.
     """
     answers, _ = _extraction.ask(completions, [None] * len(completions))
     return answers

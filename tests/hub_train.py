@@ -3,11 +3,12 @@
 import json
 import sys
 
-from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
+from factory import make_trainer
+from models import make_model, make_tokenizer, model_on_disk
 from peft import LoraConfig
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
-from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl import FR3ETrainer
 
 
 def reward(completions, **kwargs):
@@ -15,18 +16,18 @@ def reward(completions, **kwargs):
 
 
 def main(method: str, what: str) -> None:
-    trainer_class, config_class = {"fr3e": (FR3ETrainer, FR3EConfig), "grpo": (GRPOTrainer, GRPOConfig)}[method]
     settings = {"num_generations": 4, "per_device_train_batch_size": 4, "max_steps": 2, "max_completion_length": 8}
     if what == "every_save":
         settings |= {"push_to_hub": True, "hub_strategy": "every_save", "save_strategy": "steps", "save_steps": 1}
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if what == "lora" else None
-    trainer = trainer_class(
-        model_on_disk() if lora is None else "base",  # an adapter names its base
-        reward,
-        config_class("tiny-model", learning_rate=0.01, **CPU | settings),
-        train_dataset=make_dataset(),
-        processing_class=make_tokenizer(),
+    trainer = make_trainer(
+        {"fr3e": FR3ETrainer, "grpo": GRPOTrainer}[method],
+        model=model_on_disk() if lora is None else "base",  # an adapter names its base
+        reward_funcs=reward,
+        output_dir="tiny-model",
+        learning_rate=0.01,
         peft_config=lora,
+        **settings,
     )
     trainer.train()
     trainer.push_to_hub(dataset_name="sums/of-digits")

@@ -12,12 +12,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from models import CPU
-from test_images import by_hand, dialogue_by_hand, look_at_picture, make_tool_trainer, parity
+from test_images import by_hand, dialogue_by_hand, look_at_picture, make_tool_trainer, make_trainer, parity
 from tool_policy import look
-from vision_models import make_image_dataset, make_processor, make_vision_model
 
-from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl import FR3ETrainer
 from fr3e_trl.method.sampling import images_of
 
 RANK = int(os.environ.get("RANK", 0))
@@ -28,14 +26,7 @@ def main(output: Path, settings: dict) -> None:
         tool = look_at_picture if RANK == 0 else look  # so that one process may have no images at all
         trainer = make_tool_trainer("qwen2_5_vl", tool, FR3ETrainer, with_images=False, **settings)
     else:
-        defaults = {"max_completion_length": 12, "max_steps": 2, "learning_rate": 0.0}
-        trainer = FR3ETrainer(
-            make_vision_model("qwen2_5_vl"),
-            parity,
-            FR3EConfig("output", **CPU | defaults | settings),
-            train_dataset=make_image_dataset(8),
-            processing_class=make_processor("qwen2_5_vl"),
-        )
+        trainer = make_trainer("qwen2_5_vl", FR3ETrainer, **{"reward_funcs": parity, "learning_rate": 0.0} | settings)
     rows = []
     assemble = trainer.assemble
     trainer.assemble = lambda batch_rows, *args: (

@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import torch
-from models import CPU, make_dataset, make_model, make_tokenizer
+from factory import make_tool_trainer, make_trainer
+from models import make_dataset
 from peft import LoraConfig
-from tool_policy import look, make_tool_dataset, make_tool_policy, make_tool_tokenizer, right
+from tool_policy import make_tool_dataset
 
-from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl import FR3ETrainer
 
 
 def letters(completions, **kwargs):
@@ -29,23 +30,15 @@ def main() -> None:
     With the argument "tools", completions are dialogues.
     """
     has_tools = sys.argv[1:] == ["tools"]
-    sizes = {"num_generations": 8, "per_device_train_batch_size": 8, "steps_per_generation": 2, "num_iterations": 2}
+    sizes = {"per_device_train_batch_size": 8, "steps_per_generation": 2, "num_iterations": 2}
     saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 20}
     refill = {"max_refills": 2, "value_prior_strength": 0.0}
-    trainer = FR3ETrainer(
-        make_tool_policy() if has_tools else make_model(),
-        right if has_tools else parity,
-        FR3EConfig(
-            "output",
-            max_completion_length=24 if has_tools else 12,
-            learning_rate=1e-2,
-            **CPU | sizes | saving | refill,
-        ),
-        train_dataset=make_tool_dataset(6) if has_tools else make_dataset(6),
-        processing_class=make_tool_tokenizer() if has_tools else make_tokenizer(),
-        peft_config=LoraConfig(lora_dropout=0.1, target_modules="all-linear"),
-        tools=[look] if has_tools else None,
-    )
+    settings = {"learning_rate": 1e-2, "peft_config": LoraConfig(lora_dropout=0.1, target_modules="all-linear")}
+    settings |= sizes | saving | refill
+    if has_tools:
+        trainer = make_tool_trainer(FR3ETrainer, dataset=make_tool_dataset(6), **settings)
+    else:
+        trainer = make_trainer(FR3ETrainer, reward_funcs=parity, dataset=make_dataset(6), **settings)
     print("training", flush=True)
     try:
         trainer.train(resume_from_checkpoint=True)

@@ -9,25 +9,20 @@ import tempfile
 from importlib.metadata import distribution
 from pathlib import Path
 
-from models import CPU, make_dataset, make_model, make_tokenizer
+from factory import make_trainer
 
 import fr3e_trl
-from fr3e_trl import FR3EConfig, FR3ETrainer
 
 assert "site-packages" in fr3e_trl.__file__, fr3e_trl.__file__
 assert Path(fr3e_trl.__file__).with_name("py.typed").exists()
 assert distribution("fr3e-trl").metadata["License-Expression"] == "Apache-2.0"
 
 with tempfile.TemporaryDirectory() as directory:
-    args = FR3EConfig(
-        directory, **CPU, num_generations=8, per_device_train_batch_size=16, max_completion_length=16, max_steps=1
-    )
-    trainer = FR3ETrainer(
-        make_model(),
-        lambda completions, **kwargs: [float(len(set(text))) for text in completions],
-        args,
-        train_dataset=make_dataset(),
-        processing_class=make_tokenizer(),
+    trainer = make_trainer(
+        output_dir=directory,
+        reward_funcs=lambda completions, **kwargs: [float(len(set(text))) for text in completions],
+        max_completion_length=16,
+        max_steps=1,
     )
     trainer.train()
     trainer.save_model()

@@ -28,6 +28,8 @@ from fr3e_trl.method.anchors import (
 from fr3e_trl.method.plan import Plan
 from fr3e_trl.method.shape import Shape
 
+pytestmark = pytest.mark.fast
+
 NAN = math.nan
 
 

@@ -5,27 +5,8 @@ import logging
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from models import CPU, make_dataset, make_model, make_tokenizer
-
-from fr3e_trl import FR3EConfig, FR3ETrainer
-
-SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 2}
-
-
-def digits(completions, **kwargs):
-    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [float(sum(char.isdigit() for char in text)) for text in texts]
-
-
-def make_trainer(reward=digits, dataset=None, **settings):
-    return FR3ETrainer(
-        make_model(),
-        reward,
-        FR3EConfig("unused", **CPU | SIZES | settings),
-        train_dataset=make_dataset() if dataset is None else dataset,
-        processing_class=make_tokenizer(),
-    )
-
+from factory import make_trainer
+from models import make_dataset
 
 # Prompts
 
@@ -91,12 +72,12 @@ def test_an_image_among_examples_without_is_refused_when_its_turn_comes():
 def test_a_reward_function_that_returns_no_usable_rewards(reward, error, named):
     reward.__name__ = "my_reward"
     with pytest.raises(error, match=named.replace("+", r"\+")) as raised:
-        make_trainer(reward).train()
+        make_trainer(reward_funcs=reward).train()
     assert "my_reward" in raised.value.__notes__[0]
 
 
 def test_large_rewards_train():
-    trainer = make_trainer(lambda completions, **kwargs: [1e15 * (i % 2) for i in range(len(completions))])
+    trainer = make_trainer(reward_funcs=lambda completions, **kwargs: [1e15 * (i % 2) for i in range(len(completions))])
     before = trainer.model.lm_head.weight.detach().clone()
     trainer.train()
     after = trainer.model.lm_head.weight.detach()
@@ -166,7 +147,7 @@ def test_without_a_prior_one_prompt_is_enough(caplog):
 def test_the_only_base_trajectory_of_one_prompt_teaches_nothing():
     """What the warning says."""
     trainer = make_trainer(
-        lambda completions, **kwargs: [float(i + len(text)) for i, text in enumerate(completions)],
+        reward_funcs=lambda completions, **kwargs: [float(i + len(text)) for i, text in enumerate(completions)],
         dataset=Dataset.from_dict({"prompt": ["1+1="]}),
         num_generations=4,
         per_device_train_batch_size=4,

@@ -18,14 +18,16 @@ import yaml
 from bench_task import Ones
 from models import model_on_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOTrainer, TrlParser
+from trl import GRPOTrainer
 
 from fr3e_trl.bench.arms import make_config, make_trainer, whole_prompts
-from fr3e_trl.bench.compare import CompareArguments, compare
+from fr3e_trl.bench.compare import compare
+from fr3e_trl.bench.compare_arguments import CompareArguments
 from fr3e_trl.bench.measures import batch_signal, sampled_states
 from fr3e_trl.bench.results import has_collapsed
 from fr3e_trl.bench.tuning import TUNED
 from fr3e_trl.commands import cli
+from fr3e_trl.commands.recipe import RecipeParser, read_recipe
 from fr3e_trl.commands.statistics import (
     best_of_k,
     first_reached,
@@ -519,9 +521,9 @@ def test_killed_comparison_goes_on_as_the_uncut_one(tmp_path):
 
 def test_other_arguments_for_the_same_directory():
     run(arms={"grpo": GRPO}, generated_tokens=100)
-    with pytest.raises(ValueError, match=r"differs in generated_tokens \(was 100\)\. Use another"):
+    with pytest.raises(ValueError, match=r"generated_tokens was 100 and is 200\. Use another"):
         run(arms={"grpo": GRPO}, generated_tokens=200)
-    with pytest.raises(ValueError, match=r"differs in arms\.grpo \(was"):
+    with pytest.raises(ValueError, match=r"arms\.grpo was"):
         run(arms={"grpo": GRPO | {"num_generations": 8}}, generated_tokens=100)
     # What no finished run depends on may change
     raw = run(arms={"grpo": GRPO, "fr3e": FR3E}, generated_tokens=100, seeds=[0, 1], pass_at=[4])
@@ -548,6 +550,52 @@ def test_directory_without_a_finished_run_takes_other_arguments(monkeypatch):
     assert raw["arguments"]["eval_batch_size"] == 8
     sized_anew = run(**settings, tokens_per_batch=300, eval_batch_size=8, output_dir="another")
     assert without_times(raw) == without_times(sized_anew)
+
+
+# Several comparisons
+
+
+def write_results(name, **means):
+    """Of runs with one mean of pass@1 all along, by arm and seed."""
+    runs = [
+        {
+            "arm": arm,
+            "seed": seed,
+            "cost": "generated_tokens",
+            "amount": 10,
+            "evaluations": [{"generated_tokens": spent, "rewards": [[mean]]} for spent in (0, 10)],
+        }
+        for arm, of_arm in means.items()
+        for seed, mean in enumerate(of_arm)
+    ]
+    Path(name).mkdir()
+    Path(name, "results.json").write_text(json.dumps({"runs": runs}))
+
+
+def test_pooled_differences(capsys):
+    """tree − grpo: .1 and .3, and .2 with the one seed that both have."""
+    write_results("one", grpo_4=[0.5, 0.5], grpo_8=[0.1, 0.1], tree=[0.6, 0.8])
+    write_results("two", grpo_8=[0.4], tree=[0.6, 0.9], other=[0.5])
+    cli.main(["pooled", "one", "two"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "reference: grpo_4 on one, grpo_8 on two"
+    assert lines[1].startswith("grpo_8: −0.267 ± ") and lines[1].endswith(" pooled, ahead in 0 of 3")
+    # A standard deviation of .1 over three pairs, and t = 4.303
+    assert lines[4:] == ["tree: +0.200 ± 0.248 pooled, ahead in 3 of 3", "    one: +0.200 ± 1.271", "    two: +0.200"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere has no results.json. Run fr3e compare with output_dir=nowhere first."),
+        (["one", "--reference", "prior_4"], "--reference prior_4: one has the arms grpo_4."),
+    ],
+)
+def test_pooled_differences_that_cannot_be(arguments, message, capsys):
+    write_results("one", grpo_4=[0.5])
+    with pytest.raises(SystemExit):
+        cli.main(["pooled", *arguments])
+    assert f"fr3e pooled: error: {message}" in capsys.readouterr().err
 
 
 # Arguments
@@ -622,7 +670,7 @@ def test_counts_that_cannot_be(name, value):
 def test_shipped_configurations(path):
     text = path.read_text()
     assert f"#     fr3e compare --config recipes/bench/{path.name}" in text
-    (args,) = TrlParser([CompareArguments]).parse_args_and_config(["--config", str(path), "--seeds", "5", "6"])
+    (args,) = RecipeParser([CompareArguments]).parse_args_and_config(["--config", str(path), "--seeds", "5", "6"])
     assert args.seeds == [5, 6]
     assert args.output_dir == f"outputs/bench/{path.stem.removeprefix('compare_')}"
     if path.stem in ("smoke", "compare_refill", "compare_qwen3", "compare_rows", "compare_shapes"):
@@ -633,11 +681,40 @@ def test_shipped_configurations(path):
     assert {("grpo", None), ("fr3e", 0), ("fr3e", 3)} <= kinds
 
 
+def test_recipe_extends_another():
+    """By a path from its own folder; entries of mappings are laid over, and all else is replaced."""
+    Path("folder").mkdir()
+    Path("folder/low.yaml").write_text("seeds: [0]\nnum_evals: 3\nbase: {a: 1, b: 1}\n")
+    Path("folder/middle.yaml").write_text("extends: low.yaml\nseeds: [1]\nbase: {b: 2}\n")
+    Path("recipe.yaml").write_text("extends: folder/middle.yaml\nseeds: [2]\narms: {x: {}}\n")
+    assert read_recipe(Path("recipe.yaml")) == {
+        "seeds": [2],
+        "num_evals": 3,
+        "base": {"a": 1, "b": 2},
+        "arms": {"x": {}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("extends: nowhere.yaml", "wrong arguments: [Errno 2] No such file or directory: 'nowhere.yaml'"),
+        ("extends: list.yaml", "wrong arguments: list.yaml must have a mapping of arguments to values"),
+    ],
+)
+def test_recipe_that_extends_none(content, message, capsys):
+    Path("list.yaml").write_text("[1]")
+    Path("recipe.yaml").write_text(content)
+    with pytest.raises(SystemExit):
+        cli.main(["compare", "--config", "recipe.yaml"])
+    assert f"fr3e compare: error: {message}" in capsys.readouterr().err
+
+
 def test_arguments_of_the_command_line():
     config = {name: value for name, value in vars(arguments()).items() if value is not None}
     Path("config.yaml").write_text(yaml.safe_dump(config))
     command = ["--config", "config.yaml", "--arms", '{"grpo": {"trainer": "grpo", "learning_rate": "1e-2"}}']
-    (args,) = TrlParser([CompareArguments]).parse_args_and_config([*command, "--seeds", "3", "4"])
+    (args,) = RecipeParser([CompareArguments]).parse_args_and_config([*command, "--seeds", "3", "4"])
     assert args.arms == {"grpo": {"trainer": "grpo", "learning_rate": 0.01}}
     assert args.seeds == [3, 4]
 
@@ -653,13 +730,14 @@ def test_installed_command():
 @pytest.mark.parametrize(
     ("arguments", "commands"),
     [
-        ([], ["compare", "cost", "eval", "make-policy", "train", "tree"]),
+        ([], ["compare", "cost", "eval", "make-policy", "pooled", "train", "tree"]),
         (["cost"], ["bookkeeping", "processes", "step", "vllm"]),
     ],
 )
 def test_help_is_quick(arguments, commands):
     code = (
-        "import atexit, sys; from fr3e_trl import cli; atexit.register(lambda: print('torch' in sys.modules)); "
+        "import atexit, sys; from fr3e_trl.commands import cli; "
+        "atexit.register(lambda: print('torch' in sys.modules)); "
         f"cli.main({[*arguments, '--help']})"
     )
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

@@ -1,13 +1,19 @@
 """FR3EConfig: what is chosen, what is refused, and what a GRPOConfig becomes."""
 
+import json
 import math
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
 from trl import GRPOConfig
 
-from fr3e_trl import FR3EConfig
+from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.config import CHECKS
+
+pytestmark = pytest.mark.fast
 
 CPU = {"bf16": False, "use_cpu": True, "report_to": []}
 NO_PRIOR = {"value_prior_strength": 0}
@@ -22,6 +28,26 @@ def make_config(**settings) -> FR3EConfig:
 def shares(config: FR3EConfig) -> tuple[int, int, int]:
     """B base trajectories, K anchors, and M rollouts for each of these."""
     return config.num_bases, config.num_anchors, config.num_rollouts
+
+
+# Settings, and the values of `RESOLVED` that must come of them. Recorded when one method chose them all
+CASES = json.loads((Path(__file__).parent / "resolved_settings.json").read_text())
+RESOLVED = (
+    *("num_bases", "num_anchors", "num_rollouts", "value_prior_strength", "scale_rewards", "epsilon_high"),
+    *("reject_degenerate_states", "share_prefixes", "credit", "anchor_threshold"),
+)
+
+
+@pytest.mark.parametrize(("settings", "expected"), CASES["FR3EConfig"], ids=str)
+def test_what_the_steps_choose(settings, expected):
+    config = make_config(**settings)
+    assert [getattr(config, name) for name in RESOLVED] == expected
+
+
+@pytest.mark.parametrize(("settings", "expected"), CASES["from_grpo"], ids=str)
+def test_what_the_steps_choose_beside_a_grpo_config(settings, expected):
+    config = FR3EConfig.from_grpo(make_grpo(**settings))
+    assert [getattr(config, name) for name in RESOLVED] == expected
 
 
 @pytest.mark.parametrize(
@@ -87,21 +113,16 @@ def test_there_is_a_prior_where_it_fits():
         ({"num_base_trajectories": 8}, ["num_base_trajectories=8", "below num_generations=8"]),
         ({"num_generations": 8, "num_anchors": -1}, ["num_anchors=-1", "0 (plain GRPO), 1, 3"]),
         ({"anchor_score": "entropi"}, ["anchor_score='entropi'", "'entropy', 'surprisal', 'random'"]),
-        ({"base_selection": "mix"}, ["base_selection='mix'", "'all', 'mixed', 'best', 'worst', 'random'"]),
+        ({"base_selection": "mix"}, ["base_selection='mix'", "'all', 'mixed'"]),
         ({"modulation": None}, ["modulation=None", "'none', 'exp', 'sharpened'"]),
-        ({"anchor_quantile": 1.0}, ["anchor_quantile=1.0", "0.75"]),
         ({"anchor_min_gap": 0}, ["anchor_min_gap=0", "at least 1"]),
-        ({"anchor_min_budget": -3}, ["anchor_min_budget=-3", "at least 1"]),
-        ({"modulation_clip": 0.0}, ["modulation_clip=0.0", "5.0"]),
-        ({"explore_temperature_scale": 0.0}, ["explore_temperature_scale=0.0", "1.0"]),
-        ({"max_refills": -1}, ["max_refills=-1", "0 or more"]),
+        ({"max_refills": -1}, ["max_refills=-1", "at least 0", "2"]),
         ({"max_refills": 1, "num_anchors": 0}, ["max_refills=1", "reject_degenerate_states=True"]),
-        ({"value_prior_strength": -1.0}, ["value_prior_strength=-1.0", "0 or more"]),
-        ({"negative_advantage_scale": -0.5}, ["negative_advantage_scale=-0.5", "0 or more"]),
+        ({"value_prior_strength": -1.0}, ["value_prior_strength=-1.0", "at least 0"]),
+        ({"negative_advantage_scale": -0.5}, ["negative_advantage_scale=-0.5", "at least 0"]),
         ({"num_base_trajectories": 0}, ["num_base_trajectories=0", "at least 1"]),
         ({"max_completion_length": -5}, ["max_completion_length=-5", "512"]),
         ({"max_completion_length": None}, ["max_completion_length=None", "512"]),
-        ({"max_completion_length": 8, "anchor_min_budget": 9}, ["max_completion_length=8", "anchor_min_budget=9"]),
         ({"multi_objective_aggregation": "normalise"}, ["'normalise'", "'normalize_then_sum'"]),
         (
             {"multi_objective_aggregation": "normalize_then_sum", "value_tracker": True},
@@ -115,20 +136,37 @@ def test_there_is_a_prior_where_it_fits():
         ({"scale_rewards": "group", "value_tracker": True}, ["value_tracker=True", "scale_rewards='group'"]),
         *(
             ({name: value}, [f"{name}={value!r}", "a finite number"])
-            for name in (
-                *("value_prior_strength", "negative_advantage_scale", "explore_temperature_scale", "modulation_clip"),
-                *("vllm_request_timeout", "anchor_quantile"),
-            )
+            for name in (*("value_prior_strength", "negative_advantage_scale", "vllm_request_timeout", "tool_timeout"),)
             for value in (math.inf, math.nan, "0.5", True)
+        ),
+        *(
+            ({"anchor_threshold": value}, ["anchor_threshold=", "'auto', None, or a finite number", "0.3"])
+            for value in (math.inf, math.nan, "inf", "nan", "-inf", -0.1, "-0.1", "high", True, [0.3])
+        ),
+        *(
+            ({"anchor_threshold": 0.3, "anchor_score": score}, ["anchor_threshold=0.3", "anchor_score='entropy'"])
+            for score in ("surprisal", "random")
         ),
         *(
             ({name: value}, [f"{name}={value!r}", "an integer"])
             for name in (
-                *("num_anchors", "num_base_trajectories", "anchor_min_gap", "anchor_min_budget", "max_refills"),
+                *("num_anchors", "num_base_trajectories", "anchor_min_gap", "max_refills", "log_trees"),
                 *("max_completion_length",),
             )
             for value in (1.5, True, "3")
         ),
+        ({"num_generations": 0}, ["num_generations=0", "at least 1", "8"]),
+        ({"num_generations": 0, "num_anchors": 0}, ["num_generations=0", "at least 1", "8"]),
+        ({"num_generations": 1}, ["at least 2"]),
+        *(
+            ({name: value}, [f"{name}={value!r}", "above 0"])
+            for name in ("epsilon", "epsilon_high", "temperature")
+            for value in (0, -0.5, math.inf, math.nan)
+        ),
+        *(({"beta": value}, [f"beta={value!r}", "at least 0"]) for value in (-1, math.inf, math.nan)),
+        *(({"num_iterations": value}, [f"num_iterations={value}", "at least 1"]) for value in (0, -2)),
+        *(({"top_p": value}, [f"top_p={value!r}", "above 0 and at most 1"]) for value in (1.5, math.nan)),
+        ({"reward_weights": [1.0, math.inf]}, ["reward_weights=[1.0, inf]", "finite numbers", "[1.0, 0.5]"]),
         ({"num_generations": 8.0}, ["num_generations=8.0", "an integer", "8"]),
         ({"reuse_base": "no"}, ["reuse_base='no'", "True or False"]),
         ({"reward_weights": [1.0, math.nan]}, ["reward_weights=[1.0, nan]", "finite numbers"]),
@@ -142,6 +180,62 @@ def test_impossible_settings_are_refused_by_name(settings, named):
     with pytest.raises(ValueError) as error:
         make_config(**settings)
     assert all(words in str(error.value) for words in named), str(error.value)
+
+
+@pytest.mark.parametrize("num_anchors", [0, 3])
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        *(
+            ({name: value}, [f"{name}={value!r}", "a number", works])
+            for name, works in (
+                *(("temperature", "1.0"), ("top_p", "1.0"), ("min_p", "0.1")),
+                *(("epsilon", "0.2"), ("epsilon_high", "0.28"), ("beta", "0.0")),
+            )
+            for value in ("1", "x", [1.0])
+        ),
+        ({"top_k": "10"}, ["top_k='10'", "an integer or None", "0"]),
+        ({"top_k": 1.5}, ["top_k=1.5", "an integer or None"]),
+        ({"num_iterations": "2"}, ["num_iterations='2'", "an integer", "1"]),
+        ({"reward_weights": 1.0}, ["reward_weights=1.0", "a list of numbers", "[1.0, 0.5]"]),
+        ({"reward_weights": ["1"]}, ["reward_weights=['1']", "a list of numbers"]),
+        ({"generation_kwargs": 5}, ["generation_kwargs=5", "a dict or None", "{'top_k': 20}"]),
+        ({"generation_kwargs": "top_k"}, ["generation_kwargs='top_k'", "a dict or None"]),
+    ],
+)
+def test_impossible_types_are_refused_with_and_without_anchors(settings, named, num_anchors):
+    with pytest.raises(ValueError) as error:
+        make_config(num_anchors=num_anchors, **settings)
+    assert all(words in str(error.value) for words in named), str(error.value)
+    with pytest.raises(ValueError) as error:
+        FR3EConfig.from_grpo(make_grpo(**settings))
+    assert all(words in str(error.value) for words in named), str(error.value)
+
+
+def test_plain_grpo_takes_what_grpo_takes():
+    settings = {"epsilon": -1, "epsilon_high": math.nan, "beta": -1, "num_iterations": 0, "temperature": 0, "top_p": 2}
+    settings |= {"top_k": None, "reward_weights": (math.inf,), "loss_type": "mine", "generation_kwargs": '{"top_k": 5}'}
+    config, grpo = make_config(num_anchors=0, **settings), make_grpo(**settings)
+    assert config.is_plain_grpo and config.generation_kwargs == {"top_k": 5}
+    assert all(str(getattr(config, name)) == str(getattr(grpo, name)) for name in settings)
+
+
+@pytest.mark.parametrize("args", [{}, "outputs", TrainingArguments("unused", use_cpu=True)], ids=["{}", "text", "HF"])
+def test_arguments_of_another_type_are_refused(args):
+    with pytest.raises(TypeError, match=r"args is a \w+, .* FR3EConfig or a GRPOConfig, for example FR3EConfig\("):
+        FR3ETrainer("unused", len, args=args)
+
+
+def test_every_setting_has_a_line_in_the_table():
+    own = [f.name for f in fields(FR3EConfig) if f.name not in GRPOConfig.__dataclass_fields__]
+    assert set(own) <= {check.name for check in CHECKS["given"]}
+
+
+def test_help_is_in_short_sentences():
+    for f in fields(FR3EConfig):
+        if f.name in FR3EConfig.__annotations__:
+            for sentence in re.split(r"[.;?] ", f.metadata["help"]):
+                assert len(sentence.split()) <= 25, (f.name, sentence)
 
 
 def test_defaults():
@@ -236,15 +330,14 @@ def test_every_field_has_help_and_is_documented():
     for f in fields(FR3EConfig):
         if f.name not in GRPOConfig.__dataclass_fields__:
             assert f.metadata.get("help"), f.name
-            assert f"        {f.name} (`" in FR3EConfig.__doc__, f.name
+            assert FR3EConfig.__doc__.count(f"        {f.name} (`") == 1, f.name
 
 
 def test_the_command_line_sets_every_field():
     (config,) = HfArgumentParser(FR3EConfig).parse_args_into_dataclasses(
         "--output_dir unused --bf16 false --use_cpu true --report_to none --num_generations 8 --num_anchors 3 "
-        "--anchor_score surprisal --anchor_quantile 0.75 --anchor_min_gap 3 --anchor_min_budget 2 "
-        "--base_selection best --reuse_base false --num_base_trajectories 2 --explore_temperature_scale 1.5 "
-        "--modulation sharpened --modulation_clip 2 --reject_degenerate_states false "
+        "--anchor_score surprisal --anchor_threshold none --anchor_min_gap 3 --base_selection mixed "
+        "--reuse_base false --num_base_trajectories 2 --modulation sharpened --reject_degenerate_states false "
         "--epsilon_high 0.3 --scale_rewards batch".split()
     )
     assert (config.num_anchors, config.num_bases, config.modulation) == (3, 2, "sharpened")

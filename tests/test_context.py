@@ -3,7 +3,8 @@
 import logging
 
 import pytest
-from models import CPU, make_dataset, make_model, make_tokenizer
+from factory import make_trainer
+from models import make_model
 from transformers import (
     BloomConfig,
     Gemma3Config,
@@ -17,7 +18,6 @@ from transformers import (
 )
 from trees import rollouts_of
 
-from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.generation.context import context_length
 
 
@@ -72,14 +72,7 @@ def digits(completions, **kwargs):
 def train(caplog, **model_settings):
     model = make_model(**model_settings)
     model.lm_head.weight.data[1] = 0  # hardly any EOS: completions are as long as they may be
-    sizes = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 30, "max_steps": 2}
-    trainer = FR3ETrainer(
-        model,
-        digits,
-        FR3EConfig("unused", **CPU, **sizes),
-        train_dataset=make_dataset(),
-        processing_class=make_tokenizer(),
-    )
+    trainer = make_trainer(model=model, reward_funcs=digits, max_completion_length=30)
     set_seed(1)
     with caplog.at_level(logging.WARNING, logger="fr3e_trl"):
         trainer.train()

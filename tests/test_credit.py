@@ -33,6 +33,8 @@ from fr3e_trl.method.credit.tree import (
     tree_values,
 )
 
+pytestmark = pytest.mark.fast
+
 NAN = math.nan
 # A row: its reward, the row that it branched off, the position there, its length
 Row = tuple[float, int | None, int, int]

@@ -8,6 +8,8 @@ from models import make_tokenizer
 from fr3e_trl.display import WIDTH, render_tree
 from fr3e_trl.method.tree import Rollout, Score, Tree, as_ids
 
+pytestmark = pytest.mark.fast
+
 TOKENIZER = make_tokenizer()
 
 

@@ -8,14 +8,20 @@ import shlex
 from pathlib import Path
 
 import pytest
-import yaml
 from trl import GRPOConfig
 
 from fr3e_trl import FR3EConfig
 from fr3e_trl.commands.cli import COMMANDS, COSTS, main
+from fr3e_trl.commands.recipe import read_recipe
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+README_LINES = 150
+COLUMNS = 120
+WORDS = 25  # of a sentence, in the cell of a table too
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def cells(page: str) -> list[list[str]]:
@@ -36,10 +42,12 @@ def test_every_setting_is_documented_with_its_default():
 
 
 def test_every_metric_is_documented():
-    sources = [*(ROOT / "fr3e_trl" / "method").glob("*.py"), ROOT / "fr3e_trl" / "trainer.py"]
+    sources = (ROOT / "fr3e_trl").rglob("*.py")
     logged = {name for source in sources for name in re.findall(r'"(fr3e/[a-zA-Z0-9_/]+)"', source.read_text())}
-    documented = []
+    documented: list[str] = []
     for names in cells("metrics.md"):
+        if not names[0].startswith("fr3e/"):  # one of GRPO's
+            continue
         for name in names:  # the others of a row end otherwise than the first
             documented.append(name if name.startswith("fr3e/") else f"{documented[-1].rpartition('/')[0]}/{name}")
     assert sorted(documented) == sorted(logged)
@@ -51,7 +59,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@each_page
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if target.startswith("http"):
@@ -63,10 +71,19 @@ def test_links_lead_somewhere(page):
 
 
 def commands(page: Path) -> list[str]:
-    """Commands of the `fr3e` command that a page names, without those that leave something to be filled in."""
+    """
+    Commands of the `fr3e` command that a page names, without those that leave something to be filled in.
+
+    A command is left out too if its own line names the revision that it ran at: it need not run at this one.
+    """
     text = page.read_text().replace("\\\n", " ")
-    found = re.findall(r"`(fr3e [^`]+)`", text) + re.findall(r"^\s*(fr3e [^\n#]+)", text, flags=re.MULTILINE)
-    return [command for command in found if not re.search(r"[A-Z]{4,}|…|\.\.\.", command)]
+    found = []
+    for match in re.finditer(r"`(fr3e [^`]+)`|^[ >]*(fr3e [^\n#]+)", text, flags=re.MULTILINE):
+        line = text[text.rfind("\n", 0, match.start()) + 1 :].split("\n")[0]
+        command = match[1] or match[2]
+        if not re.search(r"[A-Z]{4,}|…|\.\.\.", command) and not re.search(r"revision `?[0-9a-f]{7}\b", line):
+            found.append(command)
+    return found
 
 
 @functools.cache
@@ -77,7 +94,7 @@ def help_of(*names: str) -> str:
     return output.getvalue()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@each_page
 def test_commands_are_those_that_there_are(page):
     """Their subcommands, options, recipes and arms."""
     for command in commands(page):
@@ -87,8 +104,92 @@ def test_commands_are_those_that_there_are(page):
         options = [word for word in words if word.startswith("--")]
         for option in options:
             assert option == "--config" or re.search(rf"{option}\b", help_of(*names)), (command, option)
-        if "--config" in words and "be0a890" not in page.read_text():
-            recipe = yaml.safe_load((ROOT / words[words.index("--config") + 1]).read_text())
+        if "--config" in words:
+            recipe = read_recipe(ROOT / words[words.index("--config") + 1])
             named = words[words.index("--only") + 1 :] if "--only" in words else []
             for arm in named[: next((i for i, word in enumerate(named) if word.startswith("--")), None)]:
                 assert arm in recipe["arms"], (command, arm)
+
+
+def test_the_revision_that_a_command_ran_at_excuses_it_alone(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "At revision 1234abc `fr3e gone --x`.\n\n```bash\nfr3e tree run  # here\nfr3e old  # revision 1234abc\n```\n"
+    )
+    assert [command.strip() for command in commands(page)] == ["fr3e tree run"]
+
+
+def lines_outside_code(page: Path) -> list[str]:
+    """A page's lines, with an empty one in the place of each line of a code block; quotes without their mark."""
+    lines, is_code = [], False
+    for line in page.read_text().splitlines():
+        line = line.removeprefix("> ").removeprefix(">")
+        is_fence = line.lstrip().startswith("```")
+        lines.append("" if is_code or is_fence else line)
+        is_code ^= is_fence
+    return lines
+
+
+def sentences(page: Path) -> list[str]:
+    """The sentences of a page's paragraphs, items and headings, and of its tables' cells. Code counts as one word."""
+    blocks = [""]
+    for line in lines_outside_code(page):
+        if line.startswith("|"):
+            blocks += [*re.split(r"(?<!\\)\|", line), ""]
+        elif not line.strip() or re.match(r"#+ |\s*([-*]|\d+\.) ", line):
+            blocks.append(line)
+        else:
+            blocks[-1] += " " + line
+    found = []
+    for block in blocks:
+        block = re.sub(r"^\s*(#+|[-*]|\d+\.) ", "", block)
+        block = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", block)
+        block = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]+`", "CODE", block)).replace("**", "")
+        found += re.split(r"(?<=[.!?])[)*\"”]*\s+(?=[(*\"“]*[A-Z0-9αβκ])", block)
+    return found
+
+
+def words(sentence: str) -> list[str]:
+    return [word for word in sentence.split() if re.search(r"\w", word)]
+
+
+@each_page
+def test_sentences_are_short(page):
+    longest = max(sentences(page), key=lambda sentence: len(words(sentence)))
+    assert len(words(longest)) <= WORDS, f"{len(words(longest))} words: {longest}"
+
+
+def test_what_a_sentence_is(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Title\n\nOne, with `some code` and\n[a link](to). Two: 1.5 units!\n\n- Three\n  goes on.\n- Four\n\n"
+        "```text\nNo sentence.\n```\n\n| five | six. Seven |\n|---|---|\n"
+    )
+    counts = [len(words(sentence)) for sentence in sentences(page)]
+    assert [count for count in counts if count] == [1, 6, 3, 3, 1, 1, 1, 1]
+
+
+@each_page
+def test_lines_are_short(page):
+    """But for tables, code and addresses."""
+    for line in lines_outside_code(page):
+        shown = re.sub(r"\]\([^)]+\)", "]()", line)
+        assert line.startswith("|") or len(shown) <= COLUMNS, f"{len(shown)} columns: {line}"
+
+
+@each_page
+def test_tables_are_whole(page):
+    """Each begins with titles and a rule, which a blank line in its middle would take from its second half."""
+    lines = lines_outside_code(page)
+    for i, line in enumerate(lines):
+        if not line.startswith("|"):
+            continue
+        if not lines[i - 1].startswith("|"):
+            assert re.fullmatch(r"\|( ?:?-+:? ?\|)+", lines[i + 1]), f"a table without a rule below its titles: {line}"
+        else:
+            num_cells = len(re.findall(r"(?<!\\)\|", line))
+            assert num_cells == len(re.findall(r"(?<!\\)\|", lines[i - 1])), f"a row of other cells: {line}"
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) <= README_LINES

@@ -6,8 +6,10 @@ import statistics
 
 import pytest
 
-from fr3e_trl.bench.cost.engine import WAYS, Engine, Lengths, draw_prompt, seconds_of
+from fr3e_trl.bench.cost.engine_model import WAYS, Engine, Lengths, draw_prompt, seconds_of
 from fr3e_trl.commands import cli
+
+pytestmark = pytest.mark.fast
 
 
 def make_engine(max_running=4):

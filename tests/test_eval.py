@@ -13,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import make_tokenizer, model_on_disk
 from peft import LoraConfig, PeftModel, get_peft_model
+from recipe_header import header
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 from fr3e_trl.commands import cli
+from fr3e_trl.commands.answers import group_answers, last_match
 from fr3e_trl.commands.data import FR3EScriptArguments, map_columns
-from fr3e_trl.commands.eval import group_answers, last_match, read_lines
+from fr3e_trl.commands.eval import read_lines
 from fr3e_trl.commands.statistics import best_of_k, bootstrap_interval, majority_of_k
 from fr3e_trl.rewards import math_answers, math_reward
 
@@ -274,7 +276,7 @@ def test_recipe(evaluate, name):
     results, lines = evaluate("--config", str(recipe), **settings)
     assert results["rewards"]["math_reward"]["num_scored"] == 2 and len(lines) == 4
     assert lines[0]["prompt"].startswith("<|system|>Please reason step by step")
-    assert f"#     fr3e eval --config recipes/eval/{name}.yaml --model_name_or_path MODEL" in recipe.read_text()
+    assert f"fr3e eval --config recipes/eval/{name}.yaml --model_name_or_path MODEL" in header(recipe)
     assert yaml.safe_load(recipe.read_text())["output_dir"] == f"outputs/eval/{name}"
     # What a model might have written
     fields = ("prompt_column", "answer_column", "answer_separator")
@@ -318,4 +320,4 @@ def test_completions_of_another_evaluation_are_refused(evaluate, capsys):
     evaluate(limit=1)
     with pytest.raises(SystemExit):
         evaluate(limit=1, temperature=0.5)
-    assert "has completions sampled with temperature=1.0, not 0.5. Give" in capsys.readouterr().err
+    assert "has results of other arguments: temperature was 1.0 and is 0.5. Use" in capsys.readouterr().err

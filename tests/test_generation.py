@@ -9,15 +9,14 @@ import accelerate
 import numpy as np
 import pytest
 import torch
+from factory import make_trainer
 from hypothesis import given
 from hypothesis import strategies as st
-from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
+from models import make_model, model_on_disk
 from peft import LoraConfig, get_peft_model
-from recorder import Recorder
 from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, GenerationMixin
 from trees import plain, rollouts_of
 
-from fr3e_trl import FR3EConfig
 from fr3e_trl.generation.generate import GenerateSampler
 from fr3e_trl.generation.vllm import NUM_LOGPROBS, entropies_of
 from fr3e_trl.method.anchors import AboveThreshold, eligible_positions
@@ -399,13 +398,10 @@ def test_what_generation_knows_is_not_computed_again(settings):
             passes.append(module)
 
     model = AutoModelForCausalLM.from_pretrained(model_on_disk())
-    sizes = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 2}
-    trainer = Recorder(
-        model,
-        lambda completions, **kwargs: [float(len(text) % 3 == 0) for text in completions],
-        FR3EConfig("unused", **CPU | sizes | {"learning_rate": 0.0} | settings),
-        train_dataset=make_dataset(),
-        processing_class=make_tokenizer(),
+    trainer = make_trainer(
+        model=model,
+        reward_funcs=lambda completions, **kwargs: [float(len(text) % 3 == 0) for text in completions],
+        **{"learning_rate": 0.0} | settings,
     )
     assert trainer.shares_prefixes  # it is tried out on first use, by passes of its own
     model.register_forward_hook(count, with_kwargs=True)
@@ -434,13 +430,11 @@ def test_a_step_with_a_stopping_rule_generates_once(monkeypatch):
     monkeypatch.setattr(
         GenerationMixin, "generate", lambda *args, **kwargs: calls.append(1) or generate(*args, **kwargs)
     )
-    sizes = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 3}
-    trainer = Recorder(
-        make_model(),
-        lambda completions, **kwargs: [float(len(text) % 3) for text in completions],
-        FR3EConfig("unused", **CPU | sizes, anchor_threshold=1.0, credit="tree"),
-        train_dataset=make_dataset(),
-        processing_class=make_tokenizer(),
+    trainer = make_trainer(
+        reward_funcs=lambda completions, **kwargs: [float(len(text) % 3) for text in completions],
+        anchor_threshold=1.0,
+        credit="tree",
+        max_steps=3,
     )
     trainer.train()
     assert len(calls) == len(trainer.batches) == 3

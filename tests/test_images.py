@@ -6,12 +6,14 @@ import re
 from contextlib import nullcontext
 from pathlib import Path
 
+import factory
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from factory import logged, weights
 from launches import launch
-from models import CPU, make_dataset, make_model, make_tokenizer
+from models import make_dataset
 from peft import LoraConfig
 from recorder import Recorder
 from tool_policy import (
@@ -25,7 +27,7 @@ from tool_policy import (
     train_tool_policy,
 )
 from transformers import set_seed
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 from vision_models import (
     FAMILIES,
     SPECIAL_TOKENS,
@@ -36,13 +38,12 @@ from vision_models import (
     vision_model_on_disk,
 )
 
-from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl import FR3ETrainer
 from fr3e_trl.generation.generate import _initial_width
 from fr3e_trl.generation.vllm import VLLMColocateSampler
 from fr3e_trl.method.sampling import SamplingRequest, images_of
 from fr3e_trl.trl_adapter.checks import obstacle_to_images, obstacle_to_tool_images
 
-SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 2}
 FORMS = ["image", "images", "parts"]
 
 # Each family with one of the forms that a dataset has images in
@@ -65,16 +66,10 @@ def parity_of_some(completions, prompts, **kwargs):
     return [reward * is_odd for reward, is_odd in zip(parity(completions), odd, strict=True)]
 
 
-def make_trainer(family, cls=Recorder, config=FR3EConfig, dataset=None, reward_func=letters, **settings):
-    trainer_arguments = {key: settings.pop(key) for key in ("peft_config", "eval_dataset") if key in settings}
-    return cls(
-        vision_model_on_disk(family) if settings.get("beta") else make_vision_model(family),
-        reward_func,
-        config(**{"output_dir": "unused", "learning_rate": 1e-3} | CPU | SIZES | settings),
-        train_dataset=make_image_dataset() if dataset is None else dataset,
-        processing_class=make_processor(family),
-        **trainer_arguments,
-    )
+def make_trainer(family, cls=Recorder, **settings):
+    model = vision_model_on_disk(family) if settings.get("beta") else make_vision_model(family)
+    defaults = {"reward_funcs": letters, "dataset": make_image_dataset(), "tokenizer": make_processor(family)}
+    return factory.make_trainer(cls, model=model, **defaults | settings)
 
 
 def train(*args, **kwargs):
@@ -82,15 +77,6 @@ def train(*args, **kwargs):
     set_seed(1)
     trainer.train()
     return trainer
-
-
-def logged(trainer, *names: str) -> list[tuple]:
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return [tuple(entry[name] for name in names) for entry in steps]
-
-
-def weights(trainer) -> torch.Tensor:
-    return torch.cat([p.detach().float().flatten() for p in trainer.model.parameters()])
 
 
 @torch.no_grad()
@@ -138,7 +124,7 @@ def close(x, y) -> bool:
 def test_without_exploration_it_is_grpo_trainer_exactly(family):
     settings = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2, "per_device_eval_batch_size": 4}
     settings |= {"eval_dataset": make_image_dataset(4), "max_completion_length": 6}
-    theirs = train(family, GRPOTrainer, GRPOConfig, **settings)
+    theirs = train(family, GRPOTrainer, **settings)
     ours = train(family, FR3ETrainer, num_anchors=0, **settings)
     for mine, their in zip(ours.state.log_history, theirs.state.log_history, strict=True):
         assert mine.keys() == their.keys()
@@ -163,10 +149,10 @@ def test_rows_without_anchors_are_grpo_trainers(family):
             return letters(completions)
 
         return train(
-            family, cls, dataset=make_image_dataset(form=FORM_OF[family]), reward_func=reward_func, **settings | kwargs
+            family, cls, dataset=make_image_dataset(form=FORM_OF[family]), reward_funcs=reward_func, **settings | kwargs
         )
 
-    theirs = train_and_be_told(GRPOTrainer, config=GRPOConfig)
+    theirs = train_and_be_told(GRPOTrainer)
     ours = train_and_be_told(FR3ETrainer, num_anchors=0, reject_degenerate_states=True)
     assert all(all(pixels) for pixels, *_ in told[FR3ETrainer])
     assert told[FR3ETrainer] == told[GRPOTrainer]
@@ -247,7 +233,7 @@ def test_rows_keep_their_images_when_they_are_shuffled_split_and_rejected(family
     settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "value_prior_strength": 0}
     dataset = make_image_dataset(form="images")
     trainer = train(
-        family, KeepsPasses, dataset=dataset, reward_func=parity_of_some, learning_rate=0.0, max_steps=1, **settings
+        family, KeepsPasses, dataset=dataset, reward_funcs=parity_of_some, learning_rate=0.0, max_steps=1, **settings
     )
     ((batch, trees),) = trainer.batches
     sampled = {
@@ -284,7 +270,7 @@ def test_old_log_probs_are_of_the_images(family):
         family,
         KnowsNothing,
         dataset=make_image_dataset(),
-        reward_func=parity,
+        reward_funcs=parity,
         value_prior_strength=0,
         steps_per_generation=2,
         per_device_train_batch_size=8,
@@ -352,10 +338,10 @@ def test_prompts_that_differ_by_their_images_alone_are_remembered_apart():
 def test_resuming_continues_the_run():
     """In the middle of a batch, with rows left over."""
     settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 5, "max_refills": 1, "value_prior_strength": 0}
-    settings |= {"per_device_train_batch_size": 8, "steps_per_generation": 2, "reward_func": parity}
+    settings |= {"per_device_train_batch_size": 8, "steps_per_generation": 2, "reward_funcs": parity}
     whole = train("qwen2_5_vl", **settings)
     resumed = make_trainer("qwen2_5_vl", **settings)
-    resumed.train(resume_from_checkpoint="unused/checkpoint-3")
+    resumed.train(resume_from_checkpoint="output/checkpoint-3")
     assert logged(resumed, "loss") == logged(whole, "loss")
     assert weights(resumed).equal(weights(whole))
 
@@ -432,26 +418,21 @@ def make_seeing_tool_policy(family):
     return model
 
 
-def make_tool_trainer(family, tool, cls=Recorder, config=FR3EConfig, with_images=True, reward_func=None, **settings):
+def make_tool_trainer(family, tool, cls=Recorder, with_images=True, **settings):
     columns = make_tool_dataset(8).to_dict() | ({"image": [make_image(i) for i in range(8)]} if with_images else {})
-    names = ("peft_config", "sampler", "environment_factory")
-    trainer_arguments = {key: settings.pop(key) for key in names if key in settings}
     processor = make_processor(family, make_tool_tokenizer())
     unwritten = [token for token in SPECIAL_TOKENS[family] if token in ("<image>", "<|image_pad|>", "<|video_pad|>")]
-    settings = {
+    defaults = {
+        "model": make_seeing_tool_policy(family),
+        "tokenizer": processor,
+        "dataset": Dataset.from_dict(columns),
+        "reward_funcs": lambda completions, **kwargs: [float(len(completion)) for completion in completions],
+        "tools": tool and [tool],
         "max_completion_length": 64,
         "learning_rate": 0.0,
         "generation_kwargs": {"suppress_tokens": processor.tokenizer.convert_tokens_to_ids(unwritten)},
-    } | settings
-    return cls(
-        make_seeing_tool_policy(family),
-        reward_func or (lambda completions, **kwargs: [float(len(completion)) for completion in completions]),
-        config("unused", **CPU | SIZES | settings),
-        train_dataset=Dataset.from_dict(columns),
-        processing_class=processor,
-        tools=tool and [tool],
-        **trainer_arguments,
-    )
+    }
+    return factory.make_trainer(cls, **defaults | settings)
 
 
 def test_tools_are_called_by_a_policy_that_sees():
@@ -531,7 +512,7 @@ def test_rows_keep_the_images_of_their_tools(with_images, scale):
         look_at_picture,
         KeepsPassesAndKnowsNothing,
         with_images=with_images,
-        reward_func=lambda completions, answer, **kwargs: [
+        reward_funcs=lambda completions, answer, **kwargs: [
             float(len(of_row) * (int(a) % 2)) for of_row, a in zip(completions, answer, strict=True)
         ],
         generation_kwargs=None,
@@ -597,7 +578,7 @@ def test_rollouts_that_are_given_up_keep_the_images_of_their_prefix():
 
 def test_without_exploration_tools_that_return_images_are_grpo_trainers():
     settings = {"learning_rate": 1e-3, "num_generations": 4}
-    theirs = make_tool_trainer("qwen2_5_vl", look_at_picture, GRPOTrainer, GRPOConfig, **settings)
+    theirs = make_tool_trainer("qwen2_5_vl", look_at_picture, GRPOTrainer, **settings)
     ours = make_tool_trainer("qwen2_5_vl", look_at_picture, FR3ETrainer, num_anchors=0, **settings)
     for trainer in (theirs, ours):
         set_seed(1)
@@ -661,7 +642,7 @@ def test_images_for_some_prompts_of_a_batch_are_refused_as_trl_cannot_take_them(
     with pytest.raises(ValueError, match=r"value is None|take images for all prompts or for none"):
         train("llava", dataset=dataset, shuffle_dataset=False)
     with pytest.raises(TypeError, match="NoneType"):
-        train("llava", GRPOTrainer, GRPOConfig, dataset=dataset, shuffle_dataset=False)
+        train("llava", GRPOTrainer, dataset=dataset, shuffle_dataset=False)
 
 
 @pytest.mark.parametrize(
@@ -684,13 +665,7 @@ def test_examples_whose_images_cannot_be_read(example, error, named):
 
 def test_a_tokenizer_takes_no_images():
     with pytest.raises(NotImplementedError, match=r"takes text alone. Pass the model's processor"):
-        FR3ETrainer(
-            make_model(),
-            letters,
-            FR3EConfig("unused", **CPU | SIZES),
-            train_dataset=make_image_dataset(),
-            processing_class=make_tokenizer(),
-        )
+        factory.make_trainer(dataset=make_image_dataset())
 
 
 def test_continuous_batching_is_refused_by_trl():

@@ -1,12 +1,12 @@
 """What is left of each loss when rows are rejected: numbers worked out by hand, through `train()`."""
 
+import factory
 import pytest
 import torch
 from datasets import Dataset
 from launches import launch
-from models import CPU, make_model, make_tokenizer, model_on_disk
 
-from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl import FR3ETrainer
 from fr3e_trl.method.sampling import Sample
 
 # Two rows of the prompt "1" in the loss, of 2 tokens and reward 1 and of 6 tokens and reward 0; two of the prompt "2",
@@ -38,13 +38,12 @@ class FixedSampler:
         return [[Sample(self.tokenizer(text)["input_ids"]) for text in of_request] for of_request in texts]
 
 
-def make_trainer(model=None, num_micro_batches=1, prompts=("1", "2"), num_generations=2, reward_func=None, **settings):
+def make_trainer(num_micro_batches=1, prompts=("1", "2"), num_generations=2, reward_func=None, **settings):
     """GRPO with rejection. Without a `reward_func`, on what is written down above."""
 
     def reward(prompts, completions, **kwargs):
         return [REWARDS[key] for key in zip(prompts, completions, strict=True)]
 
-    defaults = {"max_completion_length": 8, "max_steps": 1, "optim": "sgd", "learning_rate": 1.0}
     fr3e = {
         "num_anchors": 0,
         "reject_degenerate_states": True,
@@ -56,13 +55,14 @@ def make_trainer(model=None, num_micro_batches=1, prompts=("1", "2"), num_genera
         "num_generations": num_generations,
         "per_device_train_batch_size": len(prompts) * num_generations // num_micro_batches,
         "gradient_accumulation_steps": num_micro_batches,
+        "max_completion_length": 8,
+        "max_steps": 1,
     }
-    trainer = KeepsMicroBatches(
-        model or make_model(),
-        reward_func or reward,
-        FR3EConfig("output", **CPU | defaults | fr3e | sizes | settings),
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=make_tokenizer(),
+    trainer = factory.make_trainer(
+        KeepsMicroBatches,
+        reward_funcs=reward_func or reward,
+        dataset=Dataset.from_dict({"prompt": prompts}),
+        **{"optim": "sgd", "learning_rate": 1.0} | fr3e | sizes | settings,
     )
     if reward_func is None:
         trainer.sampler = FixedSampler(trainer.processing_class)
@@ -102,9 +102,7 @@ def test_rejected_rows_and_micro_batches_have_no_share(loss_type, expected, num_
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo"])
 def test_entropy_bonus_and_kl_have_the_same_shares(loss_type, num_micro_batches):
     """Both are means over the tokens of the rows in the loss, by micro-batch or over all, like the policy term."""
-    trainer = make_trainer(
-        model_on_disk(), loss_type=loss_type, num_micro_batches=num_micro_batches, beta=0.5, entropy_coef=0.25
-    )
+    trainer = make_trainer(loss_type=loss_type, num_micro_batches=num_micro_batches, beta=0.5, entropy_coef=0.25)
     with torch.no_grad():
         trainer.ref_model.lm_head.weight.mul_(0.5)
     tokenizer, kls, entropies = trainer.processing_class, [], []
@@ -160,7 +158,7 @@ def test_bnpo_counts_micro_batches_by_their_rows():
 def test_without_a_row_in_the_loss_nothing_moves():
     for loss_type in ("bnpo", "grpo", "dapo"):
         trainer = make_trainer(
-            model_on_disk(), prompts=("2", "2"), loss_type=loss_type, num_micro_batches=2, beta=0.5, entropy_coef=0.25
+            prompts=("2", "2"), loss_type=loss_type, num_micro_batches=2, beta=0.5, entropy_coef=0.25
         )
         trainer.train()
         assert trainer.state.log_history[0]["grad_norm"] == 0 and logged_loss(trainer) == 0

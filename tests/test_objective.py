@@ -4,10 +4,11 @@ import random
 
 import torch
 from datasets import Dataset
-from models import CPU, make_model, make_tokenizer
+from factory import make_trainer
+from models import make_model, make_tokenizer
 from transformers import set_seed
 
-from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl import FR3ETrainer
 
 
 def probability_of_the_better_arm(**settings) -> float:
@@ -21,10 +22,17 @@ def probability_of_the_better_arm(**settings) -> float:
 
     model = make_model()
     model.lm_head.weight.data.div_(20)  # as likely, nearly
-    sizes = {"num_generations": 8, "per_device_train_batch_size": 512, "max_completion_length": 2, "max_steps": 40}
-    args = FR3EConfig("unused", **CPU, **sizes, learning_rate=1e-2, lr_scheduler_type="constant", **settings)
-    dataset = Dataset.from_dict({"prompt": ["1+1="] * 64})
-    trainer = FR3ETrainer(model, reward, args, train_dataset=dataset, processing_class=make_tokenizer())
+    settings = {"learning_rate": 1e-2, "lr_scheduler_type": "constant"} | settings
+    trainer = make_trainer(
+        FR3ETrainer,
+        model=model,
+        reward_funcs=reward,
+        dataset=Dataset.from_dict({"prompt": ["1+1="] * 64}),
+        per_device_train_batch_size=512,
+        max_completion_length=2,
+        max_steps=40,
+        **settings,
+    )
     set_seed(1)
     trainer.train()
     trained = make_model()  # without the head that TRL puts in

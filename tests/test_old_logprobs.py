@@ -4,9 +4,10 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 
+import factory
 import pytest
 import torch
-from models import CPU, make_dataset, make_model, make_tokenizer
+from models import make_model, make_tokenizer
 from peft import LoraConfig
 from recorder import Recorder
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +22,6 @@ from transformers import (
     set_seed,
 )
 
-from fr3e_trl import FR3EConfig
 from fr3e_trl.trl_adapter import old_logprobs as ratio
 
 TRUNCATED = {"min_p": 0.05, "top_k": 12, "top_p": 0.9}
@@ -67,7 +67,8 @@ def logprobs(trainer, prefix, tokens, temperature, min_p=0.0, top_k=0, top_p=1.0
     found = []
     for of_position, token in zip((logits / temperature).softmax(-1), tokens, strict=True):
         likely = of_position.argsort(descending=True).tolist()
-        kept = [i for i in likely if of_position[i] >= min_p * of_position.max()]
+        least, probabilities = (min_p * of_position.max()).item(), of_position.tolist()
+        kept = [i for i in likely if probabilities[i] >= least]
         kept = kept[: top_k or None]
         mass = of_position[kept].cumsum(0) / of_position[kept].sum()
         kept = kept[: int((mass < top_p).sum()) + 1]
@@ -77,23 +78,14 @@ def logprobs(trainer, prefix, tokens, temperature, min_p=0.0, top_k=0, top_p=1.0
 
 def make_trainer(model=None, **settings):
     defaults = {
-        "num_generations": 8,
+        "reward_funcs": lambda completions, **kwargs: [float(sum(map(ord, text)) % 2) for text in completions],
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 4,
-        "max_completion_length": 12,
         "max_steps": 1,
         "learning_rate": 0.0,  # the model stays the one that sampled
         "vllm_importance_sampling_mode": "token_truncate",
     }
-    peft_config = settings.pop("peft_config", None)
-    trainer = WithEngine(
-        model or make_model(),
-        lambda completions, **kwargs: [float(sum(map(ord, text)) % 2) for text in completions],
-        FR3EConfig("output", **CPU | defaults | settings),
-        train_dataset=make_dataset(),
-        processing_class=make_tokenizer(),
-        peft_config=peft_config,
-    )
+    trainer = factory.make_trainer(WithEngine, model=model or make_model(), **defaults | settings)
     trainer.use_vllm, trainer._last_loaded_step = True, 0
     trainer.sampler = Engine(trainer)
     return trainer

@@ -1,6 +1,7 @@
 """The trees that a run logs, and the page that shows them."""
 
 import base64
+import functools
 import gzip
 import json
 import math
@@ -11,21 +12,20 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import factory
 import numpy as np
 import pytest
-from models import CPU, make_dataset, make_model, make_tokenizer
+from models import make_dataset, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from tool_policy import look, make_tool_dataset, make_tool_policy, make_tool_tokenizer, right
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.commands.cli import main
 from fr3e_trl.page.callback import report
 from fr3e_trl.page.page import CHARTS, MAX_POINTS, MAX_TREES, charts, make_page
 from fr3e_trl.page.record import MAX_TREES as MAX_TREES_OF_STEP
 from fr3e_trl.page.record import METRICS, logged_steps, read_metrics, read_step, token_texts, write_step
 
-SIZES = {"num_generations": 8, "per_device_train_batch_size": 32, "max_completion_length": 24, "max_steps": 3}
+SIZES = {"per_device_train_batch_size": 32, "max_completion_length": 24, "max_steps": 3}
 DEMO_POLICY = Path(__file__).parents[1] / "examples" / "demo_policy"
 
 
@@ -37,15 +37,9 @@ def is_short(completions, **kwargs):
     return [None if len(completion) == 3 else float(len(completion) < 12) for completion in completions]
 
 
-def make_trainer(**settings):
-    defaults = {"output_dir": "run", "learning_rate": 1e-3, "log_trees": 1}
-    return FR3ETrainer(
-        make_model(),
-        [is_odd, is_short],
-        FR3EConfig(**CPU | SIZES | defaults | settings),
-        train_dataset=make_dataset(),
-        processing_class=make_tokenizer(),
-    )
+make_trainer = functools.partial(
+    factory.make_trainer, reward_funcs=[is_odd, is_short], output_dir="run", log_trees=1, **SIZES
+)
 
 
 def explored(trainer):
@@ -182,14 +176,7 @@ def check_rollout(rollout, record, tokenizer, is_row):
 
 
 def test_what_tools_wrote_is_marked():
-    trainer = FR3ETrainer(
-        make_tool_policy(),
-        right,
-        FR3EConfig(**CPU | SIZES | {"output_dir": "run", "log_trees": 2, "max_steps": 2}),
-        train_dataset=make_tool_dataset(),
-        processing_class=make_tool_tokenizer(),
-        tools=[look],
-    )
+    trainer = factory.make_tool_trainer(output_dir="run", log_trees=2)
     trainer.train()
     record = read_step(Path("run"), 1)
     stretches = 0

@@ -15,10 +15,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import factory
 import pytest
 import torch
 import transformers
 from datasets import DatasetDict, IterableDatasetDict
+from factory import letters
 from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
 from transformers import (
@@ -35,16 +37,7 @@ from fr3e_trl import FR3EConfig, FR3ETrainer
 
 SIZES = {"num_generations": 3, "per_device_train_batch_size": 6, "max_completion_length": 8, "max_steps": 2}
 
-TRAINER_ARGUMENTS = ["peft_config", "reward_processing_classes", "eval_dataset", "rollout_func"]
-
-
 # Reward functions of each kind
-
-
-def letters(completions, **kwargs):
-    """A reward that few completions share."""
-    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [sum(math.sin(i * ord(char)) for i, char in enumerate(text, 1)) for text in texts]
 
 
 def distinct(completions, **kwargs):
@@ -94,25 +87,16 @@ def reward_model_on_disk(cls=Qwen3ForSequenceClassification) -> str:
 # Training
 
 
-def make_trainer(model=None, reward_funcs=letters, config=FR3EConfig, dataset=None, **settings):
-    arguments = {key: settings.pop(key) for key in TRAINER_ARGUMENTS if key in settings}
-    return FR3ETrainer(
-        model=model or (model_on_disk() if settings.get("beta") else make_model()),
-        reward_funcs=reward_funcs,
-        args=config(**{"output_dir": "unused", "learning_rate": 0.01} | CPU | SIZES | settings),
-        train_dataset=make_dataset() if dataset is None else dataset,
-        processing_class=make_tokenizer(),
-        **arguments,
-    )
+make_trainer = functools.partial(factory.make_trainer, FR3ETrainer, reward_funcs=letters, learning_rate=0.01, **SIZES)
 
 
 def weights(trainer):
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
 
 
-def train(*args, moves=True, **kwargs):
+def train(moves=True, **kwargs):
     """Train, exploring, and check that what is to be trained has moved."""
-    trainer = make_trainer(*args, **kwargs)
+    trainer = make_trainer(**kwargs)
     before = weights(trainer)
     frozen = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
     set_seed(1)

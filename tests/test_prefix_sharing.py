@@ -4,14 +4,16 @@ import contextlib
 import functools
 import logging
 
+import factory
 import hypothesis
 import numpy as np
 import pytest
 import torch
 import transformers
+from factory import weights
 from hypothesis import strategies as st
 from launches import launch
-from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
+from models import CPU, make_model
 from peft import LoraConfig
 from test_losses import KeepsMicroBatches
 from test_processes import weights_of
@@ -20,8 +22,6 @@ from trl.trainer import utils as trl_utils
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.trl_adapter.prefix_sharing import fold
-
-SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 24, "max_steps": 2}
 
 TINY = {
     "vocab_size": 64,
@@ -72,17 +72,7 @@ def make_family(family, implementation="sdpa"):
 
 
 def make_trainer(model=None, cls=FR3ETrainer, **settings):
-    trainer_arguments = {key: settings.pop(key) for key in ("peft_config",) if key in settings}
-    if model is None:
-        model = model_on_disk() if settings.get("beta") else make_model()
-    return cls(
-        model,
-        letters,
-        FR3EConfig(**{"output_dir": "unused", "learning_rate": 1e-3} | CPU | SIZES | settings),
-        train_dataset=make_dataset(),
-        processing_class=make_tokenizer(),
-        **trainer_arguments,
-    )
+    return factory.make_trainer(cls, model=model, reward_funcs=letters, **{"max_completion_length": 24} | settings)
 
 
 def make_rows(seed=0, num_trees=2):
@@ -218,10 +208,6 @@ def test_what_is_forwarded():
 
 
 # Training
-
-
-def weights(trainer):
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
 
 def logged(trainer, name):

@@ -14,13 +14,14 @@ import yaml
 from datasets import Dataset
 from models import make_tokenizer, model_on_disk
 from peft import PeftModel
+from recipe_header import header
 from transformers import AutoModelForCausalLM, Qwen3Config
 from trl import GRPOConfig
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.commands import cli, train
 from fr3e_trl.commands.usage import UsageError
-from fr3e_trl.config import PAPER, RELEASED
+from fr3e_trl.config import PRESETS
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -61,8 +62,15 @@ def at_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def read(name):
+def spelt_out(name):
+    """What a recipe says itself."""
     return yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text())
+
+
+def read(name):
+    """A recipe with the settings of its preset."""
+    recipe = spelt_out(name)
+    return PRESETS.get(recipe.pop("preset", None), {}) | recipe
 
 
 def run(arguments):
@@ -97,7 +105,7 @@ def check_trained(name, tmp_path):
     state = json.loads((tmp_path / "output" / "checkpoint-2" / "trainer_state.json").read_text())
     steps = [entry for entry in state["log_history"] if "loss" in entry]
     assert [entry["step"] for entry in steps] == [1, 2]
-    explored = read(name)["num_anchors"] > 0
+    explored = read(name).get("num_anchors") != 0
     assert all((entry["fr3e/anchor/count"] > 0) == explored for entry in steps)
     AutoModelForCausalLM.from_pretrained(tmp_path / "output")
 
@@ -129,8 +137,8 @@ def test_recipe_trains(trainers, name, tmp_path):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_opens_with_its_launch_command(name):
-    head, _, _ = (ROOT / "recipes" / f"{name}.yaml").read_text().partition("\n\n")
-    assert f"#     accelerate launch examples/train.py --config recipes/{name}.yaml" in head.splitlines()
+    recipe = ROOT / "recipes" / f"{name}.yaml"
+    assert f"accelerate launch examples/train.py --config recipes/{name}.yaml" in header(recipe)
 
 
 # As Qwen publishes them, in the config.json of each: hidden size, intermediate size, layers, heads
@@ -144,9 +152,8 @@ QWEN3 = {
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "qwen3").glob("*.yaml")), ids=lambda path: path.stem)
 def test_qwen3_recipe_takes_the_memory_that_it_says(path, tmp_path, capsys):
     """By its own dry run, without a GPU: in bfloat16 for its weights are. So do the settings that it has for 80 GB."""
-    head, _, body = path.read_text().partition("\n\n")
-    recipe = yaml.safe_load(body)
-    assert f"fr3e train --config recipes/qwen3/{path.name}\n" in head
+    head, recipe = header(path), yaml.safe_load(path.read_text())
+    assert any(line.endswith(f"fr3e train --config recipes/qwen3/{path.name}") for line in head)
     assert recipe["output_dir"] == f"outputs/qwen3_{path.stem}"
     hidden_size, intermediate_size, num_layers, num_heads = QWEN3[recipe["model_name_or_path"]]
     make_tokenizer().save_pretrained(tmp_path)
@@ -163,11 +170,11 @@ def test_qwen3_recipe_takes_the_memory_that_it_says(path, tmp_path, capsys):
     rows = [{"question": "1" * (256 - 5 - len(recipe["system_prompt"])), "answer": "#### 1"}] * 64
     Dataset.from_list(rows).to_json(tmp_path / "data.jsonl")
     given = [f"--model_name_or_path={tmp_path}", f"--dataset_name={tmp_path / 'data.jsonl'}", "--bf16=false"]
-    large = [line[1:].split() for line in head.splitlines() if line.startswith("#     --")]
+    large = [line.split() for line in head if line.startswith("--")]
     for settings in [[], *large]:
         cli.main(["train", "--dry_run", "--config", str(path), *given, *settings])
     told = re.findall(r"most at a time.* (\d+\.\d+) GiB", capsys.readouterr().out)
-    assert [f"{float(peak):.1f}" for peak in told] == re.findall(r"(\d+\.\d) GiB", head)
+    assert [f"{float(peak):.1f}" for peak in told] == re.findall(r"(\d+\.\d) GiB", "\n".join(head))
 
 
 def test_every_recipe_has_a_baseline():
@@ -184,14 +191,30 @@ def test_baseline_differs_in_fr3e_settings_alone(baseline):
     assert theirs == {key: value for key, value in ours.items() if key not in FR3E_SETTINGS}
 
 
-@pytest.mark.parametrize("name, published, prompts", [("paper", PAPER, 512), ("released", RELEASED, 32)])
-def test_published_settings_are_spelt_out(name, published, prompts, tmp_path):
-    assert published.keys() <= read(name).keys()
+@pytest.mark.parametrize("name, prompts", [("paper", 512), ("released", 32)])
+def test_published_settings_are_those_of_the_preset(name, prompts, tmp_path):
+    """Each value is in one place, and the recipe is the preset with a model, data and a batch."""
+    recipe = spelt_out(name)
+    assert recipe["preset"] == name and not recipe.keys() & PRESETS[name].keys()
     arguments = ["--config", f"recipes/{name}.yaml", "--bf16=false", "--use_cpu=true", f"--output_dir={tmp_path}"]
-    _, args, _ = train.make_parser().parse_args_and_config(arguments)
-    assert {key: getattr(args, key) for key in published} == published
+    script, args, model = train.make_parser().parse_args_and_config(arguments)
+    assert {key: getattr(args, key) for key in PRESETS[name]} == PRESETS[name]
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     assert rows == prompts * args.num_generations  # in one update
+    others = {field.name for part in (script, model) for field in fields(part)} | {"preset"}
+    given = {key: value for key, value in recipe.items() if key not in others}
+    given |= {"bf16": False, "use_cpu": True, "output_dir": str(tmp_path)}
+    made = getattr(FR3EConfig, name)(**given)
+    assert {f.name: getattr(args, f.name) for f in fields(args)} == {
+        f.name: getattr(made, f.name) for f in fields(made)
+    }
+
+
+def test_a_preset_is_overridden_by_the_recipe_and_the_command_line(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("preset: paper\nepsilon: 0.1\nnum_generations: 8\nbf16: false\nuse_cpu: true")
+    given = ["--config", str(tmp_path / "recipe.yaml"), f"--output_dir={tmp_path}", "--num_generations=4"]
+    _, args, _ = train.make_parser().parse_args_and_config(given)
+    assert (args.epsilon, args.num_generations, args.epsilon_high, args.modulation) == (0.1, 4, 0.28, "exp")
 
 
 def test_one_reward_may_stand_without_brackets(tmp_path):
@@ -231,6 +254,9 @@ def test_missing_argument(missing, tmp_path):
         (["--dataset_name=data.jsonl", "--reward_funcs=broken.reward"], "reward_funcs='broken.reward': "),
         (["--config", "unknown.yaml"], "wrong arguments: Unknown arguments from config file: ['--learnign_rate'"),
         (["--config", "unparsable.yaml"], "wrong arguments: mapping values are not allowed here"),
+        (["--config", "no_preset.yaml"], "preset='mine' is not allowed: it must be one of 'paper', 'released'"),
+        (["--epsilon=-1"], "wrong arguments: epsilon=-1.0 is not allowed: it must be a finite number above 0, for"),
+        (["--anchor_threshold=inf"], "wrong arguments: anchor_threshold=inf is not allowed: it must be 'auto', None"),
         (["--config", "missing.yaml"], "wrong arguments: [Errno 2] No such file or directory: 'missing.yaml'"),
     ],
 )
@@ -241,6 +267,7 @@ def test_errors_of_usage_take_one_line(arguments, message, tmp_path, monkeypatch
     Path("other.jsonl").write_text('{"question": "1+1="}')
     Path("broken.py").write_text("def reward(completions, **kwargs:")
     Path("unknown.yaml").write_text("learnign_rate: 1.0e-6")
+    Path("no_preset.yaml").write_text("preset: mine")
     Path("unparsable.yaml").write_text("learning_rate: 1: 2")
     shutil.copytree(model_on_disk(), "no_weights", ignore=lambda _, names: [n for n in names if "safetensors" in n])
     given = [] if "--model" in arguments[0] else [f"--model_name_or_path={model_on_disk()}"]

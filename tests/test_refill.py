@@ -3,16 +3,15 @@
 import math
 from functools import partial
 
+import factory
 import pytest
 import torch
 from datasets import Dataset
-from models import CPU, make_dataset, make_model, make_tokenizer
-from recorder import Recorder
+from models import make_dataset, make_model
 from transformers import set_seed
 from trees import rollouts_of
 from trl.trainer.utils import RepeatSampler
 
-from fr3e_trl import FR3EConfig
 from fr3e_trl.method.refill import PromptStream, fill_batch, num_to_draw
 from fr3e_trl.method.rows import Row, token_credit
 from fr3e_trl.method.tree import Rollout
@@ -30,23 +29,24 @@ def make_prompts(num_prompts: int, num_hopeful: int) -> Dataset:
     return Dataset.from_dict({"prompt": [f"{9 if i < num_hopeful else 1}+{i}=" for i in range(num_prompts)]})
 
 
-def make_trainer(dataset, cls=Recorder, **settings):
-    sizes = {"num_generations": 8, "per_device_train_batch_size": 32, "max_completion_length": 8, "max_steps": 3}
-    sizes |= {"value_prior_strength": 0, "negative_advantage_scale": 1}  # with a prior hardly a row is rejected
-    return cls(
-        make_model(),
-        hopeful,
-        FR3EConfig(**{"output_dir": "output", "learning_rate": 1e-2} | CPU | sizes | settings),
-        train_dataset=dataset,
-        processing_class=make_tokenizer(),
-    )
+# With a prior hardly a row is rejected
+DEFAULTS = {
+    "reward_funcs": hopeful,
+    "per_device_train_batch_size": 32,
+    "max_completion_length": 8,
+    "max_steps": 3,
+    "learning_rate": 1e-2,
+    "value_prior_strength": 0,
+    "negative_advantage_scale": 1,
+}
 
 
-def train(*args, **kwargs):
-    trainer = make_trainer(*args, **kwargs)
-    set_seed(1)
-    trainer.train()
-    return trainer
+def make_trainer(dataset, **settings):
+    return factory.make_trainer(dataset=dataset, **DEFAULTS | settings)
+
+
+def train(dataset, **settings):
+    return factory.train(dataset=dataset, **DEFAULTS | settings)
 
 
 def logged(trainer, name):

@@ -8,33 +8,28 @@ import sys
 import time
 from pathlib import Path
 
+import factory
 import pytest
 import torch
 from launches import launch
-from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
+from models import make_dataset
 from peft import LoraConfig
 from resume_train import letters, parity
 from test_processes import weights_of
 from transformers import set_seed
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
-from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl import FR3ETrainer
 from fr3e_trl.trl_adapter.resume import last_complete_checkpoint
 
-SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12}
-SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 8}
+SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 8, "learning_rate": 1e-2}
 REJECTING = {"num_anchors": 3, "value_prior_strength": 0.0}  # of two rollouts, where their rewards are equal
 
 
-def make_trainer(cls=FR3ETrainer, config=FR3EConfig, peft_config=None, **settings):
-    return cls(
-        model_on_disk() if settings.get("beta") else make_model(),
-        parity if settings.get("max_refills") else letters,
-        config(**{"output_dir": "output", "learning_rate": 1e-2} | CPU | SIZES | SAVING | settings),
-        train_dataset=make_dataset(6),  # three steps an epoch, of two prompts each
-        processing_class=make_tokenizer(),
-        peft_config=peft_config,
-    )
+def make_trainer(cls=FR3ETrainer, **settings):
+    reward_func = parity if settings.get("max_refills") else letters
+    three_steps_an_epoch = make_dataset(6)
+    return factory.make_trainer(cls, reward_funcs=reward_func, dataset=three_steps_an_epoch, **SAVING | settings)
 
 
 def check_same(resumed, whole):
@@ -154,7 +149,7 @@ def num_left_over_before(entry):
 
 
 def test_a_checkpoint_of_grpo_trainers_is_gone_on_from():
-    theirs = make_trainer(GRPOTrainer, GRPOConfig, max_steps=2)
+    theirs = make_trainer(GRPOTrainer, max_steps=2)
     theirs.train()
     ours = make_trainer()
     ours.train(resume_from_checkpoint="output/checkpoint-2")

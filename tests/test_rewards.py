@@ -11,10 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 from datasets import Dataset
-from models import CPU, make_model, make_tokenizer
+from factory import make_trainer
 from trl.rewards import accuracy_reward
 
-from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.rewards import WORKER, get_math_reward
 
 ORDINARY = [
@@ -173,14 +172,12 @@ def test_it_trains():
     def hostile_math_reward(completions, **kwargs):
         return reward([HOSTILE[0], *completions[1:]], **kwargs)
 
-    trainer = FR3ETrainer(
-        make_model(),
-        [hostile_math_reward, lambda completions, **kwargs: [float(len(c)) for c in completions]],
-        FR3EConfig(
-            "unused", **CPU, num_generations=4, per_device_train_batch_size=4, max_steps=2, max_completion_length=8
-        ),
-        train_dataset=Dataset.from_dict({"prompt": ["1+1=", "2+2="], "solution": ["2", "4"]}),
-        processing_class=make_tokenizer(),
+    trainer = make_trainer(
+        reward_funcs=[hostile_math_reward, lambda completions, **kwargs: [float(len(c)) for c in completions]],
+        dataset=Dataset.from_dict({"prompt": ["1+1=", "2+2="], "solution": ["2", "4"]}),
+        num_generations=4,
+        per_device_train_batch_size=4,
+        max_completion_length=8,
     )
     trainer.train()
     for entry in trainer.state.log_history[:2]:

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +18,8 @@ from fr3e_trl.method.credit.rollout import (
     row_baselines,
     weighted_rewards,
 )
+
+pytestmark = pytest.mark.fast
 
 NAN = math.nan
 CHAIN = [None, 0, 1]  # S_0 -> S_1 -> S_2

@@ -7,32 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from factory import digits, letters, make_tool_trainer, make_trainer, train, weights
 from launches import launch
-from models import CPU, make_dataset, make_model, make_tokenizer
-from recorder import Recorder
 from test_processes import same, trees_of, weights_of
-from test_trainer import check_batch, digits, letters, make_trainer, train, weights
-from tool_policy import look, make_tool_dataset, make_tool_policy, make_tool_tokenizer, right
+from test_trainer import check_batch
 from transformers import set_seed
 from trees import rollouts_of
 
-from fr3e_trl import FR3EConfig, Sample, Sampler, SamplingRequest
+from fr3e_trl import Sample, Sampler, SamplingRequest
 from fr3e_trl.generation.generate import GenerateSampler
 from fr3e_trl.generation.sampler import OwnSampler
-
-SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 2}
-
-
-def make_recorder(sampler, **settings):
-    arguments = {"learning_rate": 1e-3} | CPU | SIZES | settings
-    return Recorder(
-        make_model(),
-        letters,
-        FR3EConfig("unused", **arguments),
-        train_dataset=make_dataset(),
-        processing_class=make_tokenizer(),
-        sampler=sampler,
-    )
 
 
 class Digits:
@@ -57,7 +41,7 @@ def own(trainer) -> Digits:
 
 
 def test_rollouts_are_those_of_the_sampler():
-    trainer = make_recorder(Digits, anchor_threshold=None)
+    trainer = make_trainer(sampler=Digits, reward_funcs=letters, anchor_threshold=None)
     before = weights(trainer)
     set_seed(1)
     trainer.train()
@@ -79,7 +63,7 @@ def test_rollouts_are_those_of_the_sampler():
 def test_the_ratio_is_against_the_log_probs_that_were_given(with_logprobs):
     """A loss by hand: of dapo, the mean of clipped ratios times advantages over the tokens that were sampled."""
     settings = {"credit": "rollout", "max_steps": 1, "learning_rate": 0.0}
-    trainer = make_recorder(lambda trainer: Digits(trainer, with_logprobs), **settings)
+    trainer = make_trainer(sampler=lambda trainer: Digits(trainer, with_logprobs), reward_funcs=letters, **settings)
     trainer.train()
     batch, _ = trainer.batches[0]
     assert ("old_per_token_logps" in batch) == with_logprobs
@@ -102,7 +86,7 @@ def built_in(trainer):
 def test_the_built_in_sampler_may_be_passed():
     """The same rollouts, in two rounds."""
     theirs = train(reward_funcs=letters, anchor_threshold=None)
-    ours = make_recorder(built_in, anchor_threshold=None)
+    ours = make_trainer(sampler=built_in, reward_funcs=letters, anchor_threshold=None)
     set_seed(1)
     ours.train()
     for (batch, _), (expected, _) in zip(ours.batches, theirs.batches, strict=True):
@@ -115,15 +99,7 @@ def test_turns_may_be_written_by_a_sampler():
     runs = []
     for arguments in ({}, {"sampler": built_in}):
         set_seed(1)
-        trainer = Recorder(
-            make_tool_policy(),
-            right,
-            FR3EConfig("unused", **CPU | SIZES | {"max_completion_length": 24, "max_steps": 1}),
-            train_dataset=make_tool_dataset(),
-            processing_class=make_tool_tokenizer(),
-            tools=[look],
-            **arguments,
-        )
+        trainer = make_tool_trainer(per_device_train_batch_size=16, max_steps=1, **arguments)
         trainer.train()
         runs.append(trainer.batches[0][0])
     theirs, ours = runs
@@ -162,7 +138,7 @@ def first(sample: Sample):
 )
 def test_what_is_not_what_was_asked_for(change, named):
     with pytest.raises(ValueError, match=f"The sampler Returns returned .*{named}"):
-        make_recorder(lambda trainer: Returns(change)).train()
+        make_trainer(sampler=lambda trainer: Returns(change)).train()
 
 
 def test_log_probs_that_vllms_correction_needs():
@@ -173,10 +149,10 @@ def test_log_probs_that_vllms_correction_needs():
 
 def test_samplers_that_are_refused():
     with pytest.raises(TypeError, match=r"sampler=<.*Returns.*it must be called with the trainer"):
-        make_recorder(Returns(list))
+        make_trainer(sampler=Returns(list))
     with pytest.raises(ValueError, match="num_anchors=0"):
-        make_recorder(Digits, num_anchors=0)
-    make_recorder(Digits, num_anchors=0, reject_degenerate_states=True)
+        make_trainer(sampler=Digits, num_anchors=0)
+    make_trainer(sampler=Digits, num_anchors=0, reject_degenerate_states=True)
     with pytest.raises(NotImplementedError, match=r"rollout_func.*sampler="):
         make_trainer(reward_funcs=digits, rollout_func=lambda prompts, trainer: {})
 

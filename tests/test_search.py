@@ -20,7 +20,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response
 
 from fr3e_trl.bench.arms import make_trainer
-from fr3e_trl.bench.compare import CompareArguments, compare
+from fr3e_trl.bench.compare import compare
+from fr3e_trl.bench.compare_arguments import CompareArguments
 from fr3e_trl.bench.evaluation import evaluate
 from fr3e_trl.bench.measures import _row_tokens, _tree_tokens
 from fr3e_trl.bench.policies import demonstrations, starting_policy

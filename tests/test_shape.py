@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from fr3e_trl.method.shape import default_num_anchors, share_rows
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),

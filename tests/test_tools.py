@@ -9,6 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 from datasets import Dataset
+from factory import DEFAULTS
+from factory import make_tool_trainer as make_trainer
 from models import CPU
 from peft import LoraConfig
 from tool_policy import (
@@ -19,20 +21,18 @@ from tool_policy import (
     Walk,
     WordyWalk,
     look,
-    make_tool_dataset,
     make_tool_policy,
     make_tool_tokenizer,
     right,
 )
 from trees import rollouts_of
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.generation.tools import EnvironmentFailure
 from fr3e_trl.method.sampling import Sample
 
 TOKENIZER = make_tool_tokenizer()
-SIZES = {"num_generations": 8, "per_device_train_batch_size": 32, "max_completion_length": 24, "max_steps": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -40,20 +40,6 @@ def forget():
     CALLS.clear()
     Walk.instances.clear()
     Walk.looks.clear()
-
-
-def make_trainer(cls=FR3ETrainer, config=FR3EConfig, dataset=None, peft_config=None, reward_funcs=right, **settings):
-    names = [name for name in ("tools", "environment_factory") if name in settings]
-    given = {name: settings.pop(name) for name in names} or {"tools": [look]}
-    return cls(
-        make_tool_policy(),
-        reward_funcs,
-        config(**{"output_dir": "output", "learning_rate": 1e-3} | CPU | SIZES | settings),
-        train_dataset=make_tool_dataset() if dataset is None else dataset,
-        processing_class=make_tool_tokenizer(),
-        peft_config=peft_config,
-        **given,
-    )
 
 
 def explored(trainer):
@@ -155,7 +141,7 @@ def test_the_entropies_of_turns_are_the_policy_s():
 
 
 def test_without_exploration_it_is_grpo():
-    theirs = make_trainer(GRPOTrainer, GRPOConfig)
+    theirs = make_trainer(GRPOTrainer)
     theirs.train()
     calls = list(CALLS)
     CALLS.clear()
@@ -466,7 +452,7 @@ def test_an_environment_owns_all_of_the_data():
     trainer = FR3ETrainer(
         make_tool_policy(),
         [owned],
-        FR3EConfig("output", **CPU | SIZES),
+        FR3EConfig(**CPU | DEFAULTS | {"per_device_train_batch_size": 32, "max_completion_length": 24}),
         processing_class=make_tool_tokenizer(),
         environment_factory=Greeting,
     )

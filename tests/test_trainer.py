@@ -10,11 +10,11 @@ import hypothesis
 import pytest
 import torch
 from datasets import IterableDataset
+from factory import digits, letters, logged, make_trainer, train, weights
 from hypothesis import strategies as st
-from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
+from models import make_dataset, make_model, make_tokenizer, model_on_disk
 from peft import LoraConfig, get_peft_model
 from PIL import Image
-from recorder import Recorder
 from torch.nn.functional import log_softmax
 from transformers import (
     BitsAndBytesConfig,
@@ -27,16 +27,6 @@ from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.method.anchors import eligible_positions, rank_anchors
 from fr3e_trl.method.sampling import SamplingRequest
 
-SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 2}
-TRAINER_ARGUMENTS = [
-    "peft_config",
-    "quantization_config",
-    "reward_processing_classes",
-    "eval_dataset",
-    "tools",
-    "rollout_func",
-    "environment_factory",
-]
 PUBLISHED = {
     "modulation": "exp",
     "value_prior_strength": 0,
@@ -44,48 +34,6 @@ PUBLISHED = {
     "base_selection": "mixed",
 }
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
-
-
-def digits(completions, **kwargs):
-    """Right if more than a quarter of the characters are digits: some are, some are not."""
-    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [float(sum(char.isdigit() for char in text) > len(text) / 4) for text in texts]
-
-
-def letters(completions, **kwargs):
-    """A reward that hardly any two completions share, so that no state is degenerate."""
-    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [sum(math.sin(i * ord(char)) for i, char in enumerate(text, 1)) for text in texts]
-
-
-def make_trainer(cls=Recorder, model=None, reward_funcs=digits, config=FR3EConfig, dataset=None, **settings):
-    trainer_arguments = {key: settings.pop(key) for key in TRAINER_ARGUMENTS if key in settings}
-    if model is None:
-        model = model_on_disk() if settings.get("beta") else make_model()
-    return cls(
-        model,
-        reward_funcs,
-        config(**{"output_dir": "unused", "learning_rate": 1e-3} | CPU | SIZES | settings),
-        train_dataset=make_dataset() if dataset is None else dataset,
-        processing_class=make_tokenizer(),
-        **trainer_arguments,
-    )
-
-
-def train(*args, **kwargs):
-    trainer = make_trainer(*args, **kwargs)
-    set_seed(1)
-    trainer.train()
-    return trainer
-
-
-def logged(trainer, *names: str) -> list[tuple]:
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return [tuple(entry[name] for name in names) for entry in steps]
-
-
-def weights(trainer) -> torch.Tensor:
-    return torch.cat([p.detach().float().flatten() for p in trainer.model.parameters()])
 
 
 # With exploration off, it is GRPOTrainer
@@ -103,7 +51,7 @@ def weights(trainer) -> torch.Tensor:
 def test_without_exploration_it_is_grpo_trainer_exactly(settings):
     if "eval_steps" in settings:
         settings = settings | {"eval_dataset": make_dataset(4)}
-    theirs = train(GRPOTrainer, config=GRPOConfig, **settings, max_steps=4)
+    theirs = train(GRPOTrainer, **settings, max_steps=4)
     ours = train(FR3ETrainer, **settings, num_anchors=0, max_steps=4)
     timings = {"step_time", "train_runtime", "eval_runtime"}
     for mine, their in zip(ours.state.log_history, theirs.state.log_history, strict=True):
@@ -120,7 +68,7 @@ def test_rows_without_anchors_are_grpo_trainers(loss_type, conversational):
     settings = {"loss_type": loss_type, "epsilon_high": 0.28, "scale_rewards": "none", "beta": 0.05}
     settings |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
     dataset = make_dataset(conversational=conversational)
-    theirs = train(GRPOTrainer, reward_funcs=letters, config=GRPOConfig, dataset=dataset, **settings)
+    theirs = train(GRPOTrainer, reward_funcs=letters, dataset=dataset, **settings)
     off = {"num_anchors": 0, "reject_degenerate_states": True}
     ours = train(FR3ETrainer, reward_funcs=letters, dataset=dataset, **settings | off)
     names = ["loss", "grad_norm", "reward", "entropy", "kl", "completions/mean_length", "completions/clipped_ratio"]
@@ -144,7 +92,7 @@ def test_reward_functions_receive_what_grpo_trainers_do(kind):
         return [len(ids) + i / 16 for i, ids in enumerate(completion_ids)]
 
     off = {"num_anchors": 0, "reject_degenerate_states": True}
-    for cls, settings in ((GRPOTrainer, {"config": GRPOConfig}), (FR3ETrainer, off)):
+    for cls, settings in ((GRPOTrainer, {}), (FR3ETrainer, off)):
         dataset = make_dataset(conversational=kind != "standard").add_column("solution", [str(i) for i in range(16)])
         trainer = make_trainer(cls, reward_funcs=keep, dataset=dataset, max_steps=1, **settings)
         if kind == "with a response template":
@@ -160,7 +108,7 @@ def test_reward_functions_receive_what_grpo_trainers_do(kind):
 def test_evaluation_does_not_explore():
     settings = {"eval_dataset": make_dataset(4), "num_generations_eval": 2, "per_device_eval_batch_size": 4}
     ours = make_trainer(FR3ETrainer, **settings)
-    theirs = make_trainer(GRPOTrainer, config=GRPOConfig, **settings)
+    theirs = make_trainer(GRPOTrainer, **settings)
     metrics = []
     for trainer in (ours, theirs):
         set_seed(1)
@@ -284,7 +232,7 @@ def test_a_reward_function_sees_whole_groups_in_one_call(settings, num_calls):
     if num_calls > 1:
         return
     ours, calls = calls, []
-    train(GRPOTrainer, config=GRPOConfig, reward_funcs=reward, max_steps=2)
+    train(GRPOTrainer, reward_funcs=reward, max_steps=2)
     assert ours == calls
     for prompts, (_, trees) in zip(ours, trainer.batches, strict=True):
         texts = trainer.processing_class.batch_decode([tree.prompt_ids.tolist() for tree in trees])
@@ -737,7 +685,7 @@ def test_rewards_normalized_before_their_sum_are_grpo_trainers(aggregated):
     """Without anchors, by FR3E's own way to a batch."""
     settings = {"epsilon_high": 0.28, "reward_funcs": [letters, digits, sometimes_none], **aggregated}
     settings |= {"multi_objective_aggregation": "normalize_then_sum", "loss_type": "grpo"}
-    theirs = train(GRPOTrainer, config=GRPOConfig, **settings)
+    theirs = train(GRPOTrainer, **settings)
     ours = train(FR3ETrainer, num_anchors=0, reject_degenerate_states=True, **settings)
     names = ["loss", "grad_norm", "reward", "rewards/letters/mean"]
     torch.testing.assert_close(logged(ours, *names), logged(theirs, *names), atol=1e-5, rtol=1e-3)
@@ -764,7 +712,7 @@ def test_resuming_continues_the_run():
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     whole = train(**saving)
     resumed = make_trainer(**saving)
-    resumed.train(resume_from_checkpoint="unused/checkpoint-2")
+    resumed.train(resume_from_checkpoint="output/checkpoint-2")
     assert logged(resumed, "loss") == logged(whole, "loss")
     assert weights(resumed).equal(weights(whole))
 

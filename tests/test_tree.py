@@ -22,6 +22,8 @@ from fr3e_trl.method.metrics import tree_metrics
 from fr3e_trl.method.sampling import Sample
 from fr3e_trl.method.tree import Rollout, Score, State, Tree, as_ids, chains_of
 
+pytestmark = pytest.mark.fast
+
 EOS = 0
 
 

@@ -4,10 +4,11 @@ import math
 from collections import defaultdict
 from dataclasses import replace
 
+import factory
 import pytest
 import torch
 from launches import launch
-from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
+from models import CPU, make_dataset, make_tokenizer
 from processes_train import FakeSampler
 from recorder import Recorder
 from test_processes import same, trees_of, weights_of
@@ -24,12 +25,17 @@ from fr3e_trl.method.rows import RowSharding, rows_of, token_credit
 from fr3e_trl.method.tree import Rollout, Score, Tree
 
 NAN = math.nan
-SIZES = {"num_generations": 8, "per_device_train_batch_size": 32, "max_completion_length": 10}
+DEFAULTS = {
+    "credit": "tree",
+    "anchor_threshold": 0.3,
+    "per_device_train_batch_size": 32,
+    "max_completion_length": 10,
+    "learning_rate": 1e-2,
+}
 
 
 def make_config(**settings):
-    defaults = {"output_dir": "output", "credit": "tree", "anchor_threshold": 0.3, "learning_rate": 1e-2}
-    return FR3EConfig(**defaults | CPU | SIZES | settings)
+    return FR3EConfig("output", **CPU | {"num_generations": 8} | DEFAULTS | settings)
 
 
 def letters(completions, **kwargs):
@@ -48,12 +54,8 @@ def parity(prompts, completions, **kwargs):
 
 
 def train(cls=Recorder, sampler=None, reward_func=letters, num_prompts=16, resume=None, model=None, **settings):
-    trainer = cls(
-        model or make_model(),
-        reward_func,
-        make_config(**{"max_steps": 2} | settings),
-        train_dataset=make_dataset(num_prompts),
-        processing_class=make_tokenizer(),
+    trainer = factory.make_trainer(
+        cls, model=model, reward_funcs=reward_func, dataset=make_dataset(num_prompts), **DEFAULTS | settings
     )
     if sampler is not None:
         trainer.sampler = sampler
@@ -387,7 +389,7 @@ def test_the_kl_term_is_a_mean_over_the_tokens_in_the_loss():
             super().__init__(*args, **kwargs)
             self.ref_model.lm_head.weight.data.mul_(0.5)
 
-    trainer = train(OtherReference, FakeSampler(), model=model_on_disk(), beta=0.5, max_steps=1)
+    trainer = train(OtherReference, FakeSampler(), beta=0.5, max_steps=1)
     ((batch, _),) = trainer.batches
     mask = batch["completion_mask"] * batch["tool_mask"]
     policy = -(batch["advantages"] * mask).sum() / batch["num_items_in_batch"] * batch["tokens_per_counted"]
@@ -493,10 +495,10 @@ def test_two_processes_are_one(settings, tmp_path):
         ({"base_selection": "mixed"}, "base_selection='mixed'"),
         ({"modulation": "exp"}, "modulation='exp'"),
         ({"num_anchors": 0, "anchor_threshold": None}, "num_anchors=0 is not allowed: it must be above 0"),
-        ({"anchor_threshold": -0.1}, "anchor_threshold=-0.1 is not allowed: it must be 'auto', None, or 0 or more"),
+        ({"anchor_threshold": -0.1}, "anchor_threshold=-0.1 is not allowed: it must be 'auto', None, or a finite"),
         ({"anchor_threshold": math.inf}, "anchor_threshold=inf"),
-        ({"anchor_threshold": "high"}, "anchor_threshold='high' is not allowed: it must be 'auto', None, or 0 or more"),
-        ({"anchor_score": "random"}, "anchor_score='entropy'"),
+        ({"anchor_threshold": "high"}, "anchor_threshold='high' is not allowed: it must be 'auto', None, or a finite"),
+        ({"anchor_score": "random"}, "it must be 'auto' or None unless anchor_score='entropy'"),
     ],
 )
 def test_what_is_refused(settings, message):

@@ -3,11 +3,11 @@
 import json
 import math
 
+import factory
 import pytest
 import torch
 from launches import launch
-from models import CPU, make_dataset, make_model, make_tokenizer
-from recorder import Recorder
+from models import CPU, make_dataset
 from test_processes import same, trees_of, weights_of
 from transformers import set_seed
 
@@ -177,15 +177,9 @@ def digits(completions, **kwargs):
 
 
 def make_trainer(reward_func=letters, **settings):
-    sizes = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 10, "max_steps": 6}
-    defaults = {"output_dir": "output", "learning_rate": 1e-2, "value_tracker": True}
-    trainer = Recorder(
-        make_model(),
-        reward_func,
-        FR3EConfig(**defaults | CPU | sizes | settings),
-        train_dataset=make_dataset(6),  # three steps an epoch, of two prompts each
-        processing_class=make_tokenizer(),
-    )
+    three_steps_an_epoch = make_dataset(6)
+    defaults = {"max_completion_length": 10, "max_steps": 6, "learning_rate": 1e-2, "value_tracker": True}
+    trainer = factory.make_trainer(reward_funcs=reward_func, dataset=three_steps_an_epoch, **defaults | settings)
     set_seed(1)
     return trainer
 

@@ -4,47 +4,41 @@ Arms compared at equal generated tokens, training rows or time, from one startin
     fr3e compare --config recipes/bench/compare_chain.yaml
     fr3e compare --model_name_or_path MODEL --dataset_name FILE.jsonl --reward_funcs my_rewards.py:score
 
-Every arm is first tuned, in the same grid. What a recipe says of it:
+Every arm is first tuned in the same grid. A recipe sets the grid by:
 
     learning_rates: [3e-4, 1e-3, 3e-3]
-    tokens_per_batch: [3000, 12000]    # a size of the batch in generated tokens: the prompts of each arm follow from it
+    tokens_per_batch: [3000, 12000]    # generated tokens of a batch; the prompts of each arm follow from it
     num_iterations: [1, 2, 4]          # updates of a batch
     tuning_seeds: [1000, 1001]
     tuning_finalists: 3                # points of each arm's grid that are run with all of these seeds
-    tuning_tokens: 100000              # cuts short the runs by which finalists are found; left out, they are whole runs
+    tuning_tokens: 100000              # length of the runs that find the finalists; left out, they are whole runs
 
-Each of the grid is a list, or one value. An arm with a `learning_rate`, `num_prompts` or `num_iterations` of its own is
-not tuned in that. All points of the grid are run with the first tuning seed, and the best of each arm with all of them.
-The one with the best mean of held-out pass@1 along those whole runs is what the arm is then run with.
+Each axis of the grid is a list, or one value. An arm with a `learning_rate`, `num_prompts` or `num_iterations` of its
+own keeps it. All points of the grid are run with the first tuning seed, and the best of each arm with all tuning seeds.
+Each arm is then run at the point with the best mean of held-out pass@1 along those whole runs.
 
-Every run is a file in `output_dir/runs` (or `screening` and `tuning`), written when it is done. A comparison that was
-cut goes on from there, and one that is complete writes its report anew.
+Every run is a file in `output_dir/runs` (or `screening` and `tuning`), written when the run is done. After a cut, the
+same command goes on from these files. Once a comparison is complete, the command writes its report anew.
 """
 
-import json
-import multiprocessing
 import shlex
-import sys
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-from trl import TrlParser
-
-from ..commands.counts import check_counts, check_distinct, check_lists, check_rate
-from ..commands.usage import UsageError, usage_errors
-from . import worker
-from .arms import ArmsArguments, whole_prompts
+from ..commands.outputs import check_same, read_json, resumable, write_json
+from ..commands.recipe import RecipeParser, parse_arguments
+from .arms import whole_prompts
+from .compare_arguments import CompareArguments
 from .own_task import OwnTask
-from .progress import CONSOLE, RunProgress
+from .progress import CONSOLE
 from .report import write_report
 from .results import BUDGETS, Results, mean_accuracy
-from .runs import Run, be_quiet, execute, tokens_per_prompt, write_json
+from .runs import Run, be_quiet, tokens_per_prompt
 from .tasks import Task
-from .tuning import GRIDS, TUNED, grid, ranked
+from .tuning import TUNED, grid, ranked
+from .worker import execute_all
 
 # Settings that may change between one call and the next: no finished run depends on them
 FREE = (
@@ -62,253 +56,14 @@ FREE = (
 )
 
 TOKENS_FILE = "tokens_per_prompt.json"
-POLL_SECONDS = 0.5
-
-# For a task of the user's own, where nothing else is said
-OWN_TOKENS = 1_000_000
-OWN_EVAL_BATCH_SIZE = 64
-
-
-@dataclass(kw_only=True)
-class CompareArguments(ArmsArguments):
-    """
-    Arguments of `fr3e compare`.
-
-    Parameters, beside those of [`ArmsArguments`]:
-        reference (`str`, *optional*):
-            Arm that the others are compared with. If `None`, the first.
-        generated_tokens (`int`, *optional*):
-            Tokens that each run generates.
-        training_rows (`int`, *optional*), train_seconds (`float`, *optional*):
-            Rows that it trains on, or seconds that it trains, in their place.
-        only (`list[str]`, *optional*):
-            Arms to compare. If `None`, all.
-        seeds (`list[int]`, *optional*, defaults to `[0, 1, 2, 3, 4]`):
-            Seeds of the runs.
-        learning_rates (`list[float]`, *optional*):
-            Learning rates to try for each arm.
-        tokens_per_batch (`list[int]`, *optional*):
-            Sizes of a batch to try, in generated tokens, by which the prompts per batch of each arm are chosen.
-        num_iterations (`list[int]`, *optional*):
-            Numbers of updates of each batch to try.
-        tuning_seeds (`list[int]`, *optional*, defaults to `[1000, 1001]`):
-            Seeds by which they are tried.
-        tuning_finalists (`int`, *optional*, defaults to `3`):
-            Combinations for each arm that are tried with all of these seeds, the best by the first. If `None`, all.
-        tuning_tokens (`int`, *optional*):
-            Tokens generated by the runs by which these are found. If `None`, `generated_tokens`.
-        num_evals (`int`, *optional*, defaults to `10`):
-            Evaluations along a run, beside the one before it.
-        num_heldout (`int`, *optional*, defaults to `128`):
-            Held-out prompts.
-        num_samples (`int`, *optional*, defaults to `4`):
-            Completions sampled of each.
-        pass_at (`list[int]`, *optional*, defaults to `[4]`):
-            Values of k in pass@k.
-        eval_batch_size (`int`, *optional*):
-            Completions that an evaluation generates at once. If `None`, 512, and 64 for a task of the user's own.
-        num_workers (`int`, *optional*):
-            Runs at the same time, each in a process with one thread. If `None`, as many as there are GPUs, or 1.
-    """
-
-    reference: str | None = field(
-        default=None, metadata={"help": "Arm that the others are compared with. If `None`, the first."}
-    )
-    generated_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Tokens that each run generates: it stops after the first batch at which it has. Tokens of "
-            "prefixes that rollouts start from are not generated again, and not counted. If `None`, and with neither "
-            "training_rows nor train_seconds, 1,000,000 for a task of your own."
-        },
-    )
-    training_rows: int | None = field(
-        default=None,
-        metadata={"help": "Completions that each run trains on, even if they teach nothing, in place of tokens."},
-    )
-    train_seconds: float | None = field(
-        default=None,
-        metadata={
-            "help": "Seconds that each run trains, in place of tokens, without those of evaluation: by the clock on a "
-            "GPU, and CPU time without one."
-        },
-    )
-    only: list[str] | None = field(
-        default=None, metadata={"help": "Arms to compare, of those that are there. If `None`, all of them."}
-    )
-    seeds: list[int] = field(
-        default_factory=lambda: [0, 1, 2, 3, 4],
-        metadata={"help": "Seeds of the runs of each arm. They decide the training prompts and the sampling."},
-    )
-    learning_rates: list[float] | None = field(
-        default=None,
-        metadata={
-            "help": "Learning rates to try for each arm without a `learning_rate`, in every combination with "
-            "`tokens_per_batch` and `num_iterations`. It is run with the one that has the best mean of held-out pass@1 "
-            "along the tuning runs."
-        },
-    )
-    tokens_per_batch: list[int] | None = field(
-        default=None,
-        metadata={
-            "help": "Sizes of a batch to try, in generated tokens. The prompts per batch of an arm without "
-            "`num_prompts` follow from it and what a batch of the starting policy takes for each."
-        },
-    )
-    num_iterations: list[int] | None = field(
-        default=None,
-        metadata={
-            "help": "Numbers of updates of each batch to try. If `None`, arms have the `num_iterations` of their "
-            "settings, or 1."
-        },
-    )
-    tuning_seeds: list[int] = field(
-        default_factory=lambda: [1000, 1001],
-        metadata={"help": "Seeds by which combinations are tried, none of them among `seeds`."},
-    )
-    tuning_finalists: int | None = field(
-        default=3,
-        metadata={
-            "help": "Combinations for each arm that are tried with all tuning seeds: the best by the first seed, with "
-            "which all of them are run. If `None`, all."
-        },
-    )
-    tuning_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Tokens that each of the runs generates by which these are found. If `None`, as any run. What an "
-            "arm is run with is chosen by whole runs in any case."
-        },
-    )
-    num_evals: int = field(
-        default=10,
-        metadata={"help": "Evaluations along a run, evenly spaced in generated tokens, beside the one before it."},
-    )
-    num_heldout: int = field(default=128, metadata={"help": "Held-out prompts, the same in every evaluation."})
-    num_samples: int = field(default=4, metadata={"help": "Completions sampled of each held-out prompt."})
-    pass_at: list[int] = field(
-        default_factory=lambda: [4], metadata={"help": "Values of k in pass@k, up to `num_samples`."}
-    )
-    eval_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Completions that an evaluation generates at once. If `None`, 512, and 64 for a task of your own."
-        },
-    )
-    num_workers: int | None = field(
-        default=None,
-        metadata={
-            "help": "Runs at the same time, each in a process with one thread, and with one GPU where there are any. "
-            "If `None`, as many as there are GPUs, or 1."
-        },
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        assert isinstance(self.arms, dict)
-        self._check_budget()
-        if self.eval_batch_size is None:
-            self.eval_batch_size = 512 if self.task is not None else OWN_EVAL_BATCH_SIZE
-        check_counts(self, tuning_tokens=1, num_evals=1, num_heldout=1)
-        check_counts(self, num_samples=1, eval_batch_size=1, num_workers=1)
-        if self.tuning_finalists is not None:
-            check_counts(self, tuning_finalists=1)
-        check_lists(self, seeds=0, tuning_seeds=0, pass_at=1)
-        if max(self.pass_at) > self.num_samples:
-            raise ValueError(
-                f"pass_at={self.pass_at} must be from 1 to num_samples={self.num_samples}: pass@k takes k samples."
-            )
-        for name in self.only or []:
-            if name not in self.arms:
-                raise ValueError(f"only={self.only!r} names {name!r}. The arms are {', '.join(self.arms)}.")
-        self.arms = {name: self.arms[name] for name in self.only or self.arms}
-        if self.reference is None:
-            self.reference = next(iter(self.arms))
-        if self.reference not in self.arms:
-            raise ValueError(f"reference={self.reference!r} must be one of the arms: {', '.join(self.arms)}.")
-        self._check_tuning()
-        self.check_arms()
-        self._check_vllm()
-
-    def _check_budget(self) -> None:
-        check_counts(self, generated_tokens=1, training_rows=1)
-        if self.train_seconds is not None and not self.train_seconds > 0:
-            raise ValueError(f"train_seconds={self.train_seconds!r} must be above 0, for example 3600.")
-        given = [name for name in BUDGETS if getattr(self, name) is not None]
-        if not given and self.task is None:
-            self.generated_tokens, given = OWN_TOKENS, ["generated_tokens"]
-        if len(given) != 1:
-            raise ValueError(f"One of {', '.join(BUDGETS)} ends the runs, and {len(given)} are set.")
-        if self.tuning_tokens is not None and self.generated_tokens is None:
-            raise ValueError(f"tuning_tokens={self.tuning_tokens} are part of generated_tokens, and {given[0]} is set.")
-
-    def _check_vllm(self) -> None:
-        for arm in self.arms or {}:
-            settings = self.settings_of(arm)
-            if not settings.get("use_vllm"):
-                continue
-            if settings.get("vllm_mode") != "server":
-                raise ValueError(
-                    f"Arm {arm!r}: vLLM's engine in the same process keeps its memory when a run is over. Use a "
-                    "server, vllm_mode='server'."
-                )
-            if self.num_workers is None:
-                self.num_workers = 1
-            if self.num_workers > 1:
-                raise ValueError(
-                    f"Arm {arm!r}: a vLLM server has the weights of one run. Set num_workers=1, not {self.num_workers}."
-                )
-
-    def _check_tuning(self) -> None:
-        assert isinstance(self.base, dict)
-        for setting, name in GRIDS.items():
-            values = getattr(self, name)
-            if values is None:
-                continue
-            if setting in self.base:
-                raise ValueError(
-                    f"{name}={values!r} are to be tried, and the base has a {setting} for all arms. Leave one of them "
-                    "out. An arm may have its own."
-                )
-            setattr(self, name, values if isinstance(values, list) else [values])
-            if name != "learning_rates":
-                check_lists(self, **{name: 1})
-        if self.learning_rates is not None:
-            self.learning_rates = [float(rate) for rate in self.learning_rates]
-            for rate in self.learning_rates:
-                check_rate("learning_rates", rate)
-            check_distinct("learning_rates", self.learning_rates)
-        if set(self.seeds) & set(self.tuning_seeds):
-            raise ValueError(
-                f"tuning_seeds={self.tuning_seeds} and seeds={self.seeds} must have none in common: what is chosen by "
-                "a seed looks better on it than it is."
-            )
-
-    def check_arm(self, name: str, settings: dict[str, Any]) -> None:
-        super().check_arm(name, settings)
-        if "num_prompts" not in settings and self.tokens_per_batch is None:
-            raise ValueError("num_prompts is not set. Set it in every arm or in the base, or set tokens_per_batch.")
-        if "learning_rate" not in settings and self.learning_rates is None:
-            raise ValueError(
-                "learning_rate is not set. Set it in every arm or in the base, or set learning_rates to try."
-            )
-        if settings.get("lr_scheduler_type", "constant") not in ("constant", "constant_with_warmup"):
-            raise ValueError(
-                f"lr_scheduler_type={settings['lr_scheduler_type']!r} needs to know the number of steps, and a "
-                "run ends by its tokens. Use 'constant' or 'constant_with_warmup'."
-            )
 
 
 def main(argv: list[str]) -> None:
     """Run a comparison, or what is missing of it, and write its report."""
     be_quiet()
-    with usage_errors("wrong arguments", "See --help.", OSError, ValueError, TypeError, yaml.YAMLError):
-        (args,) = TrlParser([CompareArguments]).parse_args_and_config(argv)
-    try:
+    (args,) = parse_arguments(RecipeParser([CompareArguments]), argv)
+    with resumable(args.output_dir):
         compare(args, f"fr3e compare {shlex.join(argv)}")
-    except KeyboardInterrupt:
-        print(f"\nCut. The same command goes on from the runs in {args.output_dir}.", file=sys.stderr)
-        sys.exit(130)
 
 
 def compare(args: CompareArguments, command: str) -> None:
@@ -325,9 +80,13 @@ def compare(args: CompareArguments, command: str) -> None:
     task, policy = args.task_and_policy(args.num_heldout)
     if isinstance(task, OwnTask):
         args.num_heldout = min(args.num_heldout, len(task.splits["heldout"]))
-    check_same(args, policy, output_dir)
-    arms, screening, tuning = tuned_arms(args, task, policy)
-    runs = list(final_runs(args, arms, task, policy))
+    fixed = {name: value for name, value in asdict(args).items() if name not in FREE} | {"policy": policy.name}
+    has_runs = any(output_dir.glob("*/*.json"))
+    if check_same(output_dir, fixed, has_runs, growing="arms"):
+        (output_dir / TOKENS_FILE).unlink(missing_ok=True)  # it was measured for other arguments
+    comparison = Comparison(args, task, policy)
+    arms, screening, tuning = comparison.tuned_arms()
+    runs = list(comparison.final_runs(arms))
     execute_all(runs, args.num_workers)
     results = Results(
         arguments=asdict(args),
@@ -341,172 +100,105 @@ def compare(args: CompareArguments, command: str) -> None:
     CONSOLE.print(f"Report: {output_dir / 'report.md'}", highlight=False, soft_wrap=True)
 
 
-def check_same(args: CompareArguments, policy: Path, output_dir: Path) -> None:
-    """Raise a `UsageError` if the directory has runs of other arguments. Arms may be added or left out."""
-    path = output_dir / "arguments.json"
-    fixed = {name: value for name, value in asdict(args).items() if name not in FREE} | {"policy": policy.name}
-    earlier = read_json(path) if path.exists() else fixed
-    arms = fixed["arms"]
-    differing = [f"{name} (was {earlier[name]!r})" for name in fixed if name != "arms" and earlier[name] != fixed[name]]
-    differing += [
-        f"arms.{name} (was {settings!r})"
-        for name, settings in earlier["arms"].items()
-        if name in arms and arms[name] != settings
-    ]
-    if differing and any(output_dir.glob("*/*.json")):
-        raise UsageError(
-            f"{output_dir} has runs of another comparison. It differs in {', '.join(differing)}. Use another "
-            "output_dir, or remove that one."
+# All settings of an arm, its own over those of the base
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """
+    The runs of a comparison: by which arms are tuned, and of which the report tells.
+
+    Args:
+        args ([`CompareArguments`]):
+            What is compared.
+        task ([`Task`] or [`OwnTask`]):
+            What the arms learn.
+        policy (`Path`):
+            Directory of the starting policy.
+    """
+
+    args: CompareArguments
+    task: Task | OwnTask
+    policy: Path
+
+    def tuned_arms(self) -> tuple[dict[str, Settings], list[Run], list[Run]]:
+        """
+        Tune the arms.
+
+        Returns:
+            The settings of each arm, with the best point of its grid; the runs of all points with the first tuning
+            seed; the runs of the finalists with all tuning seeds.
+        """
+        args = self.args
+        grids = {arm: self.grid_of(arm) for arm in args.arms or {}}
+        folder = "tuning" if args.tuning_tokens is None else "screening"
+        screening = list(self.tuning_runs(grids, args.tuning_seeds[:1], args.tuning_tokens, folder))
+        execute_all(screening, args.num_workers)
+        finalists = {arm: best_points(arm, points, screening)[: args.tuning_finalists] for arm, points in grids.items()}
+        tuning = list(self.tuning_runs(finalists, args.tuning_seeds, None, "tuning"))
+        execute_all(tuning, args.num_workers)
+        arms = {arm: best_points(arm, points, tuning)[0] for arm, points in finalists.items()}
+        return arms, screening, tuning
+
+    def grid_of(self, arm: str) -> list[Settings]:
+        """The settings of an arm at each point of its grid."""
+        settings, sizes = self.args.settings_of(arm), []
+        if "num_prompts" not in settings:
+            tokens = self.tokens_per_prompt(arm)
+            sizes = [whole_prompts(wanted / tokens, settings) for wanted in self.args.tokens_per_batch or []]
+        return grid(settings, self.args.learning_rates or [], sizes, self.args.num_iterations or [])
+
+    def tokens_per_prompt(self, arm: str) -> float:
+        """Tokens that an arm generates for each prompt, measured once."""
+        path = Path(self.args.output_dir) / TOKENS_FILE
+        measured: dict[str, float] = read_json(path) if path.exists() else {}
+        if arm not in measured:
+            measured[arm] = tokens_per_prompt(self.args.settings_of(arm), self.policy, self.task)
+            write_json(path, measured)
+        return measured[arm]
+
+    def tuning_runs(
+        self, grids: dict[str, list[Settings]], seeds: list[int], amount: float | None, folder: str
+    ) -> Iterator[Run]:
+        """The runs that find the best points of each arm's grid, where it has more than one."""
+        for seed in seeds:
+            for arm, points in grids.items():
+                for settings in points if len(points) > 1 else []:
+                    yield self.make_run(arm, settings, seed, amount, folder)
+
+    def final_runs(self, arms: dict[str, Settings]) -> Iterator[Run]:
+        """The runs that are reported: all arms of one seed, then of the next."""
+        for seed in self.args.seeds:
+            for arm, settings in arms.items():
+                yield self.make_run(arm, settings, seed, None, "runs")
+
+    def make_run(self, arm: str, settings: Settings, seed: int, amount: float | None, folder: str) -> Run:
+        """A run that spends `amount`, or all of the budget if that is `None`."""
+        args = self.args
+        rate, num_prompts, num_updates = (settings.get(name, 1) for name in TUNED)
+        cost, budget = next((BUDGETS[name], value) for name in BUDGETS if (value := getattr(args, name)) is not None)
+        amount = budget if amount is None else amount
+        assert args.eval_batch_size is not None
+        file = f"{arm}-rate{rate:g}-prompts{num_prompts}-updates{num_updates}-seed{seed}.json"
+        return Run(
+            arm=arm,
+            settings=settings,
+            seed=seed,
+            cost=cost,
+            amount=amount,
+            task=self.task,
+            policy=str(self.policy),
+            num_evals=max(1, round(args.num_evals * amount / budget)),  # as far apart in all runs
+            num_heldout=args.num_heldout,
+            num_samples=args.num_samples,
+            eval_batch_size=args.eval_batch_size,
+            path=str(Path(args.output_dir) / folder / file),
         )
-    if differing:  # what was measured for a comparison of which no run was finished
-        (output_dir / TOKENS_FILE).unlink(missing_ok=True)
-        earlier = fixed
-    write_json(path, fixed | {"arms": earlier["arms"] | arms})
 
 
-def tuned_arms(
-    args: CompareArguments, task: Task | OwnTask, policy: Path
-) -> tuple[dict[str, dict[str, Any]], list[Run], list[Run]]:
-    """
-    Tune the arms.
-
-    Returns:
-        All settings of each arm, those of them that were tuned being the best of its grid; the runs of all points with
-        the first tuning seed; those of the finalists with all tuning seeds.
-    """
-    grids = {arm: arm_grid(args, arm, task, policy) for arm in args.arms or {}}
-    folder = "tuning" if args.tuning_tokens is None else "screening"
-    screening = list(tuning_runs(args, grids, args.tuning_seeds[:1], task, policy, args.tuning_tokens, folder))
-    execute_all(screening, args.num_workers)
-    finalists = {arm: best_points(arm, points, screening)[: args.tuning_finalists] for arm, points in grids.items()}
-    tuning = list(tuning_runs(args, finalists, args.tuning_seeds, task, policy, None, "tuning"))
-    execute_all(tuning, args.num_workers)
-    arms = {arm: best_points(arm, points, tuning)[0] for arm, points in finalists.items()}
-    return arms, screening, tuning
-
-
-def arm_grid(args: CompareArguments, arm: str, task: Task | OwnTask, policy: Path) -> list[dict[str, Any]]:
-    """All settings of an arm, at each point of its grid."""
-    settings, sizes = args.settings_of(arm), []
-    if "num_prompts" not in settings:
-        tokens = measured_tokens_per_prompt(args, arm, task, policy)
-        sizes = [whole_prompts(wanted / tokens, settings) for wanted in args.tokens_per_batch or []]
-    return grid(settings, args.learning_rates or [], sizes, args.num_iterations or [])
-
-
-def measured_tokens_per_prompt(args: CompareArguments, arm: str, task: Task | OwnTask, policy: Path) -> float:
-    """Tokens that an arm generates for each prompt, measured once."""
-    path = Path(args.output_dir) / TOKENS_FILE
-    measured: dict[str, float] = read_json(path) if path.exists() else {}
-    if arm not in measured:
-        measured[arm] = tokens_per_prompt(args.settings_of(arm), policy, task)
-        write_json(path, measured)
-    return measured[arm]
-
-
-def tuning_runs(
-    args: CompareArguments,
-    grids: dict[str, list[dict[str, Any]]],
-    seeds: list[int],
-    task: Task | OwnTask,
-    policy: Path,
-    amount: float | None,
-    folder: str,
-) -> Iterator[Run]:
-    """The runs by which the best points of each arm's grid are found, where there is more than one."""
-    for seed in seeds:
-        for arm, points in grids.items():
-            for settings in points if len(points) > 1 else []:
-                yield make_run(args, arm, settings, seed, task, policy, amount, folder)
-
-
-def best_points(arm: str, points: list[dict[str, Any]], runs: list[Run]) -> list[dict[str, Any]]:
+def best_points(arm: str, points: list[Settings], runs: list[Run]) -> list[Settings]:
     """Points of an arm's grid, the one with the highest mean of held-out pass@1 along its runs first."""
     if len(points) == 1:
         return points
     return ranked(points, [(run.settings, mean_accuracy(read_json(run.path))) for run in runs if run.arm == arm])
-
-
-def final_runs(
-    args: CompareArguments, arms: dict[str, dict[str, Any]], task: Task | OwnTask, policy: Path
-) -> Iterator[Run]:
-    """The runs that are reported: all arms of one seed, then of the next."""
-    for seed in args.seeds:
-        for arm, settings in arms.items():
-            yield make_run(args, arm, settings, seed, task, policy, None, "runs")
-
-
-def make_run(
-    args: CompareArguments,
-    arm: str,
-    settings: dict[str, Any],
-    seed: int,
-    task: Task | OwnTask,
-    policy: Path,
-    amount: float | None,
-    folder: str,
-) -> Run:
-    rate, num_prompts, num_updates = (settings.get(name, 1) for name in TUNED)
-    cost, budget = next((BUDGETS[name], value) for name in BUDGETS if (value := getattr(args, name)) is not None)
-    amount = budget if amount is None else amount
-    assert args.eval_batch_size is not None
-    file = f"{arm}-rate{rate:g}-prompts{num_prompts}-updates{num_updates}-seed{seed}.json"
-    return Run(
-        arm=arm,
-        settings=settings,
-        seed=seed,
-        cost=cost,
-        amount=amount,
-        task=task,
-        policy=str(policy),
-        num_evals=max(1, round(args.num_evals * amount / budget)),  # as far apart in all runs
-        num_heldout=args.num_heldout,
-        num_samples=args.num_samples,
-        eval_batch_size=args.eval_batch_size,
-        path=str(Path(args.output_dir) / folder / file),
-    )
-
-
-def execute_all(runs: list[Run], num_workers: int | None) -> None:
-    """Execute the runs whose result is not there yet, in workers of a GPU each where there are several."""
-    runs = [run for run in runs if not Path(run.path).exists()]
-    if not runs:
-        return
-    devices = worker.visible_devices()
-    num_workers = num_workers or max(1, len(devices))
-    with RunProgress({Path(run.path).stem: run.amount for run in runs}) as progress:
-        if num_workers > 1 or len(devices) > 1:
-            _execute_in_workers(runs, num_workers, devices, progress)
-            return
-        for run in runs:
-            name = Path(run.path).stem
-            execute(run, lambda spent, name=name: progress.update(name, spent))  # type: ignore[misc]
-            progress.finish(name)
-
-
-def _execute_in_workers(runs: list[Run], num_workers: int, devices: list[str], progress: RunProgress) -> None:
-    context = multiprocessing.get_context("spawn")
-    reports, own_devices = context.Queue(), context.Queue()
-    for i in range(num_workers):
-        own_devices.put(devices[i % len(devices)] if devices else None)
-    with ProcessPoolExecutor(num_workers, context, worker.start, (reports, own_devices)) as pool:
-        names: dict[Future[None], str] = {pool.submit(worker.execute_run, run): Path(run.path).stem for run in runs}
-        waiting = set(names)
-        try:
-            while waiting:
-                done, waiting = wait(waiting, POLL_SECONDS, FIRST_COMPLETED)
-                while not reports.empty():
-                    progress.update(*reports.get())
-                for future in done:
-                    future.result()
-                    progress.finish(names[future])
-        except BaseException as error:
-            pool.shutdown(wait=False, cancel_futures=True)
-            if isinstance(error, KeyboardInterrupt):  # or else the others end their runs first
-                for process in multiprocessing.active_children():
-                    process.terminate()
-            raise
-
-
-def read_json(path: str | Path) -> Any:
-    return json.loads(Path(path).read_text())

@@ -3,19 +3,16 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
-from trl import is_conversational
 
-if TYPE_CHECKING:
-    from .own_task import OwnTask
-    from .tasks import Task
-
-HELDOUT_SEED = 2507  # whatever a run's seed: every run is measured on the same prompts, with the same random numbers
+from ..commands.completions import columns_of, complete, reward_arguments, texts_of
+from .own_task import OwnTask
+from .tasks import HELDOUT_SEED, Task
 
 
 @dataclass
@@ -44,7 +41,7 @@ class Evaluation:
 def evaluate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    task: "Task | OwnTask",
+    task: Task | OwnTask,
     heldout: Dataset,
     num_samples: int,
     batch_size: int,
@@ -81,12 +78,14 @@ def evaluate(
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
+    examples = [example for example in heldout for _ in range(num_samples)]
+    batch_size = max(1, batch_size // num_samples) * num_samples  # those of a prompt are in one batch
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(HELDOUT_SEED)
         if task.tools:
-            sampled = _converse(trainer, task, heldout, num_samples, batch_size, config)
+            sampled = _converse(trainer, task, examples, batch_size, config)
         else:
-            sampled = _complete(model, tokenizer, task, heldout, num_samples, batch_size, config, trainer)
+            sampled = _complete(model, tokenizer, task, examples, batch_size, config, trainer)
     model.train(training)
     starts = range(0, len(sampled.rewards), num_samples)
     rewards = [sampled.rewards[start : start + num_samples] for start in starts]
@@ -121,51 +120,46 @@ class _EntropyRecorder(LogitsProcessor):
     """
 
     def __init__(self) -> None:
-        self.entropies: list[torch.Tensor] = []  # of each step, in nats, one number for each completion
+        self.entropies: list[torch.Tensor] = []  # of each step, in nats, a number for each completion
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.entropies.append(torch.distributions.Categorical(logits=scores.float()).entropy())
         return scores
 
+    def take_sum(self, lengths: list[int]) -> float:
+        """The sum over the tokens of a batch, whose completions are so long. Afterwards nothing is kept."""
+        entropies = torch.stack(self.entropies, dim=1)
+        ends = torch.tensor(lengths, device=entropies.device)
+        self.entropies = []
+        return entropies[torch.arange(entropies.shape[1], device=entropies.device) < ends[:, None]].sum().item()
+
 
 def _complete(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    task: "Task | OwnTask",
-    heldout: Dataset,
-    num_samples: int,
+    task: Task | OwnTask,
+    examples: list[dict[str, Any]],
     batch_size: int,
     config: GenerationConfig,
     trainer: Any,
 ) -> _Completions:
-    """`num_samples` completions of each prompt, in order."""
+    """A completion of each example, in order."""
+    prompts = [example["prompt"] for example in examples]
+    prompt_ids = tokenizer(prompts).input_ids if trainer is None else trainer._tokenize_prompts(prompts)[0]
+    recorder = _EntropyRecorder()
     result = _Completions([], [])
-    for examples in _batches(heldout, max(1, batch_size // num_samples)):
-        prompts = examples["prompt"]
-        prompt_ids = tokenizer(prompts).input_ids if trainer is None else trainer._tokenize_prompts(prompts)[0]
-        inputs = tokenizer.pad({"input_ids": prompt_ids}, return_tensors="pt").to(model.device)
-        recorder = _EntropyRecorder()
-        sequences = model.generate(
-            **inputs, generation_config=config, num_return_sequences=num_samples, logits_processor=[recorder]
-        )
-        new_ids = sequences[:, inputs["input_ids"].shape[1] :]
-        ended_before = (new_ids == tokenizer.eos_token_id).cumsum(1) - (new_ids == tokenizer.eos_token_id).int() > 0
-        result.entropy_sum += torch.stack(recorder.entropies, dim=1)[~ended_before].sum().item()
-        result.num_tokens += int((~ended_before).sum())
-        texts = tokenizer.batch_decode(new_ids, skip_special_tokens=True)
+    for completions in complete(model, tokenizer, prompt_ids, config, batch_size, recorder=recorder):
+        result.entropy_sum += recorder.take_sum([len(completion.token_ids) for completion in completions])
+        result.num_tokens += sum(len(completion.token_ids) for completion in completions)
+        texts = texts_of(completions, tokenizer)
+        done = len(result.texts)
+        result.rewards += task.reward(**reward_arguments(examples[done : done + len(texts)], completions, texts))
         result.texts += texts
-        conversational = is_conversational({"prompt": prompts[0]})
-        result.rewards += task.reward(
-            prompts=[prompt for prompt in prompts for _ in range(num_samples)],
-            completions=[[{"role": "assistant", "content": text}] for text in texts] if conversational else texts,
-            completion_ids=[ids[~gone].tolist() for ids, gone in zip(new_ids, ended_before, strict=True)],
-            **_columns(examples, num_samples),
-        )
     return result
 
 
 def _converse(
-    trainer: Any, task: "Task | OwnTask", heldout: Dataset, num_samples: int, batch_size: int, config: GenerationConfig
+    trainer: Any, task: Task | OwnTask, examples: list[dict[str, Any]], batch_size: int, config: GenerationConfig
 ) -> _Completions:
     """The same in several turns, by TRL's own loop, whatever the trainer samples with when it trains."""
     settings = {
@@ -176,12 +170,12 @@ def _converse(
     }
     tools = {tool.__name__: tool for tool in trainer.tools}
     result = _Completions([], [])
-    for examples in _batches(heldout, max(1, batch_size // num_samples)):
-        prompts = [prompt for prompt in examples["prompt"] for _ in range(num_samples)]
-        with _settings(
-            trainer, _sync_tool_dicts=[tools] * len(prompts), _async_tool_dicts=[{}] * len(prompts), **settings
-        ):
-            prompt_ids, completion_ids, is_own, completions, *_ = trainer._generate(prompts)
+    for start in range(0, len(examples), batch_size):
+        batch = examples[start : start + batch_size]
+        with _settings(trainer, _sync_tool_dicts=[tools] * len(batch), _async_tool_dicts=[{}] * len(batch), **settings):
+            prompt_ids, completion_ids, is_own, completions, *_ = trainer._generate(
+                [example["prompt"] for example in batch]
+            )
         sequences = [torch.tensor(prompt + ids) for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
         own = [torch.tensor([0] * len(prompt) + mask) for prompt, mask in zip(prompt_ids, is_own, strict=True)]
         # What pads them comes behind, and is seen by none of their tokens
@@ -191,7 +185,7 @@ def _converse(
         result.entropy_sum += entropies[sampled].sum().item()
         result.num_tokens += int(sampled.sum())
         result.texts += map(str, completions)
-        result.rewards += task.reward(completions=completions, **_columns(examples, num_samples))
+        result.rewards += task.reward(completions=completions, **columns_of(batch))
     return result
 
 
@@ -204,17 +198,3 @@ def _settings(trainer: Any, **settings: Any) -> Iterator[None]:
         yield
     finally:
         vars(trainer).update(kept)
-
-
-def _columns(examples: dict[str, list[Any]], num_samples: int) -> dict[str, list[Any]]:
-    """What the reward needs beside the completions of examples, for `num_samples` of each."""
-    return {
-        name: [value for value in values for _ in range(num_samples)]
-        for name, values in examples.items()
-        if name != "prompt"
-    }
-
-
-def _batches(examples: Dataset, size: int) -> Iterator[dict[str, list[Any]]]:
-    for start in range(0, len(examples), size):
-        yield examples[start : start + size]

@@ -4,17 +4,22 @@ import copy
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset
 from trl import get_peft_config, get_quantization_config
 
-from ..commands.data import FORMATS, call_reward, get_reward, load_examples, load_tokenizer, test_split
+from ..commands.data import (
+    FORMATS,
+    FR3EScriptArguments,
+    call_reward,
+    get_reward,
+    load_examples,
+    load_tokenizer,
+    test_split,
+)
 from ..commands.usage import UsageError
-from .evaluation import HELDOUT_SEED
-
-if TYPE_CHECKING:
-    from .arms import ArmsArguments
+from .tasks import HELDOUT_SEED
 
 HELDOUT_SHARE = 5  # of one file of examples, at most every fifth is held out
 
@@ -27,7 +32,7 @@ class OwnTask:
     has one split, some at random, with all that have the same prompt.
 
     Args:
-        args ([`ArmsArguments`]):
+        args ([`~.arguments.ArmsArguments`]):
             Names of the model, the dataset and the reward functions.
         num_heldout (`int`):
             How many examples of a file to hold out, at most. 0 if nothing is evaluated.
@@ -37,7 +42,7 @@ class OwnTask:
     tools = ()
     max_tool_calling_iterations = None
 
-    def __init__(self, args: "ArmsArguments", num_heldout: int):
+    def __init__(self, args: FR3EScriptArguments, num_heldout: int):
         self.args = args
         self.num_heldout = num_heldout
 

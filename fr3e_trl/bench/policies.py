@@ -124,15 +124,7 @@ def _make(task: Task, directory: Path) -> None:
 
 @dataclass
 class MakePolicyArguments:
-    """
-    Arguments of `fr3e make-policy`.
-
-    Parameters:
-        task (`str`):
-            Task of the policy.
-        output_dir (`str`, *optional*):
-            Directory of the policy. If `None`, one in the user's cache, where `fr3e compare` looks for it.
-    """
+    """Arguments of `fr3e make-policy`."""
 
     task: str = field(metadata={"help": f"Task of the policy: {', '.join(TASKS)}."})
     output_dir: str | None = field(

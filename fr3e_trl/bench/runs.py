@@ -1,7 +1,5 @@
 """One run of a comparison: an arm, trained with one seed until it has spent so much."""
 
-import json
-import os
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -12,11 +10,12 @@ from typing import Any
 import datasets
 import transformers
 
+from ..commands.outputs import write_json
 from .arms import make_trainer
-from .evaluation import HELDOUT_SEED, evaluate
+from .evaluation import evaluate
 from .measures import now
 from .own_task import OwnTask
-from .tasks import Task
+from .tasks import HELDOUT_SEED, Task
 
 UNBOUNDED = 10**9  # steps: what is spent ends a run
 
@@ -155,11 +154,3 @@ def be_quiet() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file that is there as a whole, or not at all, whenever the process is killed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content))
-    partial.replace(path)

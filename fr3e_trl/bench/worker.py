@@ -1,21 +1,69 @@
 """
-A process that executes runs of a comparison.
+Runs of a comparison, executed here or in worker processes.
 
-Nothing that may look for GPUs is imported before the process has its own: they are those of CUDA_VISIBLE_DEVICES when
-they are first looked for.
+A library takes the GPUs of CUDA_VISIBLE_DEVICES when it first looks for them. So this module imports none that may
+look before the worker has its own GPU.
 """
 
 import multiprocessing
 import os
 import signal
 import threading
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .progress import RunProgress
 
 if TYPE_CHECKING:
     from .runs import Run
 
+POLL_SECONDS = 0.5
+
 _reports: Any = None  # where to tell how far its run is
+
+
+def execute_all(runs: "list[Run]", num_workers: int | None) -> None:
+    """Execute the runs whose result is not there yet, in workers of a GPU each where there are several."""
+    runs = [run for run in runs if not Path(run.path).exists()]
+    if not runs:
+        return
+    devices = visible_devices()
+    num_workers = num_workers or max(1, len(devices))
+    with RunProgress({Path(run.path).stem: run.amount for run in runs}) as progress:
+        if num_workers > 1 or len(devices) > 1:
+            _execute_in_workers(runs, num_workers, devices, progress)
+            return
+        from .runs import execute
+
+        for run in runs:
+            name = Path(run.path).stem
+            execute(run, lambda spent, name=name: progress.update(name, spent))  # type: ignore[misc]
+            progress.finish(name)
+
+
+def _execute_in_workers(runs: "list[Run]", num_workers: int, devices: list[str], progress: RunProgress) -> None:
+    context = multiprocessing.get_context("spawn")
+    reports, own_devices = context.Queue(), context.Queue()
+    for i in range(num_workers):
+        own_devices.put(devices[i % len(devices)] if devices else None)
+    with ProcessPoolExecutor(num_workers, context, start, (reports, own_devices)) as pool:
+        names: dict[Future[None], str] = {pool.submit(execute_run, run): Path(run.path).stem for run in runs}
+        waiting = set(names)
+        try:
+            while waiting:
+                done, waiting = wait(waiting, POLL_SECONDS, FIRST_COMPLETED)
+                while not reports.empty():
+                    progress.update(*reports.get())
+                for future in done:
+                    future.result()
+                    progress.finish(names[future])
+        except BaseException as error:
+            pool.shutdown(wait=False, cancel_futures=True)
+            if isinstance(error, KeyboardInterrupt):  # or else the others end their runs first
+                for process in multiprocessing.active_children():
+                    process.terminate()
+            raise
 
 
 def visible_devices() -> list[str]:

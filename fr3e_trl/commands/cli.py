@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, Any]] = {
     "train": ("Train a model, as a recipe says; with --dry_run, say what a run will do.", "fr3e_trl.commands.train"),
     "eval": ("Evaluate a model: pass@1, pass@k and maj@k on any dataset with answers.", "fr3e_trl.commands.eval"),
     "compare": ("Train arms at equal generated tokens, and report which is best.", "fr3e_trl.bench.compare"),
+    "pooled": ("Pool the differences between arms over several comparisons.", "fr3e_trl.bench.pooled"),
     "tree": ("Make a page that shows the trees which a run logged.", "fr3e_trl.page.page"),
     "cost": ("Measure what FR3E costs.", COSTS),
     "make-policy": ("Make the starting policy of a task.", "fr3e_trl.bench.policies"),

@@ -35,26 +35,8 @@ class FR3EScriptArguments(ScriptArguments):
     """
     Arguments of what trains or evaluates on a dataset, besides those common to TRL's scripts.
 
-    `dataset_name` may be a local JSON, JSON Lines, Parquet or CSV file too, whose one split is `train`, or a directory
-    of such files, one for each split.
-
-    Args:
-        reward_funcs (`list[str]`, *optional*, defaults to `["math_reward"]`):
-            Reward functions: `"math_reward"`, `"accuracy_reward"`, `"reasoning_accuracy_reward"`,
-            `"think_format_reward"`, or the import path or the file of another, for example `"my_lib.rewards.score"` or
-            `"my_rewards.py:score"`. The first three need a `solution` column.
-        prompt_column (`str`, *optional*):
-            Column with the question as text, to be put to the model as a user's message. If `None`, the dataset has a
-            `prompt` column in one of TRL's formats, which is left as it is.
-        system_prompt (`str`, *optional*):
-            System message before the question of `prompt_column`.
-        answer_column (`str`, *optional*):
-            Column with the final answer, which becomes the `solution`, boxed: math-verify reads `2\\sqrt{3}` as 2
-            unless it is marked as LaTeX. If `None`, a `solution` column is left as it is.
-        answer_separator (`str`, *optional*):
-            What precedes the final answer in `answer_column`, for example `"####"` in GSM8K.
-        max_prompt_length (`int`, *optional*):
-            Longest prompt, in tokens. Examples with longer ones are left out. If `None`, none are.
+    `dataset_name` may also be a local JSON, JSON Lines, Parquet or CSV file, whose one split is `train`, or a directory
+    with such a file for each split.
 
     Raises:
         ValueError: An argument is given without the one that it goes with.
@@ -79,8 +61,8 @@ class FR3EScriptArguments(ScriptArguments):
     answer_column: str | None = field(
         default=None,
         metadata={
-            "help": "Column with the final answer, which becomes the `solution`, boxed. If `None`, a `solution` column "
-            "is left as it is."
+            "help": "Column with the final answer, which becomes the `solution`, boxed: math-verify reads `2\\sqrt{3}` "
+            "as 2 unless it is marked as LaTeX. If `None`, a `solution` column is left as it is."
         },
     )
     answer_separator: str | None = field(

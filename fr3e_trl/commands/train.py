@@ -11,13 +11,13 @@ the rewards, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and qua
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
 from transformers.trainer_utils import get_last_checkpoint
-from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from ..config import FR3EConfig
 from ..trainer import FR3ETrainer
 from .data import FR3EScriptArguments, get_reward, load_examples, load_tokenizer, model_argument
+from .recipe import RecipeParser, parse_arguments
 from .usage import UsageError, require_argument, usage_errors
 
 # What `resume_from_checkpoint` may be beside a directory. On the command line it is always text
@@ -28,13 +28,7 @@ RECIPE = "recipes/smoke.yaml"
 
 @dataclass
 class TrainArguments(FR3EScriptArguments):
-    """
-    Arguments of `fr3e train`.
-
-    Parameters, beside those of [`FR3EScriptArguments`]:
-        dry_run (`bool`, *optional*, defaults to `False`):
-            Whether to say what the run will do, and train nothing.
-    """
+    """Arguments of `fr3e train`."""
 
     dry_run: bool = field(
         default=False,
@@ -47,14 +41,12 @@ class TrainArguments(FR3EScriptArguments):
 
 def main(argv: list[str] | None = None) -> None:
     """Train a model as the arguments say, or say what that will be."""
-    with usage_errors("wrong arguments", "See --help.", OSError, ValueError, yaml.YAMLError):
-        arguments = make_parser().parse_args_and_config(argv)
-    train(*arguments)
+    train(*parse_arguments(make_parser(), argv))
 
 
-def make_parser() -> TrlParser:
+def make_parser() -> RecipeParser:
     """Parser of the arguments, from a recipe (`--config`) and the command line."""
-    return TrlParser([TrainArguments, FR3EConfig, ModelConfig])
+    return RecipeParser([TrainArguments, FR3EConfig, ModelConfig])
 
 
 def train(script_args: TrainArguments, training_args: FR3EConfig, model_args: ModelConfig) -> None:

@@ -1,1 +1,1 @@
-"""Trees of a run, logged while it trains, and a page that shows them."""
+"""Trees that a run logs while it trains, and a page that shows them."""

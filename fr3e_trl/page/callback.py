@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 
 class TreeLog(TrainerCallback):
     """
-    Writes a run's trees and metrics, and the page that shows them. The trainer hands it the trees.
+    Writes a run's trees and metrics, and the page that shows them. The trainer passes the trees.
 
     Args:
         every (`int`):
-            Steps from one whose trees are logged to the next.
+            Trees are logged once in so many steps.
         tokenizer (`PreTrainedTokenizerBase`):
             Tokenizer of the policy.
         reward_funcs (`list[str]`):
             Names of the reward functions.
         accelerator ([`~accelerate.Accelerator`]):
-            Knows the processes, of which the main one writes.
+            Knows the processes. The main one writes.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TreeLog(TrainerCallback):
 
     def write(self, trees: list[Tree], rows: list[Row], args: FR3EConfig, step: int) -> None:
         """
-        Log the trees of a batch if it is the first of `every` steps, or the first at all. All processes call it.
+        Log the trees of a batch, if it is the first in `every` steps or the first of the run. All processes call it.
 
         Args:
             trees (`list[Tree]`), rows (`list[Row]`):
@@ -54,12 +54,12 @@ class TreeLog(TrainerCallback):
             args (`FR3EConfig`):
                 Settings of the run.
             step (`int`):
-                The first step that is trained on them.
+                The first step that trains on them.
         """
         if self._last is not None and (step - 1) // self.every == (self._last - 1) // self.every:
             return
         self._last = step
-        # A process has the tokens of its own rows
+        # Each process has the tokens of its own rows only
         of_processes = in_every_process(lambda: record_trees(trees, rows, self.tokenizer))
         record = {
             "step": step,
@@ -76,7 +76,7 @@ class TreeLog(TrainerCallback):
             return
         run = Path(args.output_dir)
         (run / FOLDER).mkdir(parents=True, exist_ok=True)
-        # What an earlier run left that had come further than this one goes on from
+        # Steps after this run's checkpoint are of an earlier run that had come further
         for step in logged_steps(run):
             if step > state.global_step:
                 step_path(run, step).unlink()
@@ -84,7 +84,7 @@ class TreeLog(TrainerCallback):
         write_whole(run / FOLDER / METRICS, "".join(lines).encode())
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # An evaluation before training is none of the run's, whose directory may hold an earlier one
+        # An evaluation before training does not belong to the run. Its directory may hold an earlier run
         if state.is_world_process_zero and self._has_begun:
             with (Path(args.output_dir) / FOLDER / METRICS).open("a") as file:
                 file.write(json.dumps(state.log_history[-1]) + "\n")
@@ -100,7 +100,7 @@ class TreeLog(TrainerCallback):
 
 
 def report(page: Path, report_to: list[str]) -> None:
-    """Log a page where a run reports to, as a file and to be looked at there."""
+    """Log a page to the services that a run reports to, as an artifact and as HTML."""
     for name in ("wandb", "trackio"):
         if name not in report_to:
             continue
@@ -108,5 +108,5 @@ def report(page: Path, report_to: list[str]) -> None:
             service = importlib.import_module(name)
             service.log_artifact(str(page), name="trees", type="trees")
             service.log({"trees": service.Html(page.read_text(), inject=False)})
-        except Exception as error:  # which must not be what a finished training ends with
+        except Exception as error:  # a finished training must not end with it
             logger.warning("%s was not logged to %s: %s: %s", page, name, type(error).__name__, error)

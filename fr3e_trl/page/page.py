@@ -1,4 +1,4 @@
-"""One file that shows a run: its trees, and how it went."""
+"""One file that shows a run: its trees and its curves."""
 
 import argparse
 import base64
@@ -15,11 +15,11 @@ import jinja2
 from .record import FOLDER, logged_steps, read_metrics, read_step, write_whole
 
 PAGE = "trees.html"
-MAX_TREES = 200  # of a page, where its steps are not chosen
+MAX_TREES = 200  # of a page whose steps are not chosen
 MAX_POINTS = 500  # of a curve
 MAX_PROMPT = 2000  # characters of a prompt that a search looks through
 
-# Curves of a run: title, the metrics in it, and the one that is the spread around the first
+# Charts: title, metrics, and the metric that is the spread around the first
 CHARTS: list[tuple[str, list[str], str | None]] = [
     ("Reward and value", ["reward", "fr3e/value/S0", "fr3e/value/anchors", "eval_reward"], None),
     ("Entropy, in nats", ["fr3e/entropy", "fr3e/anchor/entropy", "entropy"], None),
@@ -32,7 +32,7 @@ CHARTS: list[tuple[str, list[str], str | None]] = [
 
 def make_page(run: Path, output: Path, steps: list[int] | None = None) -> int:
     """
-    Make the page of a run, out of what it has logged.
+    Make the page of a run from what it has logged.
 
     Args:
         run (`Path`):
@@ -40,7 +40,7 @@ def make_page(run: Path, output: Path, steps: list[int] | None = None) -> int:
         output (`Path`):
             Where the page goes.
         steps (`list[int]`, *optional*):
-            Steps whose trees it shows. If `None`, all, or as many of them, evenly spread, as have about 200 trees.
+            Steps whose trees it shows. If `None`, all steps, or evenly spread ones with about 200 trees together.
 
     Returns:
         `int`: How many trees it shows.
@@ -65,7 +65,7 @@ def make_page(run: Path, output: Path, steps: list[int] | None = None) -> int:
 
 
 def _spread(run: Path) -> list[int]:
-    """Steps of a run, the first and the last among them, with no more trees together than a page has by itself."""
+    """Steps of a run, evenly spread from the first to the last, with at most `MAX_TREES` trees together."""
     steps = logged_steps(run)
     if not steps:
         return []
@@ -76,15 +76,15 @@ def _spread(run: Path) -> list[int]:
 
 
 def _packed(tree: dict[str, Any]) -> str:
-    """A tree that the page unpacks when it is chosen."""
+    """A tree, packed. The page unpacks it when it is chosen."""
     data = json.dumps(tree, separators=(",", ":")).encode()
     return base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode()
 
 
 def _summaries(trees: list[dict[str, Any]], step_of: list[int]) -> list[dict[str, Any]]:
-    """What the list of trees tells of each."""
+    """The entries of the page's list of trees."""
     prompts = ["".join(tree["prompt"] or ["(in another process)"]) for tree in trees]
-    # A system prompt says nothing of which it is
+    # What all prompts begin with, such as a system prompt, does not tell them apart
     common = _common_length(prompts) if len(set(prompts)) > 1 else 0
     number_in_step: dict[int, int] = {}
     summaries = []
@@ -119,8 +119,8 @@ def charts(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
             What the trainer logged.
 
     Returns:
-        `list[dict]`: Charts that have a curve: `title`, `curves` with the `name` and `points` [step, value] of each,
-        and `spread`, the points of a standard deviation around the first, or `None`.
+        `list[dict]`: Charts that have a curve. Each has a `title`, `curves` with `name` and `points` [step, value], and
+        `spread`: the points of a standard deviation around the first curve, or `None`.
     """
     found = []
     for title, names, spread in CHARTS:
@@ -132,7 +132,7 @@ def charts(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _points(log: list[dict[str, Any]], name: str) -> list[list[float]]:
-    """Steps and values of a metric; of more than can be seen, means over as many entries each."""
+    """Steps and values of a metric. Beyond `MAX_POINTS`, each point is the mean over equally many entries."""
     points = [(entry["step"], entry[name]) for entry in log if math.isfinite(entry.get(name, math.nan))]
     size = math.ceil(len(points) / MAX_POINTS) or 1
     windows = [points[start : start + size] for start in range(0, len(points), size)]

@@ -1,34 +1,34 @@
 """
 Trees of a run as it logs them, in plain values.
 
-A step's are in `trees/step-N.json.gz` of the output directory, where N is the first step that was trained on them:
+The trees of a step are in `trees/step-N.json.gz` of the output directory. N is the first step that trains on them:
 
     step            N
-    num_trees       trees of that step, of which the first MAX_TREES are here
+    num_trees       trees of that step; the first MAX_TREES are here
     reward_funcs    names of the reward functions
     credit          "rollout" or "tree"
     trees           for each:
         prompt          text of each of its tokens, in order
         states          S_0, then the anchors', each with
-            base, position  the rollout that it lies on, and how many of its tokens precede it; null and 0 for S_0
+            base, position  the rollout that it lies on, and how many of that one's tokens precede it; null, 0 for S_0
             parent          the state before it in its chain, null for S_0
             entropy         of the policy at the anchor, in nats; null for S_0
             value, modulation, rejected     V, α, and whether nothing was learned from it
-            rollouts        which these are
-        bases           base trajectories, of which S_0's rollouts are some, unless they were thrown away
+            rollouts        indices of its rollouts
+        bases           indices of the base trajectories, among S_0's rollouts unless they were thrown away
         rollouts        each with
-            tokens          text of each of its own tokens, without the state's prefix. Of a character of several
-                            tokens the last has all of it
-            entropies       at each of them, of a base trajectory; null at tokens that a tool wrote
+            tokens          text of each of its own tokens, without the state's prefix. If several tokens make one
+                            character, the last one has it
+            entropies       entropy at each token of a base trajectory; null at tokens that a tool wrote
             tools           stretches that a tool wrote: first token, and the one after the last
-            length          its tokens
+            length          number of its tokens
             reward, rewards the weighted sum, and by reward function; null where it was not scored
             advantage       null for a base trajectory that was thrown away; under tree credit the mean over its tokens
             in_loss         whether it was learned from
             credit          stretches of its tokens: how many, what each counts for, its advantage
 
-What a process that was alone with a rollout has not told is null. `trees/metrics.jsonl` has what the trainer logged, an
-entry a line, each with its `step`.
+What no process has told is null. `trees/metrics.jsonl` has what the trainer logged, an entry a line, each with its
+`step`.
 """
 
 import gzip
@@ -50,7 +50,7 @@ FOLDER = "trees"
 METRICS = "metrics.jsonl"
 MAX_TREES = 16  # of a step
 
-# Tokens of the longest character: a tokenizer's bytes that make none are shown as such
+# Tokens of the longest character. More bytes than that are shown as they are
 MAX_FRAGMENTS = 8
 
 
@@ -81,7 +81,7 @@ def record_trees(trees: list[Tree], rows: list[Row], tokenizer: PreTrainedTokeni
 
 
 def _rollouts_of(tree: Tree) -> list[tuple[Rollout, TokenIds]]:
-    """The rollouts of a tree's states in order, then base trajectories that are none of them, with their prefixes."""
+    """The rollouts of a tree's states in order, then the base trajectories not among them, with their prefixes."""
     of_states = [(r, state.prefix_ids) for state in tree.states for r in state.rollouts if r.copy_of is None]
     kept = {id(rollout) for rollout, _ in of_states}
     return of_states + [(base, base.token_ids[:0]) for base in tree.bases if id(base) not in kept]
@@ -127,7 +127,7 @@ def _plain_rollout(rollout: Rollout, row: Row | None, entropies: Any, tokens: li
 
 
 def _stretches(mask: Any) -> list[list[int]]:
-    """First position of each stretch in which `mask` is true, and the one after its last."""
+    """First position of each stretch where `mask` is true, and the position after its last."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(int)))
     return edges.reshape(-1, 2).tolist()
 
@@ -148,14 +148,14 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, sequences: list[tuple[TokenI
         tokenizer (`PreTrainedTokenizerBase`):
             Tokenizer.
         sequences (`list[tuple[TokenIds, TokenIds]]`):
-            For each, the token before it, if there is one, and its own tokens, of shape (L,).
+            For each sequence, the token before it, if there is one, and its own tokens, of shape (L,).
 
     Returns:
-        `list[list[str]]`: L texts for each. Of a character that several tokens make together, the last has all.
+        `list[list[str]]`: L texts for each sequence. If several tokens make one character, the last one has it.
     """
     token_ids = [(before.tolist(), ids.tolist()) for before, ids in sequences]
     singles = sorted({token for before, ids in token_ids for token in [*before, *ids]})
-    # Some tokenizers decode a token otherwise at a text's start: what it adds depends on the one before
+    # Some tokenizers decode a text's first token differently. So what a token adds depends on the one before
     pairs = sorted({pair for before, ids in token_ids for pair in pairwise([*before, *ids])})
     alone = dict(zip(singles, _decode(tokenizer, [[token] for token in singles]), strict=True))
     added = {
@@ -165,7 +165,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, sequences: list[tuple[TokenI
     results = []
     for before, ids in token_ids:
         texts: list[str] = []
-        fragments: list[int] = []  # of a character that is not whole yet
+        fragments: list[int] = []  # tokens of a character that is not whole yet
         for previous, token in zip([None, *ids] if not before else [*before, *ids], ids, strict=False):
             if "\ufffd" in alone[token]:
                 fragments.append(token)
@@ -174,7 +174,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, sequences: list[tuple[TokenI
                 texts.append(text if is_whole else "")
                 fragments = [] if is_whole else fragments
                 continue
-            if fragments:  # it is none
+            if fragments:  # they make no character
                 (texts[-1],) = _decode(tokenizer, [fragments])
                 fragments = []
             texts.append(alone[token] if previous is None else added[previous, token])
@@ -189,7 +189,7 @@ def _decode(tokenizer: PreTrainedTokenizerBase, sequences: list[list[int]]) -> l
 
 
 def merged(records: list[Any]) -> Any:
-    """What several processes know of the same, of which each has null where it knows nothing."""
+    """The records of several processes as one. A record has null where its process knows nothing."""
     known = [record for record in records if record is not None]
     if not known:
         return None
@@ -210,7 +210,7 @@ def logged_steps(run: Path) -> list[int]:
 
 
 def write_step(run: Path, record: dict[str, Any]) -> None:
-    """Log a step's trees, all or nothing."""
+    """Log a step's trees. A crash leaves the whole file or none."""
     path = step_path(run, record["step"])
     path.parent.mkdir(parents=True, exist_ok=True)
     data = json.dumps(record, separators=(",", ":")).encode()
@@ -222,14 +222,14 @@ def read_step(run: Path, step: int) -> dict[str, Any]:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """What the trainer logged, without a line that was not finished."""
+    """What the trainer logged, without an unfinished line."""
     path = run / FOLDER / METRICS
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that it is never there in part."""
+    """Write a file so that no reader sees a part of it."""
     part = path.with_name(f"{path.name}.part")
     part.write_bytes(data)
     os.replace(part, path)

@@ -24,7 +24,7 @@ REFUSED_KWARGS = (
         ("max_new_tokens", "max_length", "max_tokens"),
         "Set max_completion_length, of which each state has what its prefix leaves",
     ),
-    (("temperature",), "Set temperature, and explore_temperature_scale for anchors"),
+    (("temperature",), "Set temperature"),
     (("n", "num_return_sequences", "best_of"), "Set num_generations, which is shared out between states"),
     (
         ("do_sample", "num_beams", "num_beam_groups", "use_beam_search", "penalty_alpha"),
@@ -53,11 +53,6 @@ UNSCORED_SAMPLING = {"allowed_token_ids", "bad_words", "logit_bias", "min_p", "r
 
 
 def refuse_unsupported(args: FR3EConfig, rollout_func: Any, has_tools: bool) -> None:
-    if args.anchor_positions == "turns" and not has_tools:
-        raise ValueError(
-            "anchor_positions='turns' is not allowed without tools or environments, whose answers begin turns: it must "
-            "be 'any'."
-        )
     unsupported = [
         ("a rollout_func", rollout_func is not None, "Pass sampler=, which continues prefixes too"),
         ("vllm_structured_outputs_regex", args.vllm_structured_outputs_regex is not None, "Leave it out"),

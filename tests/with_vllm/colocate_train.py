@@ -11,14 +11,9 @@ import os
 
 import torch
 import vllm._custom_ops
-from models import CPU
-from policies import POLICY, SIZES, letters, lora, make_dataset
-from recorder import Recorder
+from policies import SIZES, make_trainer
 from servers import ENVIRONMENT
-from transformers import AutoTokenizer
 from trees import rollouts_of
-
-from fr3e_trl import FR3EConfig
 
 
 def main() -> None:
@@ -27,14 +22,7 @@ def main() -> None:
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
     sizes = SIZES | {"per_device_train_batch_size": SIZES["per_device_train_batch_size"] // num_processes}
     sizes |= {"max_steps": 4, "anchor_threshold": None}  # anchors in every step, and so two rounds
-    trainer = Recorder(
-        str(POLICY),
-        letters,
-        FR3EConfig("output", use_vllm=True, vllm_mode="colocate", learning_rate=1e-2, **CPU | sizes),
-        train_dataset=make_dataset(),
-        processing_class=AutoTokenizer.from_pretrained(POLICY),
-        peft_config=lora(),
-    )
+    trainer = make_trainer(None, vllm_mode="colocate", learning_rate=1e-2, **sizes)
     llm, calls = trainer.vllm_generation.llm, []
     generate, sync = llm.generate, trainer.vllm_generation.sync_weights
 

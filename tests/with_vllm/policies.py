@@ -1,17 +1,13 @@
 """What the tests train: the demo's policy with LoRA, on prompts of some length."""
 
-import math
-
+import factory
 import torch
 from datasets import Dataset
-from models import CPU
+from factory import letters
 from peft import LoraConfig, PeftModel, get_peft_model
-from recorder import Recorder
 from servers import POLICY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trees import rollouts_of
-
-from fr3e_trl import FR3EConfig
 
 SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 48, "max_steps": 3}
 
@@ -22,33 +18,23 @@ def make_dataset(num_prompts: int = 8, num_terms: int = 20) -> Dataset:
     return Dataset.from_dict({"prompt": prompts})
 
 
-def letters(completions, **kwargs):
-    """A reward that hardly any two completions share, so that no state is degenerate."""
-    return [sum(math.sin(i * ord(char)) for i, char in enumerate(text, 1)) for text in completions]
-
-
 def lora(rank: int = 8) -> LoraConfig:
     return LoraConfig(r=rank, target_modules="all-linear")
 
 
 def make_trainer(server, model=None, **settings):
-    defaults = {"output_dir": "output", "learning_rate": 3e-3, "use_vllm": True, "vllm_mode": "server"}
+    defaults = {
+        "reward_funcs": letters,
+        "dataset": make_dataset(),
+        "tokenizer": AutoTokenizer.from_pretrained(POLICY),
+        "peft_config": None if isinstance(model, PeftModel) else lora(),
+        "learning_rate": 3e-3,
+        "use_vllm": True,
+        "vllm_mode": "server",
+    }
     if server is not None:
         defaults["vllm_server_base_url"] = server.url
-    trainer_arguments = {
-        "train_dataset": make_dataset(),
-        "processing_class": AutoTokenizer.from_pretrained(POLICY),
-        "peft_config": None if isinstance(model, PeftModel) else lora(),
-    }
-    for name in [*trainer_arguments, "callbacks", "eval_dataset", "quantization_config", "tools"]:
-        if name in settings:
-            trainer_arguments[name] = settings.pop(name)
-    return Recorder(
-        str(POLICY) if model is None else model,
-        settings.pop("reward_funcs", letters),
-        FR3EConfig(**defaults | CPU | SIZES | settings),
-        **trainer_arguments,
-    )
+    return factory.make_trainer(model=str(POLICY) if model is None else model, **SIZES | defaults | settings)
 
 
 def load_policy(**overrides):
@@ -79,8 +65,3 @@ def logprobs_of_policy(trainer, trees) -> torch.Tensor:
     rows = [(tree.prompt_ids, state.prefix_ids + rollout.token_ids) for tree, state, rollout in rollouts_of(trees)]
     statistics = trainer.token_statistics([prompt for prompt, _ in rows], [completion for _, completion in rows])
     return torch.nn.utils.rnn.pad_sequence([logprobs for logprobs, _ in statistics], batch_first=True)
-
-
-def logged(trainer, *names: str) -> list[tuple]:
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return [tuple(entry[name] for name in names) for entry in steps]

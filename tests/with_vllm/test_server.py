@@ -12,12 +12,11 @@ import pytest
 import requests
 import torch
 from datasets import Dataset
+from factory import letters, logged
 from models import make_tokenizer
 from peft import LoraConfig
 from policies import (
-    letters,
     load_policy,
-    logged,
     logprobs_of_policy,
     lora,
     loss_mask,
@@ -182,8 +181,8 @@ def test_tools(server):
     prompts = [[{"role": "user", "content": prompt}] for prompt in make_dataset(num_terms=5)["prompt"]]
     trainer = make_trainer(
         server,
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=tokenizer,
+        dataset=Dataset.from_dict({"prompt": prompts}),
+        tokenizer=tokenizer,
         tools=[measure],
         reward_funcs=lambda completions, **kwargs: letters([completion[-1]["content"] for completion in completions]),
     )
@@ -451,7 +450,7 @@ def test_no_address():
 
 def test_another_tokenizer(server):
     with pytest.raises(VLLMServerError, match="tokenizer is not that of the policy"):
-        make_trainer(server, processing_class=make_tokenizer())
+        make_trainer(server, tokenizer=make_tokenizer())
 
 
 def test_another_model(server):

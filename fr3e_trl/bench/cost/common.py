@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..arms import ArmsArguments
+from ..arguments import ArmsArguments
 from ..policies import starting_policy
 from ..tasks import TASKS
 

@@ -12,7 +12,7 @@ from rich.progress import track
 
 from ...generation.vllm_server import VLLMServer, VLLMServerError
 from .common import make_table, over_turns
-from .engine import Base, Engine, Lengths, draw_prompt, seconds_of
+from .engine_model import Base, Engine, Lengths, draw_prompt, seconds_of
 
 # A rule that branches where a trajectory still grows is none that a client can follow: it would have to see each token
 WAYS = ["GRPO", "two rounds", "by prompt", "mixed"]
@@ -58,7 +58,7 @@ class Server:
         return time.perf_counter() - start
 
     def seconds_of(self, way: str, prompts: list[list[Base]], rows: list[int]) -> float:
-        """What the server takes for the rows of a step in one of `WAYS`, see [`~.engine.seconds_of`]."""
+        """What the server takes for the rows of a step in one of `WAYS`, see [`~.engine_model.seconds_of`]."""
         bases = [base for of_prompt in prompts for base in of_prompt]
         of_bases = [self.request(length) for length, _ in bases]
         if way == "GRPO":

@@ -6,17 +6,22 @@ from .distractors import Distractors
 from .graded import GradedMachine
 from .machine import StateMachine
 from .search import Search
-from .task import Task
+from .task import HELDOUT_SEED, Task
 
-_TASKS = (
-    ModularChain(),
-    Countdown(),
-    StateMachine(),
-    StateMachine(name="hard", max_completion_length=113, policy_steps=700, num_steps=16, num_careful=4, loop_length=3),
-    Distractors(),
-    GradedMachine(),
-    Search(),
-)
-TASKS: dict[str, Task] = {task.name: task for task in _TASKS}
+# Each family is a file of this folder and a line of this table
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        ModularChain(),
+        Countdown(),
+        StateMachine(),
+        StateMachine(
+            name="hard", max_completion_length=113, policy_steps=700, num_steps=16, num_careful=4, loop_length=3
+        ),
+        Distractors(),
+        GradedMachine(),
+        Search(),
+    )
+}
 
-__all__ = ["TASKS", "Countdown", "Distractors", "GradedMachine", "ModularChain", "Search", "StateMachine", "Task"]
+__all__ = ["HELDOUT_SEED", "TASKS", "Search", "Task"]

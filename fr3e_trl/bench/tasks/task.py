@@ -14,6 +14,9 @@ from transformers import PreTrainedTokenizerFast
 # Of 100 problems, by a hash of their words: no problem is in two splits, whatever the seeds and the order of its words.
 SPLITS = {"policy": range(80), "train": range(80, 90), "heldout": range(90, 100)}
 
+# Of the held-out examples, whatever the seed of a run: every run is measured on the same ones
+HELDOUT_SEED = 2507
+
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>"]
 
 # What a policy writes: text, or where it calls tools the messages of several turns, its own and the tools'

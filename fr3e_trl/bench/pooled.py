@@ -1,0 +1,63 @@
+"""
+Differences between arms, pooled over several comparisons.
+
+    fr3e pooled outputs/bench/chain outputs/bench/machine --reference prior_4
+
+It reports each arm that all comparisons have. A difference is the mean of pass@1 along a run, minus that of the
+reference's run with the same seed. Pooled, the pairs of all comparisons count as draws of one difference, with a 95%
+interval by Student's t. The interval is about these tasks, not about tasks at large.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+
+from ..commands.statistics import mean_interval
+from ..commands.usage import UsageError
+from .results import mean_accuracy
+from .tables import signed
+
+# Of several references, each comparison takes the one with its best mean
+GRPO = ["grpo_4", "grpo_8", "grpo_dapo"]
+
+
+def main(argv: list[str]) -> None:
+    """Print the differences."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directories", nargs="+", type=Path, help="output directories of comparisons")
+    parser.add_argument("--reference", nargs="+", default=GRPO, help=f"an arm, or several (default: {' '.join(GRPO)})")
+    options = parser.parse_args(argv)
+    comparisons = {directory.name: means_of(directory) for directory in options.directories}
+    references = {name: best_of(options.reference, arms, name) for name, arms in comparisons.items()}
+    print("reference:", ", ".join(f"{arm} on {name}" for name, arm in references.items()))
+    for arm in sorted(set.intersection(*map(set, comparisons.values()))):
+        differences = {
+            name: [arms[arm][seed] - value for seed, value in arms[references[name]].items() if seed in arms[arm]]
+            for name, arms in comparisons.items()
+        }
+        pooled = [difference for of_one in differences.values() for difference in of_one]
+        ahead = sum(difference > 0 for difference in pooled)
+        print(f"{arm}: {signed(mean_interval(pooled))} pooled, ahead in {ahead} of {len(pooled)}")
+        for name, of_one in differences.items():
+            print(f"    {name}: {signed(mean_interval(of_one))}")
+
+
+def means_of(directory: Path) -> dict[str, dict[int, float]]:
+    """The mean of pass@1 along each run of a comparison, by arm and seed."""
+    path = directory / "results.json"
+    if not path.is_file():
+        raise UsageError(f"{directory} has no results.json. Run fr3e compare with output_dir={directory} first.")
+    means: dict[str, dict[int, float]] = defaultdict(dict)
+    for run in json.loads(path.read_text())["runs"]:
+        means[run["arm"]][run["seed"]] = mean_accuracy(run)
+    return means
+
+
+def best_of(names: list[str], arms: dict[str, dict[int, float]], comparison: str) -> str:
+    """The one of these arms that has the best mean in a comparison."""
+    known = [name for name in names if name in arms]
+    if not known:
+        raise UsageError(f"--reference {' '.join(names)}: {comparison} has the arms {', '.join(sorted(arms))}.")
+    return max(known, key=lambda arm: mean(arms[arm].values()))

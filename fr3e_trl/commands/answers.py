@@ -1,0 +1,114 @@
+"""pass@k and maj@k of sampled completions: the answers in them, and which answers are the same."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ..rewards import math_answers, math_reward
+from .statistics import best_of_k, bootstrap_interval, majority_of_k
+
+# Rewards whose answers are those of math-verify
+MATH_REWARDS = ("math_reward", "accuracy_reward", "reasoning_accuracy_reward")
+
+
+def measures(
+    of_problems: list[list[dict[str, Any]]], reward_funcs: list[str], ks: list[int], answer_regex: str | None
+) -> dict[str, Any]:
+    """
+    pass@k and maj@k of each reward function, and their intervals over problems.
+
+    Args:
+        of_problems (`list[list[dict[str, Any]]]`):
+            The completions of each problem, as lines of `completions.jsonl`.
+        reward_funcs (`list[str]`):
+            Names of the reward functions.
+        ks (`list[int]`):
+            Values of k.
+        answer_regex (`str`, *optional*):
+            Pattern of the answers by which completions vote. If `None`, see [`answers_of`].
+    """
+    by_maths = answer_regex is None and any(name.rpartition(".")[2] in MATH_REWARDS for name in reward_funcs)
+    groups = [group_answers(answers, by_maths) for answers in answers_of(of_problems, answer_regex, by_maths)]
+    result = {}
+    for name in reward_funcs:
+        values: dict[str, list[float]] = {}
+        num_unscored = 0
+        for lines, answers in zip(of_problems, groups, strict=True):
+            rewards = [line["rewards"][name] for line in lines]
+            if None in rewards:  # the solution cannot be read, for one
+                num_unscored += 1
+                continue
+            votes = [(len(members), mean([rewards[i] for i in members])) for members in answers]
+            num_without = len(lines) - sum(count for count, _ in votes)
+            for k in ks:
+                values.setdefault(f"pass@{k}", []).append(best_of_k(rewards, k))
+            for k in ks:
+                if k > 1:
+                    values.setdefault(f"maj@{k}", []).append(majority_of_k(votes, num_without, k))
+        result[name] = {
+            "num_scored": len(of_problems) - num_unscored,
+            **{measure: with_interval(of_measure) for measure, of_measure in values.items()},
+        }
+    return result
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def with_interval(values: list[float]) -> dict[str, float]:
+    """Mean over problems, and its interval, which a single problem has not."""
+    if len(values) == 1:
+        return {"mean": values[0]}
+    low, high = bootstrap_interval(values)
+    return {"mean": mean(values), "low": low, "high": high}
+
+
+def answers_of(of_problems: list[list[dict[str, Any]]], regex: str | None, by_maths: bool) -> list[list[str | None]]:
+    """
+    The answer of each completion of each problem, `None` where it has none.
+
+    It is the last match of a pattern. Without one, it is what math-verify reads, or else the whole text.
+    """
+    texts = [line["completion"] for lines in of_problems for line in lines]
+    answers: list[str | None]
+    if regex is not None:
+        answers = [last_match(regex, text) for text in texts]
+    elif by_maths:
+        answers = math_answers(texts)
+    else:
+        answers = [text.strip() for text in texts]
+    left = iter(answers)
+    return [[next(left) for _ in lines] for lines in of_problems]
+
+
+def last_match(regex: str, text: str) -> str | None:
+    """The last match of a pattern, or the first group in it, without what surrounds it."""
+    matches = list(re.finditer(regex, text, re.DOTALL))
+    return matches[-1][1 if matches[-1].re.groups else 0].strip() if matches else None
+
+
+def group_answers(answers: list[str | None], by_maths: bool) -> list[list[int]]:
+    r"""
+    Which of a problem's answers are the same: by math-verify's `verify`, or by their text.
+
+    Args:
+        answers (`list[str | None]`):
+            Of each completion; `None` is in no group.
+        by_maths (`bool`):
+            Whether `\frac{1}{2}` is the same as `0.5`.
+
+    Returns:
+        `list[list[int]]`: Indices of each group, in the order in which their answers first come.
+    """
+    groups: dict[str, list[int]] = {}  # by the first answer of each
+    same: dict[str, str] = {}  # of each text, that first answer
+    for i, answer in enumerate(answers):
+        if answer is None:
+            continue
+        if answer not in same:
+            others = [rf"\boxed{{{other}}}" for other in groups] if by_maths else []
+            verdicts = math_reward([rf"\boxed{{{answer}}}"] * len(others), others) if others else []
+            same[answer] = next((other for other, equal in zip(groups, verdicts, strict=False) if equal), answer)
+        groups.setdefault(same[answer], []).append(i)
+    return list(groups.values())

@@ -1,0 +1,107 @@
+"""Completions of prompts by a model that is loaded here: the loop of every evaluation."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
+from trl import is_conversational
+
+
+@dataclass(frozen=True)
+class Completion:
+    """
+    A completion as it was sampled.
+
+    Args:
+        token_ids (`list[int]`):
+            Its tokens, with the one that ends it.
+        is_finished (`bool`):
+            Whether a token ended it, rather than the limit of its length.
+    """
+
+    token_ids: list[int]
+    is_finished: bool
+
+
+def complete(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Sequence[list[int]],
+    config: GenerationConfig,
+    batch_size: int,
+    seeds: Sequence[int] | None = None,
+    recorder: LogitsProcessor | None = None,
+) -> Iterator[list[Completion]]:
+    """
+    Sample a completion of each prompt, and yield them batch by batch.
+
+    Args:
+        model (`PreTrainedModel`):
+            The policy.
+        tokenizer (`PreTrainedTokenizerBase`):
+            Its tokenizer, which pads on the left.
+        prompt_ids (`Sequence[list[int]]`):
+            Tokens of each prompt. A prompt with several completions is there as often.
+        config (`GenerationConfig`):
+            How to sample.
+        batch_size (`int`):
+            Completions that are generated at once.
+        seeds (`Sequence[int]`, *optional*):
+            A seed for each completion. A batch has that of its first. If `None`, the state of the random numbers is
+            left as it is.
+        recorder (`LogitsProcessor`, *optional*):
+            Is shown the logits of each step.
+    """
+    ends = [] if config.eos_token_id is None else config.eos_token_id
+    eos_token_ids = [ends] if isinstance(ends, int) else ends
+    for start in range(0, len(prompt_ids), batch_size):
+        if seeds is not None:
+            torch.manual_seed(seeds[start])
+        inputs = tokenizer.pad({"input_ids": list(prompt_ids[start : start + batch_size])}, return_tensors="pt")
+        with torch.no_grad():
+            sequences = model.generate(
+                **inputs.to(model.device),
+                generation_config=config,
+                logits_processor=None if recorder is None else [recorder],
+            )
+        rows = sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        yield [Completion(*until_end(token_ids, eos_token_ids)) for token_ids in rows]
+
+
+def until_end(token_ids: list[int], eos_token_ids: Sequence[int]) -> tuple[list[int], bool]:
+    """Tokens up to the first that ends them, and whether there is one. What follows is padding."""
+    end = next((i for i, token_id in enumerate(token_ids) if token_id in eos_token_ids), None)
+    return (token_ids, False) if end is None else (token_ids[: end + 1], True)
+
+
+def texts_of(completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text of each completion."""
+    return tokenizer.batch_decode([completion.token_ids for completion in completions], skip_special_tokens=True)
+
+
+def reward_arguments(
+    examples: Sequence[dict[str, Any]], completions: Sequence[Completion], texts: Sequence[str]
+) -> dict[str, list[Any]]:
+    """
+    Arguments of a reward function, as TRL's trainers give them.
+
+    Args:
+        examples (`Sequence[dict[str, Any]]`):
+            The example that each completion is of.
+        completions (`Sequence[Completion]`), texts (`Sequence[str]`):
+            The completions.
+    """
+    conversational = is_conversational(examples[0])
+    return {
+        **columns_of(examples),
+        "prompts": [example["prompt"] for example in examples],
+        "completions": [[{"role": "assistant", "content": text}] if conversational else text for text in texts],
+        "completion_ids": [completion.token_ids for completion in completions],
+    }
+
+
+def columns_of(examples: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The columns of examples, but for their prompts."""
+    return {name: [example[name] for example in examples] for name in examples[0] if name != "prompt"}

@@ -1,0 +1,128 @@
+"""Where `fr3e eval` gets its completions: from a model that is loaded here, or from a vLLM server."""
+
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
+from trl import ModelConfig, get_quantization_config
+
+from ..generation.vllm_server import VLLMServer, VLLMServerError
+from .completions import Completion, complete
+from .data import model_argument
+from .eval_arguments import EvalArguments
+from .usage import usage_errors
+
+# A completion by the number of its problem, and its number among that problem's completions
+Key = tuple[int, int]
+
+# From the completions that are wanted, and the tokens of all prompts, to the completions as they come
+Batch = tuple[list[Key], list[Completion]]
+Sampler = Callable[[list[Key], list[list[int]]], Iterator[Batch]]
+
+
+def local_sampler(args: EvalArguments, model_args: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Sampler:
+    """Completions of a model that is loaded here, by transformers' `generate`."""
+    with usage_errors(model_argument(model_args), "Use the directory or the id of a model or an adapter.", OSError):
+        model = AutoModelForCausalLM.from_pretrained(
+            model_args.model_name_or_path,
+            revision=model_args.model_revision,
+            attn_implementation=model_args.attn_implementation,
+            dtype=model_args.dtype,
+            quantization_config=get_quantization_config(model_args),
+            trust_remote_code=args.trust_remote_code,
+        )
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    model = model.eval() if get_quantization_config(model_args) else model.to(device).eval()
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    ends = model.generation_config.eos_token_id or []
+    eos_token_ids = sorted({*([ends] if isinstance(ends, int) else ends), tokenizer.eos_token_id})
+    sampling = {"temperature": args.temperature, "top_k": 0, "top_p": args.top_p} if args.temperature else {}
+    config = GenerationConfig(
+        max_new_tokens=args.max_completion_length,
+        do_sample=args.temperature > 0,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=eos_token_ids,
+        **sampling,
+    )
+
+    def sample(missing: list[Key], prompt_ids: list[list[int]]) -> Iterator[Batch]:
+        seeds = [seed_of(args.seed, *key) for key in missing]
+        of_missing = [prompt_ids[problem] for problem, _ in missing]
+        done = 0
+        for batch in complete(model, tokenizer, of_missing, config, args.batch_size, seeds):
+            yield missing[done : done + len(batch)], batch
+            done += len(batch)
+
+    return sample
+
+
+def seed_of(seed: int, problem: int, sample: int) -> int:
+    """A seed of its own for each completion, whatever was sampled before it."""
+    return (seed * 1_000_003 + problem) * 1009 + sample
+
+
+class _AnyServer(VLLMServer):
+    """A server that need not tell its configuration: nothing but completions is asked of it."""
+
+    def _read_config(self) -> None:
+        self.config = self.environment = {}
+
+
+def server_sampler(args: EvalArguments, model_args: ModelConfig) -> Sampler:
+    """Completions of a vLLM server, by its OpenAI-compatible API. All requests are in flight together."""
+    directory = Path(model_args.model_name_or_path).resolve()
+    is_adapter = (directory / "adapter_config.json").is_file()
+    argument = f"vllm_server_base_url={args.vllm_server_base_url!r}"
+    with usage_errors(argument, "Leave it out to load the model here.", VLLMServerError):
+        server = _AnyServer(
+            args.vllm_server_base_url or "",
+            f"vllm serve {model_args.model_name_or_path}",
+            args.vllm_server_timeout,
+            args.vllm_request_timeout,
+        )
+        if is_adapter:
+            server.load_adapter(f"fr3e-eval-{uuid.uuid4().hex[:8]}", directory)
+
+    def sample(missing: list[Key], prompt_ids: list[list[int]]) -> Iterator[Batch]:
+        payloads = [
+            {
+                "prompt": prompt_ids[problem],
+                "max_tokens": args.max_completion_length,
+                "temperature": args.temperature,
+                "top_p": args.top_p,
+                "seed": seed_of(args.seed, problem, sample),
+            }
+            for problem, sample in missing
+        ]
+        arrived: queue.SimpleQueue[Batch | Exception | None] = queue.SimpleQueue()
+
+        def take(i: int, response: dict[str, Any]) -> list[dict[str, Any]]:
+            (choice,) = response["choices"]
+            arrived.put(([missing[i]], [Completion(choice["token_ids"], choice["finish_reason"] == "stop")]))
+            return []
+
+        def send() -> None:
+            try:
+                server.complete(payloads, take)
+                arrived.put(None)
+            except Exception as error:
+                arrived.put(error)
+
+        threading.Thread(target=send, daemon=True, name="fr3e-eval").start()
+        try:
+            while (batch := arrived.get()) is not None:
+                if isinstance(batch, Exception):
+                    with usage_errors(argument, "The same command goes on from what was sampled.", VLLMServerError):
+                        raise batch
+                yield batch
+        finally:
+            if is_adapter:
+                server.unload_adapter()
+
+    return sample
