@@ -11,7 +11,8 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.commands.data import FR3EScriptArguments, get_reward, load_examples, load_tokenizer
-from fr3e_trl.commands.train import RecipeParser, checkpoint_to_resume, set_model_init
+from fr3e_trl.commands.recipe import RecipeParser
+from fr3e_trl.commands.train import checkpoint_to_resume, set_model_init
 
 if __name__ == "__main__":
     parser = RecipeParser([FR3EScriptArguments, FR3EConfig, ModelConfig])

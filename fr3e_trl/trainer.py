@@ -1,9 +1,8 @@
 """FR3E in the place of GRPO."""
 
-import logging
-import math
 import textwrap
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,53 +16,48 @@ from transformers import (
     ProcessorMixin,
     TrainerCallback,
 )
-from trl import GRPOConfig
-from trl.extras.profiling import profiling_context
-from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
-from trl.trainer.utils import RepeatSampler, get_config_model_id
+from trl import GRPOConfig, GRPOTrainer
 
 from .config import FR3EConfig
 from .generation.context import CompletionBudget, context_length
-from .generation.continuous_batching import ContinuousBatchingSampler
-from .generation.generate import GenerateSampler
 from .generation.sampler import InStepSampler, OwnSampler
-from .generation.tools import EnvironmentFailure, Instance, ToolCallingSampler
-from .generation.vllm import VLLMColocateSampler, VLLMServerSampler
+from .generation.tools import EnvironmentFailure, ToolCallingSampler
 from .generation.vllm_server import VLLMServerError
 from .method.anchors import next_threshold
 from .method.credit import CREDIT_RULES, credit_rows
-from .method.credit.prior import ValueTracker, prompt_key, track_values
-from .method.explore import explore, own_bases
+from .method.credit.prior import ValueTracker, track_values
+from .method.explore import explore
 from .method.metrics import tree_metrics
 from .method.refill import Refill, hand_over
-from .method.rows import Row, RowSharding, rows_of
-from .method.sampling import Sampler, images_of
-from .method.tree import Dialogue, Score, TokenIds, Tree, as_ids
+from .method.rows import Row, rows_of
+from .method.sampling import Sampler
+from .method.tree import TokenIds, Tree, as_ids
 from .page.callback import TreeLog
 from .processes import in_every_process
-from .trl_adapter.card import add_settings
-from .trl_adapter.checks import (
-    check_dataset,
-    check_generation_kwargs,
-    check_images,
-    check_prompts,
-    check_sampler,
-    checked_reward_func,
-    obstacle_to_images,
-    refuse_unsupported,
-    refuse_unsupported_setup,
-    warn_of_single_prompt,
-    warn_of_unscored_sampling,
+from .trl_adapter import card, checks, decoding, images, logprobs, loss, prompts, resume, shared_forward
+from .trl_adapter.assemble import assemble
+from .trl_adapter.exploring import Exploring
+from .trl_adapter.logs import log_metrics
+from .trl_adapter.old_logprobs import score_leftovers
+from .trl_adapter.samplers import make_sampler
+from .trl_adapter.setup import (
+    EnvironmentFactory,
+    RewardFunc,
+    RolloutFunc,
+    is_sharded,
+    model_name,
+    own_rows,
+    sharding,
+    tokenizer_of,
 )
-from .trl_adapter.old_logprobs import RatioGRPOTrainer
+from .trl_adapter.tools import TRLToolLoop, time_limit
+from .trl_adapter.vllm_weights import adapter_sync, awake_engine
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
-logger = logging.getLogger(__name__)
 
-
-class FR3ETrainer(RatioGRPOTrainer):
+class FR3ETrainer(GRPOTrainer):
     """
     Trainer for FR3E, [First Return, Entropy-Eliciting Explore](https://huggingface.co/papers/2507.07017).
 
@@ -94,9 +88,9 @@ class FR3ETrainer(RatioGRPOTrainer):
 
         sampler (`Callable`, *optional*):
             Makes what draws the rollouts, in place of `generate` or vLLM: it is called with the finished trainer, and
-            returns a [`Sampler`]. A class whose only argument is the trainer will do. Tokens for which it gives
-            log-probs are weighed by those in the importance ratio, others by the policy's at the start of the step.
-            Evaluation generates as [`~trl.GRPOTrainer`]'s does.
+            returns a [`Sampler`]. A class whose only argument is the trainer will do. The log-probs that it gives are
+            the old log-probs of their tokens; other tokens have the policy's at the start of the step. Evaluation
+            generates as [`~trl.GRPOTrainer`]'s does.
 
         All others are those of [`~trl.GRPOTrainer`]. While exploring, `rollout_func` is not supported. An environment
         that has a method `_fork(self)`, which returns a copy that goes on by itself in the same state, is copied where
@@ -131,6 +125,14 @@ class FR3ETrainer(RatioGRPOTrainer):
     args: FR3EConfig
     reward_funcs: list[Any]
 
+    # What TRL's methods may meet before the constructor has set it
+    has_own_sampler = False
+    _shares_prefixes: bool | None = False  # None where it is not known yet
+    _refill: Refill | None = None
+    _value_tracker: ValueTracker | None = None
+    _threshold: float | None = None  # that base trajectories branch above, where past steps say it
+    _tree_log: TreeLog | None = None
+
     def __init__(
         self,
         model: "str | PreTrainedModel | PeftModel",
@@ -151,175 +153,116 @@ class FR3ETrainer(RatioGRPOTrainer):
         sampler: "Callable[[FR3ETrainer], Sampler] | None" = None,
     ):
         if args is None:
-            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = FR3EConfig(f"{model_name.split('/')[-1]}-FR3E")
+            args = FR3EConfig(f"{model_name(model)}-FR3E")
         elif not isinstance(args, FR3EConfig):
             args = FR3EConfig.from_grpo(args)
         if sampler is not None:
-            check_sampler(sampler, args)
+            checks.check_sampler(sampler, args)
         if not args.is_plain_grpo:
-            refuse_unsupported(args, rollout_func, has_tools=bool(tools or environment_factory))
-            check_generation_kwargs(args)
-            warn_of_single_prompt(args)
+            checks.refuse_unsupported(args, rollout_func)
+            checks.check_generation_kwargs(args)
+            checks.warn_of_single_prompt(args)
             if train_dataset is not None:
-                check_dataset(train_dataset, args, has_environments=environment_factory is not None)
-        super().__init__(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-        )
+                checks.check_dataset(train_dataset, args, has_environments=environment_factory is not None)
+        with adapter_sync(args):
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
+        images.take_no_empty_images(self)
+        self.share_prefixes(bool(args.share_prefixes))
         self.trees: list[Tree] = []
-        self.sampler = self._make_sampler()
+        self.sampler = make_sampler(self)
         self.has_own_sampler = sampler is not None
-        self._refill: Refill | None = None
-        self._memory = ValueTracker() if args.value_tracker else None
-        self._threshold: float | None = None  # that base trajectories branch above, where past steps say it
-        self._tree_log: TreeLog | None = None
+        self._value_tracker = ValueTracker() if args.value_tracker else None
         if args.log_trees is not None:
-            self._tree_log = TreeLog(args.log_trees, self._tokenizer, self.reward_func_names, self.accelerator)
+            self._tree_log = TreeLog(args.log_trees, tokenizer_of(self), self.reward_func_names, self.accelerator)
             # Before those that report, which end what they report to when training does
             self.callback_handler.callbacks.insert(0, self._tree_log)
-        if args.is_plain_grpo:
-            return
-        refuse_unsupported_setup(self)
-        self._obstacle_to_images = obstacle_to_images(self)
-        example = None if train_dataset is None else next(iter(train_dataset))
-        check_images([] if example is None else [example], self._obstacle_to_images)
+        if not args.is_plain_grpo:
+            self._set_up_exploration(sampler)
+
+    def _set_up_exploration(self, sampler: "Callable[[FR3ETrainer], Sampler] | None") -> None:
+        """Check what TRL has set up, and make what only exploration needs."""
+        checks.refuse_unsupported_setup(self)
+        self.obstacle_to_images = checks.obstacle_to_images(self)
+        example = None if self.train_dataset is None else next(iter(self.train_dataset))
+        checks.check_images([] if example is None else [example], self.obstacle_to_images)
         self.reward_funcs = [
-            checked_reward_func(func, name)
+            checks.checked_reward_func(func, name)
             for func, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
         context = context_length(self.model.config)
         if self.use_vllm:
-            prompt = [] if example is None else self.tokenize_prompts(self.prepare([example]))[0]
+            prompt = [] if example is None else prompts.tokenize(self, prompts.prepare(self, [example]))[0]
             context = self.vllm_generation.checked_context(context, len(prompt), self.max_completion_length)
-            warn_of_unscored_sampling(args)
-        self._budget = CompletionBudget(self.max_completion_length, context, self.processing_class)
+            checks.warn_of_unscored_sampling(self.args)
+        self.budget = CompletionBudget(self.max_completion_length, context, self.processing_class)
         if sampler is not None:
             own = OwnSampler(sampler(self), self.use_vllm and self.vllm_importance_sampling_correction)
-            self.sampler = InStepSampler(own) if self.is_sharded else own
+            self.sampler = InStepSampler(own) if is_sharded(self) else own
         if self.tools:
-            self.sampler = ToolCallingSampler(self, self.sampler, skip_mismatches=args.replay_mismatch == "skip")
-
-    def _make_sampler(self) -> Sampler:
-        profiler = partial(profiling_context, self, "vLLM.generate")
-        sampler: Sampler
-        if self.use_vllm and self.vllm_mode == "server":
-            return VLLMServerSampler(self.vllm_generation, self.eos_token_ids, profiler)
-        if self.use_vllm:
-            return VLLMColocateSampler(self.vllm_generation, self.eos_token_ids, profiler)
-        if self.use_transformers_continuous_batching:
-            sampler = ContinuousBatchingSampler(
-                self.generation_model, self.generation_config, self.continuous_batching_config
+            self.sampler = ToolCallingSampler(
+                TRLToolLoop(self), self.sampler, skip_mismatches=self.args.replay_mismatch == "skip"
             )
-        else:
-            sampler = GenerateSampler(
-                self.generation_model, self.generation_config, self.accelerator.device, self.image_inputs
-            )
-        return InStepSampler(sampler) if self.is_sharded else sampler
-
-    # Refill, and what of it and of the memory a checkpoint holds
-
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        if self.args.max_refills > 0:
-            self._refill = Refill(self.train_dataset, self._prompt_sampler, self.args.max_refills)
-        return super()._get_train_sampler(*args, **kwargs)
-
-    def _prompt_sampler(self) -> RepeatSampler:
-        """Each epoch's prompts in the order of TRL's, each once."""
-        indices = range(len(self.train_dataset))
-        return RepeatSampler(indices, mini_repeat_count=1, shuffle=self.shuffle_dataset, seed=self.args.seed)
-
-    def state_to_resume(self) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        if self._refill is not None:
-            state |= self._refill.state(self.accelerator.num_processes, self.accelerator.process_index)
-        if self._memory is not None:
-            state["value_memory"] = self._memory.state()
-        if self._threshold is not None:
-            state["anchor_threshold"] = self._threshold
-        return state
-
-    def resume_from_state(self, state: dict[str, Any]) -> None:
-        if self._refill is not None and "leftovers" in state:
-            self._refill.resume(state, self.accelerator.num_processes)
-        if self._memory is not None and "value_memory" in state:
-            self._memory.resume(state["value_memory"])
-        self._threshold = state.get("anchor_threshold")
 
     # A step
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """The only change is that the batch of a training step has the rows of trees, which are grown here."""
         try:
             if self.args.is_plain_grpo or not self.model.training:
-                return super()._generate_and_score_completions(inputs)
+                with time_limit(self):
+                    return super()._generate_and_score_completions(inputs)
             return self._explore_and_assemble(inputs)
         except (VLLMServerError, EnvironmentFailure) as error:
-            self._save_before(error)
+            resume.save_before(self, error)
             raise
 
     def _explore_and_assemble(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Grow trees from the prompts of a step, and have their rows for its batch."""
+        """Grow trees from the prompts of a step, credit their rows, and have them for its batch."""
         num_rows = len(inputs) * self.accelerator.num_processes
         num_prompts = num_rows // self.num_generations
         self.trees = []
         explored: list[Row] = []
-        with self.vllm_engine():
+        metrics: dict[str, float] = {}
+        with awake_engine(self):
             if self._refill is None:
                 # TRL repeats an example for its group, and deals out the repeats as it does the rows
-                examples = {row // self.num_generations: inputs[i] for i, row in enumerate(self.sharding(num_rows).own)}
+                own = sharding(self, num_rows).own
+                examples = {row // self.num_generations: inputs[i] for i, row in enumerate(own)}
                 rows = explored = self._explore(num_prompts, examples)
-                credit_rows(rows, self.trees, self.args.plan, self._memory)
+                credit_rows(rows, self.trees, self.args.plan, self._value_tracker)
             else:
-                rows, refill_metrics = self._refill.fill(partial(self._explore_drawn, explored), num_prompts, num_rows)
-                hand_over(rows, self.sharding(num_rows), in_every_process, self.train_dataset)
+                rows, metrics = self._refill.fill(partial(self._explore_drawn, explored), num_prompts, num_rows)
+                hand_over(rows, sharding(self, num_rows), in_every_process, self.train_dataset)
         if self._tree_log is not None:
             self._tree_log.write(self.trees, explored, self.args, self.state.global_step + 1)
-        tool_counts = (0, 0)
-        if isinstance(self.sampler, ToolCallingSampler):
-            tool_counts = self.sampler.num_calls, self.sampler.num_failures
-            self.sampler.num_calls = self.sampler.num_failures = 0
-        batch = self.assemble(rows, tool_counts)
-        advantages = torch.tensor([row.advantage for row in rows], dtype=torch.float64)
-        in_loss = torch.tensor([row.in_loss for row in rows])
-        self.set_advantages(batch, advantages, in_loss)
-        if CREDIT_RULES[self.args.plan.credit].by_token:
-            self.set_token_advantages(batch, rows)
-        metrics = tree_metrics(self.trees, advantages[in_loss], num_rows)
-        if self.args.replay_mismatch == "skip":
-            dialogues = [row.rollout.dialogue for row in self.own_rows(rows)]
-            is_broken = [dialogue is not None and dialogue.is_broken for dialogue in dialogues]
-            metrics["fr3e/tools/skipped"] = sum(map(sum, in_every_process(lambda: is_broken))) / num_rows
-        if self._threshold is not None:
-            metrics["fr3e/anchor/threshold"] = self._threshold
-        if self._memory is not None:
-            metrics |= track_values(self.trees, self.args.plan, self._memory)
+        counts = self.sampler.take_counts() if isinstance(self.sampler, ToolCallingSampler) else (0, 0)
+        batch = assemble(self, rows, counts)
+        loss.set_credit(self, batch, rows, of_tokens=CREDIT_RULES[self.args.plan.credit].by_token)
+        log_metrics(self, self._metrics_of_step(rows) | metrics)
         if self._refill is not None:
-            metrics |= refill_metrics
-            self.score_leftovers(self._refill.leftovers)
-        hit_rate = getattr(self.sampler, "hit_rate", None)  # of what was sampled last: the anchors' rollouts
-        if hit_rate is not None and self.args.num_anchors:
-            metrics["fr3e/prefix_cache/hit_rate"] = hit_rate
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
+            score_leftovers(self, self._refill.leftovers)
         return batch
 
     def _explore_drawn(self, rows: list[Row], indices: list[int]) -> list[Row]:
         """Explore the prompts at `indices` of the training set, and add their rows to `rows`."""
-        own = {row // self.num_generations for row in self.sharding(len(indices) * self.num_generations).own}
+        own = {row // self.num_generations for row in sharding(self, len(indices) * self.num_generations).own}
         rows += self._explore(len(indices), {i: self.train_dataset[indices[i]] for i in own}, indices)
-        credit_rows(rows, self.trees, self.args.plan, self._memory)
+        credit_rows(rows, self.trees, self.args.plan, self._value_tracker)
         return rows
 
     def _explore(
@@ -339,48 +282,20 @@ class FR3ETrainer(RatioGRPOTrainer):
         Returns:
             `list[Row]`: The rows of all processes. The trees are added to `trees`.
         """
-        sharding = self.sharding(num_prompts * self.num_generations)
+        of_rows = sharding(self, num_prompts * self.num_generations)
         trees = [Tree(as_ids(), 0) for _ in range(num_prompts)]
-
-        def set_prompts() -> dict[int, int]:
-            check_images(list(examples.values()), self._obstacle_to_images)
-            if self.tools:
-                all_ids = self._provide_tools(examples, sharding)
-            check_prompts(list(examples.values()))
-            prompts = [self.prompt_of(example) for example in examples.values()]
-            if not self.tools:
-                all_ids = self.tokenize_prompts(prompts) if prompts else []
-            images = [images_of(prompt) for prompt in prompts]
-            for i, prompt, prompt_ids in zip(examples, prompts, all_ids, strict=True):
-                multimodal = prompt if any(images) else None
-                trees[i] = Tree(as_ids(prompt_ids), self._budget(prompt_ids), multimodal=multimodal)
-            return {i: prompt_key(trees[i].prompt_ids, of_tree) for i, of_tree in zip(examples, images, strict=True)}
-
-        def score(owners: list[int], completion_ids: list[TokenIds], dialogues: list[Dialogue | None]) -> list[Score]:
-            whole = [k for k, dialogue in enumerate(dialogues) if dialogue is None or not dialogue.is_broken]
-            scores = [Score([math.nan] * len(self.reward_funcs), math.nan)] * len(owners)
-            scored = self.score(
-                [examples[owners[k]] for k in whole],
-                [trees[owners[k]].prompt_ids for k in whole],
-                [completion_ids[k] for k in whole],
-                [dialogues[k] for k in whole],
-            )
-            for k, of_rollout in zip(whole, scored, strict=True):
-                scores[k] = of_rollout
-            return scores
-
-        for keys in in_every_process(set_prompts):
+        exploring = Exploring(self, trees, examples, of_rows)
+        for keys in in_every_process(exploring.read):
             for i, key in keys.items():
                 trees[i].key = key
-        seed = (self.args.seed, self.state.global_step)
         uncertainties = explore(
             trees,
             self.args.plan,
             self.sampler,
-            score,
+            exploring.score,
             self.token_statistics,
-            seed,
-            sharding,
+            (self.args.seed, self.state.global_step),
+            of_rows,
             in_every_process,
             self._threshold,
         )
@@ -390,54 +305,112 @@ class FR3ETrainer(RatioGRPOTrainer):
             if dialogue is not None:
                 dialogue.environment, dialogue.snapshots = None, []  # for the next rollouts
         self.trees += trees
-        return rows_of(trees, sharding, examples, indices or [None] * num_prompts)
+        return rows_of(trees, of_rows, examples, indices or [None] * num_prompts)
 
-    def _provide_tools(self, examples: dict[int, dict[str, Any]], sharding: RowSharding) -> list[list[int]]:
+    def _metrics_of_step(self, rows: list[Row]) -> dict[str, float]:
+        """What to log of a step, but for TRL's metrics. The value tracker learns what its prompts were worth."""
+        learned = torch.tensor([row.advantage for row in rows if row.in_loss], dtype=torch.float64)
+        metrics = tree_metrics(self.trees, learned, len(rows))
+        if self.args.replay_mismatch == "skip":
+            dialogues = [row.rollout.dialogue for row in own_rows(self, rows)]
+            is_broken = [dialogue is not None and dialogue.is_broken for dialogue in dialogues]
+            metrics["fr3e/tools/skipped"] = sum(map(sum, in_every_process(lambda: is_broken))) / len(rows)
+        if self._threshold is not None:
+            metrics["fr3e/anchor/threshold"] = self._threshold
+        if self._value_tracker is not None:
+            metrics |= track_values(self.trees, self.args.plan, self._value_tracker)
+        hit_rate = getattr(self.sampler, "hit_rate", None)  # of what was sampled last: the anchors' rollouts
+        if hit_rate is not None and self.args.num_anchors:
+            metrics["fr3e/prefix_cache/hit_rate"] = hit_rate
+        return metrics
+
+    # The update
+
+    def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The only change is that rows that are not in the loss are left out, and out of what TRL divides by."""
+        if "in_loss" not in inputs:
+            return super()._compute_loss(model, inputs)
+        return loss.compute_loss(self, super()._compute_loss, model, inputs)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        loss_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The only change is that prefixes that rows share are forwarded once, and only tokens in `loss_mask`."""
+        rows = model, input_ids, attention_mask, logits_to_keep
+        if not self.shares_prefixes:
+            return super()._get_per_token_logps_and_entropies(*rows, *args, **kwargs)
+        return shared_forward.logps_and_entropies(self, *rows, loss_mask, *args, **kwargs)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether what rows have in common is forwarded once. All processes must ask for the first time together."""
+        if self._shares_prefixes is None:
+            self._shares_prefixes = shared_forward.can_share(self)
+        return self._shares_prefixes
+
+    def share_prefixes(self, share: bool) -> None:
+        """Have what rows have in common forwarded once from now on, if the model allows it, or not."""
+        self._shares_prefixes = None if share else False
+
+    # A run, and what of it a checkpoint holds
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
-        Provide the sampler with what this process's rollouts call tools in: each with an environment of its own.
+        Train, as [`~transformers.Trainer.train`].
 
-        Args:
-            examples (`dict[int, dict]`):
-                The dataset's example of each tree that has rows in this process, which gets its prompt here.
-            sharding ([`RowSharding`]):
-                Which rows these are.
-
-        Returns:
-            `list[list[int]]`: Token ids of the prompts of the examples.
+        `resume_from_checkpoint=True` takes the last checkpoint that is complete: one that was being written when the
+        run was killed is passed over. A run that goes on from a checkpoint is the run that was not cut.
         """
-        assert isinstance(self.sampler, ToolCallingSampler)
-        owners = list(examples)
-        if self.environment_factories is not None:
-            owners = [row // self.num_generations for row in sharding.own]
-            if not self.args.reuse_base:
-                owners += [i for i, _ in own_bases(sharding.num_rows // self.num_generations, self.args.plan, sharding)]
-        instances: dict[int, list[Instance]] = {i: [] for i in examples}
-        if owners:
-            try:
-                prompts = self.prepare([examples[i] for i in owners])
-            except Exception as error:
-                raise EnvironmentFailure(f"While rollouts were prepared: {type(error).__name__}: {error}") from error
-            prompt_ids = self.tokenize_prompts(prompts)
-            for k, i in enumerate(owners):
-                instance = Instance(prompt_ids[k], (self._sync_tool_dicts[k], self._async_tool_dicts[k]))
-                if self.environments is not None:
-                    instance.name, instance.environment = self._batch_environments[k], self.environments[k]
-                if not instances[i]:
-                    examples[i] = examples[i] | {"prompt": prompts[k]}
-                instances[i].append(instance)
-        self.sampler.provide(instances)
-        return [instances[i][0].prompt_ids for i in examples]
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = resume.last_complete_checkpoint(self.args.output_dir)
+        with resume.exact_resume(self), shared_forward.kept_together(self):
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def _save_before(self, error: Exception) -> None:
-        """Save a checkpoint of the last step before a run ends with `error`."""
-        if self.state.global_step > 0:
-            self._save_checkpoint(self.model_wrapped, trial=None)
-            error.add_note(
-                f"Step {self.state.global_step}, the last that was trained, is saved in {self.args.output_dir}. When "
-                "that is mended, go on with trainer.train(resume_from_checkpoint=True)."
-            )
+    def begin(self) -> None:
+        """Draw prompts from the beginning of the data, as a run does before its first step."""
+        if self.args.max_refills > 0:
+            self._refill = Refill(self.train_dataset, partial(prompts.epoch_order, self), self.args.max_refills)
+
+    def state_to_resume(self) -> dict[str, Any]:
+        """What the next step depends on, beside what TRL and transformers keep, in plain values and tensors."""
+        state: dict[str, Any] = {}
+        if self._refill is not None:
+            state |= self._refill.state(self.accelerator.num_processes, self.accelerator.process_index)
+        if self._value_tracker is not None:
+            state["value_memory"] = self._value_tracker.state()
+        if self._threshold is not None:
+            state["anchor_threshold"] = self._threshold
+        return state
+
+    def resume_from_state(self, state: dict[str, Any]) -> None:
+        """Take up what [`state_to_resume`] returned."""
+        if self._refill is not None and "leftovers" in state:
+            self._refill.resume(state, self.accelerator.num_processes)
+        if self._value_tracker is not None and "value_memory" in state:
+            self._value_tracker.resume(state["value_memory"])
+        self._threshold = state.get("anchor_threshold")
+
+    # For samplers, and for whoever looks at rollouts
+
+    def generation_model(self) -> AbstractContextManager[Any]:
+        """Enter generation mode as TRL does, in a context that gives the model to generate with."""
+        return decoding.generation_model(self)
+
+    def token_statistics(
+        self, prompt_ids: list[TokenIds], completion_ids: list[TokenIds], multimodal: list[Any] | None = None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Log-probs and entropies of completions under the policy; see [`~trl_adapter.logprobs.token_statistics`]."""
+        return logprobs.token_statistics(self, prompt_ids, completion_ids, multimodal)
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None):
+        """Write TRL's model card, and add the settings of FR3E to it."""
         super().create_model_card(model_name, dataset_name, tags)
         if not self.args.is_plain_grpo and self.is_world_process_zero():
-            add_settings(Path(self.args.output_dir) / "README.md", self.args)
+            card.add_settings(Path(self.args.output_dir) / "README.md", self.args)

@@ -15,8 +15,11 @@ import numpy as np
 from test_images import by_hand, dialogue_by_hand, look_at_picture, make_tool_trainer, make_trainer, parity
 from tool_policy import look
 
+import fr3e_trl.trainer
 from fr3e_trl import FR3ETrainer
 from fr3e_trl.method.sampling import images_of
+from fr3e_trl.trl_adapter.images import multimodal_of
+from fr3e_trl.trl_adapter.setup import own_rows
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -28,9 +31,9 @@ def main(output: Path, settings: dict) -> None:
     else:
         trainer = make_trainer("qwen2_5_vl", FR3ETrainer, **{"reward_funcs": parity, "learning_rate": 0.0} | settings)
     rows = []
-    assemble = trainer.assemble
-    trainer.assemble = lambda batch_rows, *args: (
-        rows.extend(trainer.own_rows(batch_rows)) or assemble(batch_rows, *args)
+    assemble = fr3e_trl.trainer.assemble
+    fr3e_trl.trainer.assemble = lambda trainer, batch_rows, *args: (
+        rows.extend(own_rows(trainer, batch_rows)) or assemble(trainer, batch_rows, *args)
     )
     trainer.train()
     differences = []
@@ -39,7 +42,7 @@ def main(output: Path, settings: dict) -> None:
             token_ids = [*row.prompt_ids, *row.completion_ids]
             logprobs = dialogue_by_hand(trainer, token_ids, images_of(row.rollout.dialogue.messages))
         else:
-            logprobs, _ = by_hand(trainer, trainer.multimodal_of(row.example), row.completion_ids)
+            logprobs, _ = by_hand(trainer, multimodal_of(trainer, row.example), row.completion_ids)
         is_own = np.array(row.loss_mask[len(row.prefix_ids) :], bool)
         of_rollout = logprobs[-row.rollout.length :].numpy()
         differences.append(np.abs(of_rollout - row.rollout.logprobs)[is_own].max().item())

@@ -38,11 +38,11 @@ def train(device, resume=None, **settings):
     "settings",
     [
         {"num_anchors": 0, "num_iterations": 2},
-        {"num_iterations": 2, "beta": 0.1, "explore_temperature_scale": 1.5},
+        {"num_iterations": 2, "beta": 0.1},
         {"max_refills": 3, "max_steps": 5} | REJECTING,
         {"steps_per_generation": 2, "loss_type": "grpo", "peft_config": LoraConfig(target_modules="all-linear")},
     ],
-    ids=["grpo", "ratio", "refill", "lora"],
+    ids=["grpo", "old_logprobs", "refill", "lora"],
 )
 def test_a_second_device_trains_and_resumes_as_the_cpu_does(settings):
     """In the middle of a batch, and between two. The devices may round differently, a run and its rest may not."""
@@ -82,7 +82,7 @@ class Engine:
 
 def test_vllms_log_probs_are_corrected():
     """Samples of the policy itself have the ratio 1, whatever they were cut off at and heated to."""
-    settings = {"top_k": 10, "explore_temperature_scale": 1.5, "vllm_importance_sampling_correction": True}
+    settings = {"top_k": 10, "vllm_importance_sampling_correction": True}
     with trainer_on("second", **settings) as trainer:
         engine = Engine(trainer)
         trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "server", -1

@@ -92,7 +92,7 @@ def test_large_rewards_train():
     [
         ({"max_new_tokens": 3}, "max_completion_length"),
         ({"max_tokens": 3}, "max_completion_length"),
-        ({"temperature": 0.1}, "explore_temperature_scale"),
+        ({"temperature": 0.1}, "Set temperature"),
         ({"num_return_sequences": 2}, "num_generations"),
         ({"n": 2}, "num_generations"),
         ({"num_beams": 2}, "independent samples"),

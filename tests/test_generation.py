@@ -21,6 +21,7 @@ from fr3e_trl.generation.generate import GenerateSampler
 from fr3e_trl.generation.vllm import NUM_LOGPROBS, entropies_of
 from fr3e_trl.method.anchors import AboveThreshold, eligible_positions
 from fr3e_trl.method.sampling import Branching, SamplingRequest
+from fr3e_trl.trl_adapter.decoding import GenerateSteps
 
 PAD, EOS = 0, 1
 
@@ -32,7 +33,8 @@ def make_sampler(model, **generation_kwargs):
             yield model
 
     settings = {"do_sample": True, "top_k": 0, "pad_token_id": PAD, "eos_token_id": [EOS], "disable_compile": True}
-    return GenerateSampler(generation_model, GenerationConfig(**settings | generation_kwargs), torch.device("cpu"))
+    config = GenerationConfig(**settings | generation_kwargs)
+    return GenerateSampler(generation_model, config, torch.device("cpu"), GenerateSteps())
 
 
 def token_ids(length, seed=0):
@@ -382,10 +384,10 @@ def chi_squared(counts, expected):
     [
         {},
         {"anchor_score": "surprisal", "top_p": 0.9, "repetition_penalty": 1.1},
-        {"explore_temperature_scale": 1.5, "temperature": 0.8},
+        {"temperature": 0.8},
         {"num_iterations": 2},
-        {"explore_temperature_scale": 1.5, "num_iterations": 2, "beta": 0.1},
-        {"explore_temperature_scale": 1.5, "max_refills": 4},
+        {"num_iterations": 2, "beta": 0.1},
+        {"max_refills": 4},
     ],
     ids=str,
 )
@@ -403,7 +405,8 @@ def test_what_generation_knows_is_not_computed_again(settings):
         reward_funcs=lambda completions, **kwargs: [float(len(text) % 3 == 0) for text in completions],
         **{"learning_rate": 0.0} | settings,
     )
-    assert trainer.shares_prefixes  # it is tried out on first use, by passes of its own
+    assert trainer.shares_prefixes  # tried out on first use, by passes of its own
+    assert trainer.sampler.grows == trainer.sampler.may_grow  # and so is this
     model.register_forward_hook(count, with_kwargs=True)
     trainer.train()
     assert not passes and trainer.batches
@@ -413,14 +416,13 @@ def test_what_generation_knows_is_not_computed_again(settings):
         if "max_refills" in settings or old is None:
             continue
         for of_row, (tree, state, rollout) in zip(old, rollouts_of(trees), strict=True):
-            scale = args.explore_temperature_scale if state.position else 1.0
             ids = torch.tensor([tree.prompt_ids + state.prefix_ids + rollout.token_ids])
             first, length = len(state.prefix_ids), len(rollout.token_ids)
-            logits = model(ids).logits[0, -length - 1 : -1].detach() / (args.temperature * scale)
+            logits = model(ids).logits[0, -length - 1 : -1].detach() / args.temperature
             expected = logits.log_softmax(1).gather(1, ids[0, -length:, None])[:, 0]
             torch.testing.assert_close(of_row[first : first + length], expected, atol=1e-4, rtol=0)
             num_checked += length
-    has_old = "num_iterations" in settings or "explore_temperature_scale" in settings
+    has_old = "num_iterations" in settings
     assert (num_checked > 0) == (has_old and "max_refills" not in settings)
 
 

@@ -3,8 +3,8 @@
 import functools
 import logging
 import re
-from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import factory
 import numpy as np
@@ -42,7 +42,9 @@ from fr3e_trl import FR3ETrainer
 from fr3e_trl.generation.generate import _initial_width
 from fr3e_trl.generation.vllm import VLLMColocateSampler
 from fr3e_trl.method.sampling import SamplingRequest, images_of
+from fr3e_trl.trl_adapter import old_logprobs
 from fr3e_trl.trl_adapter.checks import obstacle_to_images, obstacle_to_tool_images
+from fr3e_trl.trl_adapter.samplers import make_sampler
 
 FORMS = ["image", "images", "parts"]
 
@@ -196,7 +198,7 @@ def test_rollouts_see_their_prompts_images(family):
     [
         ("qwen2_5_vl", {"peft_config": LoraConfig(target_modules="all-linear")}),
         ("gemma3", {}),
-        ("smolvlm", {"value_tracker": True, "explore_temperature_scale": 1.3}),
+        ("smolvlm", {"value_tracker": True}),
         ("llava", {"beta": 0.1, "num_iterations": 2, "per_device_train_batch_size": 8, "steps_per_generation": 2}),
         ("internvl", {"anchor_threshold": 0.3, "credit": "tree"}),
     ],
@@ -248,27 +250,30 @@ def test_rows_keep_their_images_when_they_are_shuffled_split_and_rejected(family
         assert close(logprobs[mask[-len(logprobs) :]][-rollout.length :], rollout.logprobs)
 
 
-class KnowsNothing(Recorder):
-    """Does not take generation's word for how likely tokens were."""
+@pytest.fixture
+def knows_nothing(monkeypatch):
+    """Have trainers not take generation's word for how likely tokens were."""
+    monkeypatch.setattr(old_logprobs, "in_float32", lambda trainer: False)
 
-    in_float32 = False
 
+class KeepsLeftovers(Recorder):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.kept = []
 
-    def score_leftovers(self, leftovers):
-        super().score_leftovers(leftovers)
-        self.kept += leftovers
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        self.kept += self._refill.leftovers
+        return batch
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
-def test_old_log_probs_are_of_the_images(family):
-    """Scored by TRL, and beside it where rows were sampled at another temperature or left over from the step before."""
-    settings = {"explore_temperature_scale": 1.5, "max_refills": 3, "learning_rate": 0.0, "max_steps": 6}
+def test_old_log_probs_are_of_the_images(family, knows_nothing):
+    """Scored by TRL, and beside it where rows were left over from the step before."""
+    settings = {"max_refills": 3, "learning_rate": 0.0, "max_steps": 6}
     trainer = train(
         family,
-        KnowsNothing,
+        KeepsLeftovers,
         dataset=make_image_dataset(),
         reward_funcs=parity,
         value_prior_strength=0,
@@ -299,17 +304,11 @@ def test_old_log_probs_are_of_the_images(family):
     assert checked > 8 and trainer.kept
 
 
-class WithEngine(Recorder):
-    """Corrects as with vLLM, for an engine that needs no weights."""
-
-    def vllm_engine(self):
-        return nullcontext()
-
-
 def test_what_an_engine_samples_is_corrected_with_the_images():
-    """Against an engine without an error, at another temperature: the ratio of the engines is 1."""
-    trainer = make_trainer("qwen2_5_vl", WithEngine, explore_temperature_scale=1.5, learning_rate=0.0, max_steps=1)
+    """Against an engine without an error, and that needs no weights: the ratio of the engines is 1."""
+    trainer = make_trainer("qwen2_5_vl", temperature=1.5, learning_rate=0.0, max_steps=1)
     trainer.use_vllm, trainer._last_loaded_step = True, 0
+    trainer.vllm_generation = SimpleNamespace(enable_sleep_mode=False)
     trainer.train()
     ((batch, _),) = trainer.batches
     in_loss = (batch["completion_mask"] * batch["tool_mask"]).bool()
@@ -500,24 +499,19 @@ def test_rollouts_see_the_images_that_their_tools_returned(with_images):
     assert min(num_seen.values()) > 0, num_seen
 
 
-class KeepsPassesAndKnowsNothing(KeepsPasses, KnowsNothing):
-    pass
-
-
-@pytest.mark.parametrize(("with_images", "scale"), [(False, 1.0), (True, 1.3)])
-def test_rows_keep_the_images_of_their_tools(with_images, scale):
+@pytest.mark.parametrize("with_images", [False, True])
+def test_rows_keep_the_images_of_their_tools(with_images, knows_nothing):
     """Shuffled, split and rejected, beside rows without any; and so do old log-probs and the reference model's."""
     trainer = make_tool_trainer(
         "qwen2_5_vl",
         look_at_picture,
-        KeepsPassesAndKnowsNothing,
+        KeepsPasses,
         with_images=with_images,
         reward_funcs=lambda completions, answer, **kwargs: [
             float(len(of_row) * (int(a) % 2)) for of_row, a in zip(completions, answer, strict=True)
         ],
         generation_kwargs=None,
         value_prior_strength=0,
-        explore_temperature_scale=scale,
         beta=0.1,
         peft_config=LoraConfig(target_modules="all-linear"),
         per_device_train_batch_size=2,
@@ -537,7 +531,7 @@ def test_rows_keep_the_images_of_their_tools(with_images, scale):
         if batch["in_loss"][row]:
             assert close(batch["old_per_token_logps"][row][is_scored[row]], rollout.logprobs[rollout.mask])
     assert 0 < batch["in_loss"].sum() <= len(trainer.passes) < len(is_scored)  # the others are rejected
-    for input_ids, mask, logprobs in trainer.passes if scale == 1 else []:
+    for input_ids, mask, logprobs in trainer.passes:
         rollout = sampled[tuple(input_ids[mask].tolist())]
         of_rollout = logprobs[mask[-len(logprobs) :]][-rollout.length :]
         assert close(of_rollout[rollout.mask], rollout.logprobs[rollout.mask])
@@ -688,7 +682,7 @@ def test_a_sharded_model_is_refused():
     [
         ("llava", {}, r"grid of their patches \(image_grid_thw\)"),
         ("qwen2_5_vl", {"max_refills": 1}, "Set max_refills=0"),
-        ("qwen2_5_vl", {"sampler": lambda trainer: trainer._make_sampler()}, "without vLLM and without sampler="),
+        ("qwen2_5_vl", {"sampler": make_sampler}, "without vLLM and without sampler="),
     ],
 )
 def test_a_tool_that_returns_an_image_is_refused(family, settings, named):

@@ -1,15 +1,14 @@
-"""The importance ratio, with an engine in vLLM's place that samples as it does, and is off by a known error."""
+"""Old log-probs, with an engine in vLLM's place that samples as it does, and is off by a known error."""
 
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import factory
 import pytest
 import torch
 from models import make_model, make_tokenizer
 from peft import LoraConfig
-from recorder import Recorder
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -22,26 +21,21 @@ from transformers import (
     set_seed,
 )
 
-from fr3e_trl.trl_adapter import old_logprobs as ratio
+import fr3e_trl.trainer
+from fr3e_trl.trl_adapter import old_logprobs
 
 TRUNCATED = {"min_p": 0.05, "top_k": 12, "top_p": 0.9}
 ERROR = 0.02  # of the engine's log-probs, in nats a token
 
 
-class WithEngine(Recorder):
-    """Corrects as with vLLM, for an engine that needs no weights."""
-
-    def vllm_engine(self):
-        return nullcontext()
-
-
 class Engine:
-    """Samples with the trainer's model, and gives log-probs of what it samples from, written down anew."""
+    """In vLLM's place: samples with the trainer's model, and gives log-probs of what it samples from, written anew."""
+
+    enable_sleep_mode = False  # and it needs no weights
 
     def __init__(self, trainer):
         self.trainer = trainer
         self.sampler = trainer.sampler
-        self.temperatures = {}
 
     def sample(self, requests):
         return [
@@ -51,7 +45,6 @@ class Engine:
 
     def with_logprobs(self, request, sample):
         prefix, tokens = list(map(int, request.prefix_ids)), list(map(int, sample.token_ids))
-        self.temperatures[tuple(prefix), tuple(tokens)] = request.temperature
         of_tokens = logprobs(self.trainer, prefix, tokens, request.temperature, **truncation(self.trainer))
         return replace(sample, logprobs=[x + ERROR for x in of_tokens])
 
@@ -85,9 +78,9 @@ def make_trainer(model=None, **settings):
         "learning_rate": 0.0,  # the model stays the one that sampled
         "vllm_importance_sampling_mode": "token_truncate",
     }
-    trainer = factory.make_trainer(WithEngine, model=model or make_model(), **defaults | settings)
+    trainer = factory.make_trainer(model=model or make_model(), **defaults | settings)
     trainer.use_vllm, trainer._last_loaded_step = True, 0
-    trainer.sampler = Engine(trainer)
+    trainer.sampler = trainer.vllm_generation = Engine(trainer)
     return trainer
 
 
@@ -135,14 +128,14 @@ LORA = LoraConfig(r=4, target_modules="all-linear")
     "settings",
     [
         {},
-        {"explore_temperature_scale": 1.5, "temperature": 0.8},
+        {"temperature": 0.8},
         {"min_p": 0.05},
         {"top_k": 6},
         {"top_p": 0.8},
         TRUNCATED,
-        TRUNCATED | {"explore_temperature_scale": 1.5, "temperature": 0.8},
-        TRUNCATED | {"explore_temperature_scale": 1.5, "peft_config": LORA, "beta": 0.1},
-        *[TRUNCATED | {"explore_temperature_scale": 1.5, "model": name} for name in MODELS],
+        TRUNCATED | {"temperature": 0.8},
+        TRUNCATED | {"peft_config": LORA, "beta": 0.1},
+        *[TRUNCATED | {"temperature": 1.5, "model": name} for name in MODELS],
     ],
     ids=lambda settings: ", ".join(f"{key}={value}" for key, value in settings.items() if key != "peft_config"),
 )
@@ -156,8 +149,7 @@ def test_only_the_engines_error_is_corrected(settings):
     batch, _ = trainer.batches[0]
     num_rows = 0
     for i, prefix, tokens, mask in rows_in_loss(trainer):
-        temperature = trainer.sampler.temperatures[tuple(prefix), tuple(tokens)]
-        old = torch.tensor(logprobs(trainer, prefix, tokens, temperature))
+        old = torch.tensor(logprobs(trainer, prefix, tokens, trainer.temperature))
         torch.testing.assert_close(batch["old_per_token_logps"][i][mask], old, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(batch["sampling_per_token_logps"][i][mask], old + ERROR, atol=1e-5, rtol=1e-5)
         expected = torch.full((len(tokens),), -ERROR).exp()
@@ -173,18 +165,16 @@ def test_only_the_engines_error_is_corrected(settings):
     ("settings", "again"),
     [
         ({}, False),
-        ({"explore_temperature_scale": 1.5}, False),
         (TRUNCATED, True),
-        (TRUNCATED | {"explore_temperature_scale": 1.5}, True),
     ],
 )
-def test_how_often_a_row_is_passed_forward(settings, again):
+def test_how_often_a_row_is_passed_forward(settings, again, monkeypatch):
     """TRL's pass for the old policy is the only one, and a second if truncated, for no rejected row."""
     # States of two rollouts, of which some are rejected
     states = {"num_anchors": 3, "value_prior_strength": 0.0, "credit": "rollout"}
     trainer = make_trainer(**states, share_prefixes=False, **settings)
     passed = Counter()
-    assemble = trainer.assemble
+    assemble = fr3e_trl.trainer.assemble
 
     def count(module, args, kwargs):
         passed.update(map(tuple, kwargs["input_ids"].tolist()))
@@ -195,7 +185,7 @@ def test_how_often_a_row_is_passed_forward(settings, again):
         handle.remove()
         return batch
 
-    trainer.assemble = watched
+    monkeypatch.setattr(fr3e_trl.trainer, "assemble", watched)
     set_seed(2)
     trainer.train()
     batch, _ = trainer.batches[0]
@@ -209,16 +199,16 @@ def test_rows_left_out_are_not_passed_forward():
     """And keep their place, whatever is left out of which micro-batch."""
     trainer = make_trainer(per_device_train_batch_size=2, gradient_accumulation_steps=8, share_prefixes=False)
     input_ids = torch.randint(2, 40, (6, 9))
-    temperatures = [None, 1.0, 0.5, None, 1.0, 1.0]
+    wanted = [False, True, True, False, True, True]
     num_passed = []
     trainer.model.model.register_forward_pre_hook(
         lambda module, args, kwargs: num_passed.append(len(kwargs["input_ids"])), with_kwargs=True
     )
     found = torch.full((6, 5), 7.0)
-    trainer._fill_in(found, input_ids, torch.ones_like(input_ids), temperatures)
-    assert num_passed == [1, 2, 1]
-    for of_row, ids, temperature in zip(found, input_ids.tolist(), temperatures, strict=True):
-        expected = [7.0] * 5 if temperature is None else logprobs(trainer, ids[:4], ids[4:], temperature)
+    old_logprobs.fill_in(trainer, found, input_ids, torch.ones_like(input_ids), wanted)
+    assert num_passed == [2, 2]
+    for of_row, ids, is_wanted in zip(found, input_ids.tolist(), wanted, strict=True):
+        expected = logprobs(trainer, ids[:4], ids[4:], 1.0) if is_wanted else [7.0] * 5
         torch.testing.assert_close(of_row, torch.tensor(expected), atol=1e-5, rtol=1e-5)
 
 
@@ -244,12 +234,13 @@ class Logits(TorchDispatchMode):
 
 def test_logits_of_a_truncated_distribution_are_few_at_a_time(monkeypatch):
     """A vocabulary of 5,000 and 4 rows of 100 tokens are 2 million logits; no more than 6 times 20,000 exist."""
-    monkeypatch.setattr(ratio, "MAX_LOGITS", 20_000)
+    monkeypatch.setattr(old_logprobs, "MAX_LOGITS", 20_000)
     trainer = make_trainer(make_model(vocab_size=5_000), **TRUNCATED)
     input_ids = torch.randint(2, 5_000, (4, 104))
     found = torch.zeros(4, 100)
     with Logits(5_000, trainer.model.parameters()) as logits:
-        trainer._fill_in(found, input_ids, torch.ones_like(input_ids), [1.0] * 4, truncated=True)
+        kernel = partial(old_logprobs.truncated_logprobs, old_logprobs._warpers(trainer))
+        old_logprobs.fill_in(trainer, found, input_ids, torch.ones_like(input_ids), [True] * 4, kernel)
     assert 20_000 <= logits.most <= 6 * 20_000
     for of_row, ids in zip(found, input_ids.tolist(), strict=True):
         expected = torch.tensor(logprobs(trainer, ids[:4], ids[4:], 1.0, **TRUNCATED))

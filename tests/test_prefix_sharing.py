@@ -22,6 +22,7 @@ from trl.trainer import utils as trl_utils
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.trl_adapter.prefix_sharing import fold
+from fr3e_trl.trl_adapter.prompts import padded as padded_rows
 
 TINY = {
     "vocab_size": 64,
@@ -95,14 +96,13 @@ def make_rows(seed=0, num_trees=2):
 
 
 def padded(trainer, seed=0):
-    input_ids, attention_mask = trainer.padded(*make_rows(seed))
+    input_ids, attention_mask = padded_rows(trainer, *make_rows(seed))
     return input_ids, attention_mask, max(map(len, make_rows(seed)[1]))
 
 
 def score(trainer, input_ids, attention_mask, num_columns, share, **kwargs):
     """Log-probs, entropies and a gradient, of which each token has another share."""
-    trainer.args.share_prefixes = share
-    trainer.__dict__.pop("shares_prefixes", None)
+    trainer.share_prefixes(share)
     trainer.model.train()
     trainer.model.zero_grad()
     logprobs, entropies, _ = trainer._get_per_token_logps_and_entropies(
@@ -173,7 +173,7 @@ def test_any_trees(seed, batch_size):
 def test_a_trie_has_each_prefix_once(seed):
     """By its definition: as many nodes as there are different prefixes, each with the token that follows it."""
     prompts, completions = make_rows(seed)
-    input_ids, attention_mask = shared_trainer().padded(prompts, completions)
+    input_ids, attention_mask = padded_rows(shared_trainer(), prompts, completions)
     scored = attention_mask[:, -max(map(len, completions)) :].bool()
     trie = fold(input_ids, attention_mask, scored)
     width = max(map(len, prompts))
@@ -196,7 +196,7 @@ def test_what_is_forwarded():
     prompt, base = [11, 12, 13], [20, 21, 22, 23, 24]
     rows = [base, [*base[:2], 30, 31], [*base[:3], 40, 41, 42]]
     trainer = shared_trainer()
-    input_ids, attention_mask = trainer.padded([np.array(prompt)] * 3, [np.array(row) for row in rows])
+    input_ids, attention_mask = padded_rows(trainer, [np.array(prompt)] * 3, [np.array(row) for row in rows])
     loss_mask = torch.tensor([[1] * 5 + [0], [0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1]]).bool()
     trie = fold(input_ids, attention_mask, loss_mask)
     # Of the base all tokens but the last; of the branches the last that they share, once more, and all but their last
@@ -251,7 +251,6 @@ def test_every_loss(loss_type):
         {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "per_device_train_batch_size": 12},
         {"beta": 0.1},
         {"credit": "tree", "anchor_threshold": 1.0},
-        {"explore_temperature_scale": 1.5},
         {"num_anchors": 0},
         {"num_anchors": 0, "reject_degenerate_states": True, "scale_rewards": "none"},
         {"importance_sampling_level": "sequence", "num_iterations": 2, "max_steps": 4},

@@ -90,7 +90,6 @@ def test_sharded_training_is_the_same_as_in_one_process(recipe, tmp_path):
     settings = {
         "num_generations": 12,
         "per_device_train_batch_size": 8,
-        "explore_temperature_scale": 1.5,
         "optim": "sgd",
     }
     alone = launch(tmp_path / "alone", 1, settings | {"per_device_train_batch_size": 24}, "fake")
@@ -140,12 +139,11 @@ def test_sharded_dialogues(tmp_path):
 
 @pytest.mark.parametrize("recipe", ["fsdp2", pytest.param("zero3", marks=DEEPSPEED)])
 def test_sharded_sampling(recipe, tmp_path):
-    """Two base trajectories in the first round, for three processes, and two temperatures in the second."""
+    """Two base trajectories in the first round, for three processes."""
     settings = {
         "num_generations": 6,
         "num_anchors": 2,
         "per_device_train_batch_size": 2,
-        "explore_temperature_scale": 1.5,
         "num_iterations": 2,
     }
     of_processes = launch(tmp_path / "run", 3, settings, "sharded", recipe=recipe)

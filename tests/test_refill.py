@@ -198,6 +198,7 @@ def test_a_stream_goes_on_where_it_was():
 
 def test_the_first_prompts_are_those_of_the_data_loader():
     trainer = make_trainer(make_dataset(16), max_refills=1)
+    trainer.begin()
     sampler = trainer._get_train_sampler()
     assert trainer._refill.prompts.draw(16) == list(dict.fromkeys(sampler))
 

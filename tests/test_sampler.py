@@ -15,8 +15,8 @@ from transformers import set_seed
 from trees import rollouts_of
 
 from fr3e_trl import Sample, Sampler, SamplingRequest
-from fr3e_trl.generation.generate import GenerateSampler
 from fr3e_trl.generation.sampler import OwnSampler
+from fr3e_trl.trl_adapter.samplers import make_sampler
 
 
 class Digits:
@@ -80,7 +80,7 @@ def test_the_ratio_is_against_the_log_probs_that_were_given(with_logprobs):
 
 
 def built_in(trainer):
-    return GenerateSampler(trainer.generation_model, trainer.generation_config, trainer.accelerator.device)
+    return make_sampler(trainer)
 
 
 def test_the_built_in_sampler_may_be_passed():

@@ -1,11 +1,18 @@
 """
-What FR3E relies on in TRL, by name. When a new version of TRL is tried, this fails first and says what moved.
+What FR3E relies on in TRL, transformers and PyTorch, by name: the table in `trl_adapter/names.py`.
 
-All of it is used in `trl_seams.py`, `vllm_sync.py` and `resume.py`, but for the constructor and the model card. What is
-relied on in transformers' trainer is named here too.
+When a new version of TRL is tried, this fails first and says what moved. What a name cannot say, how TRL behaves, is
+tested after the table.
 """
 
+import ast
+import functools
+import importlib
 import inspect
+import textwrap
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,30 +20,227 @@ import trl
 from datasets import Dataset
 from models import make_model, make_tokenizer
 from packaging.version import Version
-from transformers import Trainer
+from transformers import PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
-from trl.chat_template_utils import parse_response
-from trl.data_utils import apply_chat_template, is_conversational, prepare_multimodal_messages
-from trl.extras.profiling import profiling_context
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.models import unwrap_model_for_generation
 from trl.trainer import grpo_trainer, utils
-from trl.trainer.base_trainer import _BaseTrainer
-from trl.trainer.utils import (
-    add_fused_lm_head,
-    get_config_model_id,
-    is_async_callable,
-    pad,
-    split_pixel_values_by_grid,
-    unsplit_pixel_values_by_grid,
-)
+from trl.trainer.utils import add_fused_lm_head, split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from fr3e_trl import FR3ETrainer
-from fr3e_trl.trl_adapter.rows_trainer import OF_IMAGES
+import fr3e_trl
+from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.trl_adapter.images import OF_IMAGES
+from fr3e_trl.trl_adapter.names import METHODS, NAMES
+
+PACKAGE = Path(fr3e_trl.__file__).parent
+ADAPTER = PACKAGE / "trl_adapter"
+
+# The permanent overrides, which no file but the trainer's has
+OVERRIDES = {"_generate_and_score_completions", "_compute_loss", "_get_per_token_logps_and_entropies"}
+# Private by their names, and documented: of named tuples, of the standard library, of users' environments
+PUBLIC = {"_replace", "_asdict", "_fields", "_exit", "_fork"}
+# Modules that may be imported anywhere: what their libraries document
+DOCUMENTED = {"trl", "trl.rewards", "accelerate", "accelerate.utils", "transformers", "transformers.utils"}
 
 
 def parameters(function) -> list[str]:
     return list(inspect.signature(function).parameters)
+
+
+def resolved(path):
+    """What a dotted path leads to: an attribute of a module, or of a class in one."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ImportError:
+            continue
+        for name in parts[length:]:
+            found = getattr(found, name)
+        return found
+    raise AssertionError(f"{path} does not begin with a module")
+
+
+@functools.cache
+def assigned(cls) -> set[str]:
+    """Attributes that methods of a class and its bases give to `self`."""
+    names = set()
+    for base in cls.__mro__[:-1]:
+        names |= set(vars(base))
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+                names.add(node.attr)
+            # As `nn.Module` does it
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+                names |= {
+                    arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+                }
+    return names
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: name.path)
+def test_a_name_is_there_and_takes_what_it_took(name):
+    if name.of_instances:
+        owner, _, attribute = name.path.rpartition(".")
+        assert attribute in assigned(resolved(owner))
+        return
+    found = resolved(name.path)
+    if name.takes is None:
+        return
+    wanted = name.takes.split()
+    assert parameters(found) == wanted if name.exactly else set(wanted) <= set(parameters(found))
+
+
+def test_what_trl_scores_images_by_is_what_a_batch_has_of_them():
+    assert set(OF_IMAGES) <= set(parameters(GRPOTrainer._get_per_token_logps_and_entropies))
+
+
+# No name is missing
+
+
+IN_TABLE = {name.name for name in NAMES}
+# Methods of trainers and of TRL's vLLM: a class that defines one may override it
+OF_TRAINERS = {name.name for name in METHODS if not name.path.startswith("transformers.GenerationMixin")}
+
+
+@functools.cache
+def own_names() -> set[str]:
+    """Private names that the package defines."""
+    return set().union(*(defined(ast.parse(path.read_text())) for path in PACKAGE.rglob("*.py")))
+
+
+def defined(tree) -> set[str]:
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def is_self(node) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def is_private(name) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def touched(tree) -> set[str]:
+    """Private attributes that a module touches, those that it overrides, and what it overrides for a call."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.ClassDef):
+            names |= {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "overridden":
+            names |= {keyword.arg for keyword in node.keywords if keyword.arg}
+        elif isinstance(node, ast.Constant) and node.value in IN_TABLE:
+            names.add(node.value)
+    return {name for name in names if is_private(name) and name.isidentifier()} - PUBLIC
+
+
+def overridden_names(tree) -> set[str]:
+    """What is overridden for a call, private or not."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "overridden"]
+    return {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
+
+
+def imported(tree) -> set[str]:
+    """Dotted paths that a module imports from undocumented modules of TRL, transformers and accelerate."""
+    paths = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            if node.module.split(".")[0] in ("trl", "transformers", "accelerate") and node.module not in DOCUMENTED:
+                paths |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            paths |= {alias.name for alias in node.names if alias.name.split(".")[0] == "trl" and "." in alias.name}
+    return paths
+
+
+# Where a module of the package that is not the adapter's may import from, beside what is documented
+ELSEWHERE = {"transformers.training_args.OptimizerNames", "transformers.trainer_utils.get_last_checkpoint"}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_name_is_missing(path):
+    tree = ast.parse(path.read_text())
+    own = own_names() - IN_TABLE
+    if path.parent != ADAPTER:
+        own |= defined(tree) - OF_TRAINERS
+    foreign = touched(tree) - own
+    if path.parent != ADAPTER:
+        assert foreign <= (OVERRIDES if path == PACKAGE / "trainer.py" else set())
+        assert imported(tree) <= ELSEWHERE and not overridden_names(tree)
+    elif path.name != "names.py":
+        of_file = {name.name for name in NAMES if path.name in name.used_in.split()}
+        assert foreign | overridden_names(tree) <= of_file | {"VLLMGeneration"}
+        assert imported(tree) <= {name.path for name in NAMES if path.name in name.used_in.split()}
+
+
+def test_files_that_the_table_names_use_what_it_says():
+    for name in NAMES:
+        for file in name.used_in.split():
+            if file.endswith(".py"):
+                assert name.name in (ADAPTER / file).read_text(), (name.path, file)
+
+
+def test_three_methods_are_overridden_for_good():
+    """The others are public, and documented, or those of this package."""
+    overridden = {
+        name for name in vars(FR3ETrainer) if callable(vars(FR3ETrainer)[name]) and hasattr(GRPOTrainer, name)
+    }
+    assert overridden - {"__init__"} == OVERRIDES | {"train", "create_model_card"}
+    for name in OVERRIDES:
+        assert inspect.getdoc(vars(FR3ETrainer)[name]).startswith("The only change is ")
+    assert FR3ETrainer.__bases__ == (GRPOTrainer,)
+
+
+def test_a_trainer_made_without_its_constructor_computes_a_loss():
+    """As TRL's own tests make one."""
+    trainer = FR3ETrainer.__new__(FR3ETrainer)
+    trainer.model = make_model()
+    add_fused_lm_head(trainer.model, outputs=("log_probs", "entropy"))
+    trainer.args = SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1)
+    trainer.accelerator = SimpleNamespace(
+        autocast=nullcontext, is_main_process=True, gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1
+    )
+    trainer.aux_loss_enabled = trainer.use_vllm = trainer.vllm_importance_sampling_correction = False
+    trainer.beta, trainer.loss_type, trainer.importance_sampling_level = 0.0, "grpo", "token"
+    trainer.epsilon_low = trainer.epsilon_high = 0.2
+    trainer.top_entropy_quantile, trainer.off_policy_mask_threshold = 1.0, None
+    trainer.current_gradient_accumulation_steps = 1
+    trainer._entropy_bonus_enabled = False
+    trainer._metrics = {mode: {name: [] for name in CLIP_METRICS} for mode in ("train", "eval")}
+    input_ids = torch.tensor([[5, 6, 7, 8]])
+    logprobs, entropies, _ = trainer._get_per_token_logps_and_entropies(
+        trainer.model, input_ids, torch.ones_like(input_ids), 2, compute_entropy=True
+    )
+    assert logprobs.shape == entropies.shape == (1, 2)
+    halves = {"prompt_ids": input_ids[:, :2], "completion_ids": input_ids[:, 2:]}
+    masks = {name.replace("ids", "mask"): torch.ones_like(ids) for name, ids in halves.items()}
+    loss = trainer._compute_loss(trainer.model, {**halves, **masks, "advantages": torch.tensor([2.0])})
+    assert loss.item() == pytest.approx(-2)
+
+
+CLIP_METRICS = [
+    "entropy",
+    *(f"clip_ratio/{name}" for name in "low_mean high_mean region_mean low_min high_max".split()),
+]
+
+
+def test_nothing_is_left_on_a_trainer_that_has_trained():
+    trainer = train(FR3ETrainer, per_device_train_batch_size=8, num_iterations=2, beta=0, max_steps=3)
+    private = {name.name for name in METHODS}
+    assert not private & vars(trainer).keys()
+    assert not [name for name, value in vars(trainer).items() if inspect.ismethod(value) and value.__self__ is trainer]
+
+
+# The version, the constructor, and how TRL behaves
 
 
 def test_the_version_is_one_that_was_tried():
@@ -51,69 +255,12 @@ def test_the_constructor_takes_what_grpo_trainer_takes():
     ]
 
 
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        (GRPOTrainer._generate, ["self", "prompts"]),
-        (GRPOTrainer._calculate_rewards, ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
-        (GRPOTrainer._generate_and_score_completions, ["self", "inputs"]),
-        (GRPOTrainer._compute_loss, ["self", "model", "inputs"]),
-        (GRPOTrainer._prepare_inputs, ["self", "generation_batch"]),
-        (GRPOTrainer._tokenize_prompts, ["self", "prompts"]),
-        (
-            GRPOTrainer._tool_call_loop,
-            [
-                *("self", "prompts", "prompt_ids", "completion_ids", "completions", "logprobs", "images"),
-                "multimodal_fields",
-            ],
-        ),
-        (
-            GRPOTrainer._generate_single_turn,
-            ["self", "prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"],
-        ),
-        (_BaseTrainer.create_model_card, ["self", "model_name", "dataset_name", "tags"]),
-        (GRPOTrainer._save_checkpoint, ["self", "model", "trial"]),
-        (
-            Trainer._init_training_state,
-            [
-                *("self", "max_steps", "num_update_steps_per_epoch", "num_train_epochs"),
-                *("resume_from_checkpoint", "trial"),
-            ],
-        ),
-        (Trainer._save_rng_state, ["self", "output_dir"]),
-        (Trainer._load_from_checkpoint, ["self", "resume_from_checkpoint", "model"]),
-        (Trainer._issue_warnings_after_load, ["self", "load_result"]),
-        (Trainer._load_rng_state, ["self", "checkpoint"]),
-        (GRPOTrainer._get_train_sampler, ["self", "dataset"]),
-        (VLLMGeneration._init_vllm, ["self"]),
-        (VLLMGeneration.sync_weights, ["self"]),
-        (VLLMGeneration.generate, ["self", "prompts", "images", "num_generations", "profiler"]),
-    ],
-)
-def test_methods_that_are_called_or_overridden(method, expected):
-    assert parameters(method) == expected
-
-
-@pytest.mark.parametrize(
-    ("function", "used"),
-    [
-        (
-            GRPOTrainer._get_per_token_logps_and_entropies,
-            ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy", *OF_IMAGES],
-        ),
-        (prepare_multimodal_messages, ["messages", "images"]),
-        (apply_chat_template, ["tools"]),
-        (add_fused_lm_head, ["model", "temperature", "cast_lm_head_to_fp32", "outputs"]),
-        (pad, ["padding_value", "padding_side"]),
-        (parse_response, ["prefix", "tools"]),
-        (
-            unwrap_model_for_generation,
-            ["gather_deepspeed3_params", "generation_kwargs", "gradient_checkpointing_kwargs"],
-        ),
-    ],
-)
-def test_arguments_that_are_passed(function, used):
-    assert set(used) <= set(parameters(function))
+def test_the_hooks_that_are_removed_have_a_name():
+    """transformers adds one each time that gradient checkpointing is enabled."""
+    model: PreTrainedModel = make_model()
+    model.enable_input_require_grads()
+    hooks = [hook.__name__ for module in model.modules() for hook in module._forward_hooks.values()]
+    assert "make_inputs_require_grads" in hooks
 
 
 def test_what_the_trainer_makes_for_vllm(monkeypatch):
@@ -151,13 +298,6 @@ def test_images_that_are_end_to_end_are_split_by_rows_and_joined():
         assert all(len(value) == 2 for value in split.values())
         joined = unsplit_pixel_values_by_grid(split)
         assert joined.keys() == batch.keys() and all(joined[name].equal(images[name]) for name in images)
-
-
-def test_functions_that_are_called_by_position():
-    assert is_conversational({"prompt": [{"role": "user", "content": "1+1="}]})
-    assert parameters(profiling_context)[:2] == ["trainer", "name"]
-    assert not is_async_callable(len)
-    assert get_config_model_id(make_model().config) == ""
 
 
 def test_groups_are_consecutive_and_each_is_generated_once():
@@ -223,50 +363,62 @@ def test_what_a_batch_consists_of():
     assert "reward" in trainer.state.log_history[0]
 
 
-def test_the_rollout_func_supplies_finished_completions():
-    supplied = []
+def test_the_methods_that_rows_take_the_place_of():
+    """What `_tokenize_prompts` and `_generate_single_turn` return is what a batch consists of."""
 
-    def rollout_func(prompts, trainer):
-        supplied.append(len(prompts))
-        return {
-            "prompt_ids": [[5, 6]] * len(prompts),
-            "completion_ids": [[7, 8, 1]] * len(prompts),
-            "logprobs": None,
-        }
+    class Given(GRPOTrainer):
+        def _tokenize_prompts(self, prompts):
+            return [[5, 6]] * len(prompts), None, {}
 
-    class Spy(GRPOTrainer):
+        def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations):
+            return [[7, 8, 1]] * len(prompt_ids), None
+
         def _generate_and_score_completions(self, inputs):
-            self.rollout_func = rollout_func
             batch = super()._generate_and_score_completions(inputs)
-            assert batch["prompt_ids"].tolist() == [[5, 6]] * 8 and batch["completion_ids"].tolist() == [[7, 8, 1]] * 8
+            assert batch["prompt_ids"].tolist() == [[5, 6]] * 8
+            assert batch["completion_ids"].tolist() == [[7, 8, 1]] * 8
             return batch
 
-    train(Spy, per_device_train_batch_size=8, max_steps=1)
-    assert supplied == [8]
+    train(Given, per_device_train_batch_size=8, max_steps=1)
 
 
-def test_what_tools_and_environments_are_known_by():
-    """The loop's turns are asked for by prompts that completions are added to, so that each says whose it is."""
-    loop = inspect.getsource(GRPOTrainer._tool_call_loop)
-    assert "prompt_ids[idx_with_tool] + completion_ids[idx_with_tool] + suffix_ids" in loop
-    assert "self._generate_single_turn(\n                prompt_completion_tool_ids," in loop
-    step = inspect.getsource(GRPOTrainer._generate_and_score_completions)
-    for name in ("environments", "_batch_environments", "_sync_tool_dicts", "_async_tool_dicts"):
-        assert f"self.{name} = " in step and step.index(f"self.{name} = ") < step.index("self._generate(prompts)")
-    for name in ("_environment_pool", "_env_tools", "environment_factories"):
-        assert f"self.{name} = " in inspect.getsource(GRPOTrainer.__init__)
+def test_the_turns_of_a_dialogue_are_asked_for_by_its_prompts_list(monkeypatch):
+    """A prompt's list, plus others: so each says whose it is, whatever is left out."""
+
+    class Prompt(list):
+        def __add__(self, other):
+            return Prompt([*self, *other])
+
+    trainer = train(GRPOTrainer, per_device_train_batch_size=8, max_steps=1)
+    trainer._sync_tool_dicts, trainer._async_tool_dicts = [{"look": lambda: "7"}], [{}]
+    asked = []
+    monkeypatch.setattr(trainer, "_get_tool_suffix_ids", lambda messages: [9])
+
+    def write(prompt_ids, images, fields, num_generations, has_tool_images):
+        asked.extend(prompt_ids)
+        return [[] for _ in prompt_ids], None
+
+    monkeypatch.setattr(trainer, "_generate_single_turn", write)
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {}}}]}
+    arguments = [[]], [Prompt([5])], [[6]], [[call]], None, None, {}
+    _, (messages,), (ids,), _, num_calls, num_failures, _ = trainer._tool_call_loop(*arguments)
+    assert isinstance(asked[0], Prompt) and asked[0] == [5, 6, 9] and ids == [6, 9]
+    assert messages[1]["content"] == "7" and (num_calls, num_failures) == (1, 0)
 
 
-def test_the_fused_head_scores_at_its_temperature():
-    """`_scoring_temperature` puts another head in its place, and gets the old one back by its `forward`."""
+def test_the_fused_head_looks_its_kernel_up_when_it_is_called(monkeypatch):
+    """Another is put in its place while log-probs of truncated distributions are computed."""
     model = make_model().eval()
-    input_ids = torch.tensor([[5, 6, 7, 8]])
-    logits = model(input_ids).logits
-    forward = model.forward
-    add_fused_lm_head(model, temperature=2.0, cast_lm_head_to_fp32=False)
-    assert model.forward != forward
-    model.forward = forward
-    torch.testing.assert_close(model(input_ids).logits, logits)
+    add_fused_lm_head(model, temperature=2.0, outputs=("log_probs", "entropy"))
+    input_ids, asked = torch.tensor([[5, 6, 7, 8]]), []
+
+    def kernel(hidden, weight, bias, tokens, temperature, *args):
+        asked.append(temperature)
+        return torch.zeros(len(tokens)), None, None, None, None
+
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", SimpleNamespace(apply=kernel))
+    output = model(input_ids=input_ids, labels=input_ids, fused_lm_head=True)
+    assert asked == [2.0] and output.log_probs.eq(0).all()
 
 
 def test_the_fused_head_takes_labels_that_are_shifted(monkeypatch):
@@ -300,13 +452,6 @@ def test_the_batch_is_shuffled_by_a_name_of_trls_module(monkeypatch):
     assert not trainer.aux_loss_enabled
 
 
-def test_the_fused_head_finds_its_kernel_by_a_name():
-    """Another is put in its place, which takes the same arguments by position."""
-    expected = ["hidden", "weight", "bias", "targets", "temperature", "chunk_size"]
-    expected += ["final_logit_softcapping", "logit_scale", "outputs"]
-    assert parameters(utils._ChunkedLogProbFunction.forward) == ["ctx", *expected]
-
-
 def reward(completions, **kwargs):
     return [float(len(completion)) for completion in completions]
 
@@ -317,7 +462,7 @@ def train(cls: type[GRPOTrainer], **settings) -> GRPOTrainer:
     trainer = cls(
         make_model(),
         reward,
-        GRPOConfig("unused", **defaults | sizes | settings),
+        (FR3EConfig if issubclass(cls, FR3ETrainer) else GRPOConfig)("unused", **defaults | sizes | settings),
         train_dataset=Dataset.from_dict({"prompt": [f"{a}+{a}=" for a in range(8)]}),
         processing_class=make_tokenizer(),
     )

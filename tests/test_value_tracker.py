@@ -212,7 +212,7 @@ def steps_of(trainer):
         rows = [(i, NAN if rollout.copy_of is not None else rollout.score.reward) for i, rollout in rollouts]
         prompts, rewards = torch.tensor(rows, dtype=torch.float64).T
         memory.learn(keys, values, rewards, prompts.long())
-    torch.testing.assert_close(trainer._memory.state(), memory.state())
+    torch.testing.assert_close(trainer._value_tracker.state(), memory.state())
 
 
 @pytest.mark.parametrize("num_prompts", [1, 2])
@@ -234,7 +234,7 @@ def test_the_baselines_are_those_of_the_memory(num_prompts):
                 baseline = (strength * prior + sum(scorable) - reward) / (strength + len(scorable) - 1)
                 advantages.append(0 if math.isnan(reward) else reward - baseline)
         assert batch["advantages"].tolist() == pytest.approx(advantages, abs=1e-5)
-    assert trainer._memory.num_prompts == 18 and trainer._memory.slope.num_prompts > 10
+    assert trainer._value_tracker.num_prompts == 18 and trainer._value_tracker.slope.num_prompts > 10
 
 
 @pytest.mark.parametrize("credit", ["rollout", "tree"])
@@ -263,8 +263,8 @@ def test_prompts_that_cannot_be_scored_teach_nothing():
     trainer.train()
     came = {prompt_key(tree.prompt_ids): value_of(tree, trainer.args) for _, trees in trainer.batches for tree in trees}
     assert len(came) == 6
-    assert set(trainer._memory.keys.tolist()) == {key for key, value in came.items() if not math.isnan(value)}
-    assert len(trainer._memory.keys) == 4 and trainer._memory.num_prompts == 8
+    assert set(trainer._value_tracker.keys.tolist()) == {key for key, value in came.items() if not math.isnan(value)}
+    assert len(trainer._value_tracker.keys) == 4 and trainer._value_tracker.num_prompts == 8
 
 
 REFILL = {"max_refills": 4, "reject_degenerate_states": True, "value_prior_strength": 1.0, "num_anchors": 1}
@@ -302,7 +302,7 @@ def test_a_checkpoint_without_a_memory_is_gone_on_from():
     make_trainer(value_tracker=False, save_strategy="steps", save_steps=1, max_steps=1).train()
     trainer = make_trainer(max_steps=3, output_dir="resumed")
     trainer.train(resume_from_checkpoint="output/checkpoint-1")
-    assert trainer._memory.num_prompts == 4
+    assert trainer._value_tracker.num_prompts == 4
 
 
 @pytest.mark.parametrize("settings", [TREE, REFILL | {"num_rewards": 2}], ids=["tree", "refill"])

@@ -1,7 +1,5 @@
 """How good a policy is, on prompts that training never sees."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +9,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..commands.completions import columns_of, complete, reward_arguments, texts_of
+from ..trl_adapter.prompts import tokenize
+from ..trl_adapter.tools import converse
 from .own_task import OwnTask
 from .tasks import HELDOUT_SEED, Task
 
@@ -145,7 +145,7 @@ def _complete(
 ) -> _Completions:
     """A completion of each example, in order."""
     prompts = [example["prompt"] for example in examples]
-    prompt_ids = tokenizer(prompts).input_ids if trainer is None else trainer._tokenize_prompts(prompts)[0]
+    prompt_ids = tokenizer(prompts).input_ids if trainer is None else tokenize(trainer, prompts)
     recorder = _EntropyRecorder()
     result = _Completions([], [])
     for completions in complete(model, tokenizer, prompt_ids, config, batch_size, recorder=recorder):
@@ -172,10 +172,8 @@ def _converse(
     result = _Completions([], [])
     for start in range(0, len(examples), batch_size):
         batch = examples[start : start + batch_size]
-        with _settings(trainer, _sync_tool_dicts=[tools] * len(batch), _async_tool_dicts=[{}] * len(batch), **settings):
-            prompt_ids, completion_ids, is_own, completions, *_ = trainer._generate(
-                [example["prompt"] for example in batch]
-            )
+        prompts = [example["prompt"] for example in batch]
+        prompt_ids, completion_ids, is_own, completions = converse(trainer, prompts, tools, **settings)
         sequences = [torch.tensor(prompt + ids) for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
         own = [torch.tensor([0] * len(prompt) + mask) for prompt, mask in zip(prompt_ids, is_own, strict=True)]
         # What pads them comes behind, and is seen by none of their tokens
@@ -187,14 +185,3 @@ def _converse(
         result.texts += map(str, completions)
         result.rewards += task.reward(completions=completions, **columns_of(batch))
     return result
-
-
-@contextmanager
-def _settings(trainer: Any, **settings: Any) -> Iterator[None]:
-    """Have a trainer generate by other settings than its own."""
-    kept = {name: getattr(trainer, name, None) for name in settings}
-    vars(trainer).update(settings)
-    try:
-        yield
-    finally:
-        vars(trainer).update(kept)

@@ -16,7 +16,8 @@ from trl import GRPOTrainer
 
 from ..method.tree import Tree
 from ..trainer import FR3ETrainer
-from ..trl_adapter.prefix_sharing import Trie
+from ..trl_adapter.logs import last_metric, last_rewards
+from ..trl_adapter.watching import WatchedMixin
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Costs:
     seconds: float = 0.0
 
 
-class MeasuredMixin:
+class MeasuredMixin(WatchedMixin):
     """
     Measures a [`~trl.GRPOTrainer`] as it trains, and changes nothing.
 
@@ -81,35 +82,23 @@ class MeasuredMixin:
 
         return counted
 
-    def _generate_and_score_completions(self: Any, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        if self.model.training:
-            trees = getattr(self, "trees", [])
-            sampled, read = _tree_tokens(trees) if trees else _row_tokens(self, batch)
-            self.costs.batches += 1
-            self.costs.generated_tokens += sampled
-            self.costs.forward_tokens += read + sampled
-            self.costs.training_rows += len(batch["advantages"])
-            in_loss = batch.get("in_loss", torch.ones(len(batch["advantages"]))).bool()
-            self.batches.append(
-                {
-                    "generated_tokens": self.costs.generated_tokens,
-                    **sampled_states(*(_tree_rewards(trees) if trees else _group_rewards(self))),
-                    **batch_signal(row_means(batch), in_loss),
-                }
-            )
-        return batch
-
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not getattr(self, "shares_prefixes", False):
-            self._count_forwarded(int(attention_mask.sum()))
-        return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
-            model, input_ids, attention_mask, *args, **kwargs
+    def on_batch(self: Any, batch: dict[str, torch.Tensor]) -> None:
+        trees = getattr(self, "trees", [])
+        sampled, read = _tree_tokens(trees) if trees else _row_tokens(self, batch)
+        self.costs.batches += 1
+        self.costs.generated_tokens += sampled
+        self.costs.forward_tokens += read + sampled
+        self.costs.training_rows += len(batch["advantages"])
+        in_loss = batch.get("in_loss", torch.ones(len(batch["advantages"]))).bool()
+        self.batches.append(
+            {
+                "generated_tokens": self.costs.generated_tokens,
+                **sampled_states(*(_tree_rewards(trees) if trees else _group_rewards(self))),
+                **batch_signal(row_means(batch), in_loss),
+            }
         )
 
-    def _count_forwarded(self, num_tokens: int) -> None:
+    def on_forward(self, num_tokens: int) -> None:
         if torch.is_grad_enabled():
             self.costs.forward_backward_tokens += num_tokens
         else:
@@ -122,10 +111,6 @@ class MeasuredGRPOTrainer(MeasuredMixin, GRPOTrainer):
 
 class MeasuredFR3ETrainer(MeasuredMixin, FR3ETrainer):
     """[`FR3ETrainer`], measured."""
-
-    def _forward_trie(self, model: Any, trie: Trie) -> Any:
-        self._count_forwarded(trie.input_ids.numel())
-        return super()._forward_trie(model, trie)
 
 
 def sampled_states(rewards: torch.Tensor, states: torch.Tensor) -> dict[str, float]:
@@ -214,7 +199,7 @@ def _tree_tokens(trees: list[Tree]) -> tuple[int, int]:
 def _row_tokens(trainer: Any, batch: dict[str, torch.Tensor]) -> tuple[int, int]:
     """The same where every row is sampled from its prompt."""
     # Not from the completions' mask, which leaves out what is masked for being truncated
-    mean_length = trainer._metrics["train"]["completions/mean_length"][-1]
+    mean_length = last_metric(trainer, "completions/mean_length")
     prompt_lengths = batch["prompt_mask"].sum(1, keepdim=True)
     read = prompt_lengths.sum()
     if trainer.tools:  # the turns after the first, each from where a tool's answer ends
@@ -233,5 +218,5 @@ def _tree_rewards(trees: list[Tree]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _group_rewards(trainer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The same of the last batch of a trainer that has no trees, by its one reward function."""
-    (rewards,) = trainer._logs["rewards"].values()
-    return torch.tensor(list(rewards)), torch.arange(len(rewards)) // trainer.num_generations
+    (rewards,) = last_rewards(trainer).values()
+    return torch.tensor(rewards), torch.arange(len(rewards)) // trainer.num_generations

@@ -14,11 +14,12 @@ from .usage import usage_errors
 
 class RecipeParser(TrlParser):
     """
-    [`~trl.TrlParser`] with recipes that may extend another.
+    [`~trl.TrlParser`] with recipes that may extend another, or a preset.
 
     A recipe that says `extends: other.yaml` takes the arguments that it lacks from `other.yaml`. The path starts at the
-    recipe's folder. Where both have a mapping of one name, the recipe's entries are laid over the other's. A recipe of
-    `preset: paper` or `preset: released` takes the settings of that preset that it lacks.
+    recipe's folder. Where both have a mapping of one name, the recipe's entries are laid over the other's.
+
+    A recipe that says `preset: paper` or `preset: released` takes the settings that it lacks from that preset.
     """
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, **kwargs: Any) -> tuple[Any, ...]:

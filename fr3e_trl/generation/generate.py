@@ -1,10 +1,12 @@
 """Sampling with transformers: `generate`, and continuous batching."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +20,10 @@ from transformers import (
 )
 
 from ..method.sampling import Sample, SamplingRequest
+from ..processes import in_every_process
+from .growing_probe import obstacle_to_growing, special_tokens
+
+logger = logging.getLogger(__name__)
 
 # Enters generation mode, as TRL does, and yields the model to generate with.
 GenerationModel = Callable[[], AbstractContextManager[Any]]
@@ -25,6 +31,31 @@ GenerationModel = Callable[[], AbstractContextManager[Any]]
 # Makes of images what the model is called with for them: (messages of each row's prompt, images that tools returned
 # to it, tokens (B, L), the column after each prompt) to tensors, of which those of tokens are of that shape.
 ImageInputs = Callable[[list[Any], list[list[Any]], torch.Tensor, list[int]], dict[str, Any]]
+
+
+class DecodingSteps(Protocol):
+    """What a decoding loop of one's own takes from transformers' `generate`; see `trl_adapter/decoding.py`."""
+
+    def run(self, model: Any, loop: Callable[..., torch.Tensor], inputs: dict[str, Any]) -> torch.Tensor:
+        """Have `generate` prepare everything from `inputs`, call `loop` in the place of its own, and return its ids."""
+
+    def sample(
+        self, model: Any, input_ids: torch.Tensor, logits_processor: LogitsProcessorList, arguments: dict[str, Any]
+    ) -> torch.Tensor:
+        """The loop of `generate` itself, with the other arguments that it calls one with."""
+
+    def unchanged(self, model: Any, device: torch.device) -> AbstractContextManager[None]:
+        """Put back what the model's modules keep to themselves, and the generators of random numbers."""
+
+    def first_inputs(self, model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What the model is called with for the prompts."""
+
+    def next_inputs(self, model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What the model is called with for the token of each row that came last."""
+
+    def updated(self, model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The model's keyword arguments after a step, with its cache."""
+
 
 # How many logits are kept until log-probs and entropies are made of them, beside those of one step: 64 MiB
 MAX_LOGITS = 2**24
@@ -57,8 +88,12 @@ class GenerateSampler:
             Its `min_new_tokens` counts from the prompt, like that of a completion drawn at once.
         device (`torch.device`):
             Where the model computes: not always where its weights are.
+        decoding (`DecodingSteps`):
+            The steps of `generate`.
         image_inputs (`ImageInputs`, *optional*):
             What the model is called with for images. Without it, it takes none.
+        may_grow (`bool`):
+            Whether rollouts may leave base trajectories that still grow, where the model can have it.
     """
 
     def __init__(
@@ -66,19 +101,59 @@ class GenerateSampler:
         generation_model: GenerationModel,
         generation_config: GenerationConfig,
         device: torch.device,
+        decoding: DecodingSteps,
         image_inputs: ImageInputs | None = None,
+        may_grow: bool = True,
     ):
         self.generation_model = generation_model
         self.generation_config = generation_config
         self.device = device
+        self.decoding = decoding
         self.image_inputs = image_inputs
+        config = generation_config
+        self.may_grow = may_grow and all(getattr(config, name, None) in allowed for name, allowed in BY_ROW.items())
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
-        drawn = iter(self._generate(requests))
+        drawn = iter(self.draw(requests, self.grows))
         return [[next(drawn) for _ in range(request.num_samples)] for request in requests]
 
-    def _generate(self, requests: Sequence[SamplingRequest]) -> list[Sample]:
-        """The samples of all requests, and of each as many anchors' rollouts as its share, or fewer."""
+    @functools.cached_property
+    def grows(self) -> bool:
+        """
+        Whether rollouts leave base trajectories that still grow. Otherwise they are drawn in a second round.
+
+        The model decides, by a trial. All processes must ask for the first time together, and all decide alike.
+        """
+        if not self.may_grow:
+            return False
+        obstacle = next(filter(None, in_every_process(self._obstacle_to_growing)), None)
+        if obstacle is not None:
+            logger.warning("Rollouts are drawn in a second round, after their base trajectories: %s.", obstacle)
+        return obstacle is None
+
+    def _obstacle_to_growing(self) -> str | None:
+        config = copy.copy(self.generation_config)
+        config.min_new_tokens = None
+        with self.generation_model() as model:
+            config.suppress_tokens = special_tokens(model.config, config.eos_token_id)
+            trial = GenerateSampler(lambda: nullcontext(model), config, self.device, self.decoding)
+            with self.decoding.unchanged(model, self.device):
+                return obstacle_to_growing(model, trial.draw, self.device)
+
+    def draw(self, requests: Sequence[SamplingRequest], grows: bool) -> list[Sample]:
+        """
+        Draw samples.
+
+        Args:
+            requests (`Sequence[SamplingRequest]`):
+                What to continue.
+            grows (`bool`):
+                Whether rollouts may leave samples that still grow.
+
+        Returns:
+            `list[Sample]`: The samples of all requests, end to end. If they grow, each has the rollouts of as many
+            anchors as its share, or fewer.
+        """
         rows = [request for request in requests for _ in range(request.num_samples)]
         shares = [share for request in requests for share in _shares(request)]
         if not rows:
@@ -120,17 +195,17 @@ class GenerateSampler:
             prompts, tool_images = [row.multimodal or [] for row in rows], [row.tool_images for row in rows]
             inputs |= self.image_inputs(prompts, tool_images, inputs["input_ids"], prompt_ends)
         # With images, a row has a state of its own: some models keep each row's positions to themselves
-        if any(shares) and not has_images and all(getattr(config, name) in allowed for name, allowed in BY_ROW.items()):
-            growing = _GrowingRows(rows, shares, begins, processor, row_ends)
+        if grows and any(shares) and not has_images:
+            growing = _GrowingRows(rows, shares, begins, processor, row_ends, self.decoding)
             inputs["stopping_criteria"] = StoppingCriteriaList([row_ends])
             with self.generation_model() as model:
-                model.generate(**inputs, custom_generate=growing)
+                self.decoding.run(model, growing, inputs)
             return growing.samples()
-        record = _PolicyRecord(temperatures)
-        inputs["stopping_criteria"] = StoppingCriteriaList([row_ends, record])
-        with self.generation_model() as model, record.of(model):
-            output_ids = model.generate(**inputs)
-        statistics = record.statistics()
+        record = _PolicyRecord(temperatures, self.decoding)
+        inputs["stopping_criteria"] = StoppingCriteriaList([row_ends])
+        with self.generation_model() as model:
+            output_ids = self.decoding.run(model, record.sample, inputs)
+        statistics = record.statistics(output_ids)
         samples = []
         output = output_ids.cpu().numpy()
         is_eos = np.isin(output, config.eos_token_id)
@@ -231,57 +306,49 @@ class _RowEnds(StoppingCriteria):
         return input_ids.shape[1] >= self.ends
 
 
-class _PolicyRecord(StoppingCriteria):
+class _PolicyRecord(LogitsProcessor):
     """
     Keeps how likely each token was that a row went on with, and the entropy there: two numbers a token.
 
     They are the policy's, at the row's temperature: of logits that no penalty has changed and nothing has cut off. So
-    they are taken from the model, and not where logits are processed. Nothing stops for it: it is told the tokens.
+    it comes before all other processors, whichever module computes the logits, compiled or not.
 
     Args:
         temperatures (`torch.Tensor`):
             Of shape (B,).
+        decoding (`DecodingSteps`):
+            The steps of `generate`.
     """
 
-    def __init__(self, temperatures: torch.Tensor):
+    def __init__(self, temperatures: torch.Tensor, decoding: DecodingSteps):
         self.temperatures = temperatures
-        self.never = torch.zeros_like(temperatures, dtype=torch.bool)
+        self.decoding = decoding
         self.logits: list[torch.Tensor] = []  # of the last steps, of shape (B, V)
+        self.column = 0  # of the token that the first of them are for
         self.columns: list[torch.Tensor] = []  # of the steps before, of shape (B, 2, n)
 
-    @contextmanager
-    def of(self, model: Any) -> Iterator[None]:
-        """Keep them while `model` generates."""
-        model = getattr(model, "get_base_model", lambda: model)()  # PEFT's `generate` calls that one
-        hook = model.register_forward_hook(self._take)
-        try:
-            yield
-        finally:
-            hook.remove()
+    def sample(self, model: Any, input_ids: torch.Tensor, logits_processor: LogitsProcessorList, **kwargs: Any) -> Any:
+        """Sample as `generate` does, and keep them."""
+        return self.decoding.sample(model, input_ids, LogitsProcessorList([self, *logits_processor]), kwargs)
 
-    def _take(self, module: Any, args: Any, output: Any) -> None:
-        # Kept once a token is sampled from them: a process may go on computing for the sake of others
-        self.last = output.logits[:, -1]
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if len(self.logits) * scores.numel() >= MAX_LOGITS:
+            self._reduce(input_ids)
+        if not self.logits:
+            self.column = input_ids.shape[1]
+        self.logits.append(scores.clone())
+        return scores
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        self.input_ids = input_ids
-        self.logits.append(self.last.clone())
-        del self.last
-        if len(self.logits) * self.logits[0].numel() >= MAX_LOGITS:
-            self._reduce()
-        return self.never
-
-    def _reduce(self) -> None:
+    def _reduce(self, token_ids: torch.Tensor) -> None:
         """Two numbers in the place of each vocabulary. Many at a time: where they are small, it is calls that cost."""
-        logits = torch.stack(self.logits, 1).to(self.input_ids.device)
-        token_ids = self.input_ids[:, -len(self.logits) :]
+        token_ids = token_ids[:, self.column :]  # `generate` may undo its last steps
+        logits = torch.stack(self.logits[: token_ids.shape[1]], 1)
         self.logits = []
         self.columns.append(_statistics(*_policy(logits, self.temperatures), token_ids))
 
-    def statistics(self) -> np.ndarray:
+    def statistics(self, output_ids: torch.Tensor) -> np.ndarray:
         """Of shape (B, 2, L): log-probabilities, and entropies in nats, of all columns that were generated."""
-        if self.logits:
-            self._reduce()
+        self._reduce(output_ids)
         return torch.cat(self.columns, dim=2).cpu().numpy()
 
 
@@ -331,6 +398,8 @@ class _GrowingRows:
             Of each row, how many anchors it may have, and the column at which sampling begins.
         processor ([`_RowSampling`]), ends ([`_RowEnds`]):
             Those parts of processing and stopping that know the rows.
+        decoding (`DecodingSteps`):
+            The steps of `generate`.
     """
 
     def __init__(
@@ -340,11 +409,13 @@ class _GrowingRows:
         begins: list[int],
         processor: _RowSampling,
         ends: _RowEnds,
+        decoding: DecodingSteps,
     ):
         self.roots = [_GrowingRow(*of_row) for of_row in zip(rows, begins, shares, strict=True)]
         self.live = list(self.roots)
         self.processor = processor
         self.ends = ends
+        self.decoding = decoding
         # Of the present rows: which of the rules decides where rollouts leave, -1 where none may, and the first column
         rules = [
             row.branching.rule if row.branching and share else None for row, share in zip(rows, shares, strict=True)
@@ -367,10 +438,10 @@ class _GrowingRows:
         statistics = torch.empty(len(input_ids), 2, 0, device=input_ids.device)
         if model_kwargs.get("attention_mask") is None:  # `generate` drops one that masks nothing
             model_kwargs["attention_mask"] = torch.ones_like(input_ids)
-        inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
+        inputs = self.decoding.first_inputs(model, input_ids, model_kwargs)
         while True:
             outputs = model(**inputs, return_dict=True)
-            model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+            model_kwargs = self.decoding.updated(model, outputs, model_kwargs)
             logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
             logprobs, entropies = _policy(logits[:, None], self.processor.temperatures)
             leaving = self._leave(input_ids.shape[1], entropies[:, 0])
@@ -393,7 +464,7 @@ class _GrowingRows:
                 self.live = [row for row in self.live if row.drawn is None]
                 input_ids, statistics = input_ids[rows], statistics[rows]
                 model_kwargs = self._select(rows, model_kwargs)
-            inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
+            inputs = self.decoding.next_inputs(model, input_ids, model_kwargs)
 
     def _leave(self, column: int, entropies: torch.Tensor) -> list[int]:
         """The rows that rollouts leave before this column's token, as often as they do; these rollouts are added."""
@@ -422,10 +493,15 @@ class _GrowingRows:
         for value in model_kwargs.values():
             if isinstance(value, Cache):
                 value.reorder_cache(rows)
-        return {
-            name: value[rows] if isinstance(value, torch.Tensor) and value.shape[:1] == (num_rows,) else value
-            for name, value in model_kwargs.items()
-        }
+
+        def selected(name: str, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if name == "position_ids" and value.dim() == 3:  # several positions a token, in the first dimension
+                return value[:, rows]
+            return value[rows] if value.shape[:1] == (num_rows,) else value
+
+        return {name: selected(name, value) for name, value in model_kwargs.items()}
 
     def _end(self, i: int, input_ids: torch.Tensor, statistics: torch.Tensor, config: GenerationConfig) -> None:
         """Take down what a row has become."""

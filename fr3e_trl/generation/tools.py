@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,6 +20,48 @@ from ..processes import Turns
 
 # Functions and coroutine functions, by their names
 ToolDicts = tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]
+
+# Writes the next turns of completions: prompts and completions so far, and the images that tools returned to each, to
+# the tokens of each
+TurnWriter = Callable[[list[Any], list[list[Any]]], list[list[int]]]
+
+
+class ToolLoop(Protocol):
+    """TRL's loop, which calls tools; see `trl_adapter/tools.py`."""
+
+    accelerator: Any
+    eos_token_id: int
+
+    def run(
+        self,
+        tools: tuple[list[dict[str, Any]], list[dict[str, Any]]],
+        names: list[str | None],
+        prompt_ids: list[list[int]],
+        first_turns: list[list[int]],
+        write_turns: TurnWriter,
+    ) -> tuple[list[list[int]], list[list[dict[str, Any]]], int, int]:
+        """
+        Call the tools of completions, turn after turn.
+
+        Args:
+            tools (`tuple[list[dict], list[dict]]`):
+                Functions and coroutine functions of each completion, by their names. They may change between turns.
+            names (`list[str | None]`):
+                The environment of each completion, where there are several.
+            prompt_ids, first_turns (`list[list[int]]`):
+                Token ids of the prompts, and of what the policy wrote first.
+            write_turns (`TurnWriter`):
+                Writes the turns that follow. What it is given begins with a prompt's list, by that list's `+`.
+
+        Returns:
+            `tuple`: Token ids and messages of the completions, how many calls were made, and how many failed.
+        """
+
+    def limited(self, tools: ToolDicts) -> ToolDicts:
+        """Tools that fail where they take longer than they may."""
+
+    def decode(self, ids: Sequence[int] | TokenIds) -> str:
+        """Tokens as text."""
 
 
 class EnvironmentFailure(RuntimeError):
@@ -194,8 +236,8 @@ class ToolCallingSampler:
     Has the policy call tools.
 
     Args:
-        trainer ([`~fr3e_trl.trl_adapter.rows_trainer.RowsGRPOTrainer`]):
-            Knows the tools, and TRL's loop.
+        loop ([`ToolLoop`]):
+            Calls the tools.
         sampler ([`Sampler`]):
             Writes the turns.
         skip_mismatches (`bool`):
@@ -206,8 +248,8 @@ class ToolCallingSampler:
             Calls of tools that were made, and how many of them failed.
     """
 
-    def __init__(self, trainer: Any, sampler: Sampler, skip_mismatches: bool):
-        self.trainer = trainer
+    def __init__(self, loop: ToolLoop, sampler: Sampler, skip_mismatches: bool):
+        self.loop = loop
         self.sampler = sampler
         self.skip_mismatches = skip_mismatches
         self.num_calls = self.num_failures = 0
@@ -217,12 +259,18 @@ class ToolCallingSampler:
     def hit_rate(self) -> float | None:
         return getattr(self.sampler, "hit_rate", None)
 
+    def take_counts(self) -> tuple[int, int]:
+        """Calls and failures since they were taken last."""
+        counts = self.num_calls, self.num_failures
+        self.num_calls = self.num_failures = 0
+        return counts
+
     def provide(self, instances: dict[int, list[Instance]]) -> None:
         """Take what rollouts will call tools in, those of each tree. One without an environment serves all of them."""
         self._instances = {tree: deque(of_tree) for tree, of_tree in instances.items()}
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
-        with Turns(self.trainer.accelerator, lambda: self.sampler.sample([])) as turns:
+        with Turns(self.loop.accelerator, lambda: self.sampler.sample([])) as turns:
             rollouts = [self._begun(request) for request in requests for _ in range(request.num_samples)]
             first_turns = self._first_turns(requests, rollouts, turns)
             samples = self._with_tools(rollouts, first_turns, turns) if rollouts else []
@@ -275,10 +323,10 @@ class ToolCallingSampler:
 
     def _with_tools(self, rollouts: list[_Rollout], first_turns: list[list[int]], turns: Turns) -> list[Sample]:
         """The rollouts in full."""
-        trainer = self.trainer
+        tools: tuple[list[dict[str, Any]], list[dict[str, Any]]] = [{} for _ in rollouts], [{} for _ in rollouts]
 
         def set_tools(i: int, dicts: ToolDicts) -> None:
-            trainer._sync_tool_dicts[i], trainer._async_tool_dicts[i] = map(trainer.limited, dicts)
+            tools[0][i], tools[1][i] = self.loop.limited(dicts)
 
         def write_turns(prompts_and_completions: list[Any], tool_images: list[list[Any]]) -> list[list[int]]:
             going_on = [rollouts[ids.rollout] for ids in prompts_and_completions]
@@ -315,20 +363,19 @@ class ToolCallingSampler:
                     rollout.turns.append((start, start + len(of_turn)))
             return written
 
-        trainer._sync_tool_dicts, trainer._async_tool_dicts = ([{} for _ in rollouts] for _ in range(2))
-        trainer._batch_environments = [rollout.instance.name for rollout in rollouts]
         for i, rollout in enumerate(rollouts):
             set_tools(i, rollout.retold_tools() if rollout.branch_turn else rollout.instance.tools)
         prompt_ids: list[list[int]] = [_Prompt(rollout.prompt_ids, i) for i, rollout in enumerate(rollouts)]
-        completion_ids, messages, num_calls, num_failures = trainer.run_tools(prompt_ids, first_turns, write_turns)
+        completion_ids, messages, num_calls, num_failures = self.loop.run(
+            tools, [rollout.instance.name for rollout in rollouts], prompt_ids, first_turns, write_turns
+        )
         self.num_calls += num_calls - sum(rollout.num_retold for rollout in rollouts)
         self.num_failures += num_failures
         for rollout, ids in zip(rollouts, completion_ids, strict=True):
             if len(rollout.turns) <= rollout.branch_turn and not rollout.is_broken:
                 self._give_up(rollout, ids)  # an answer too long for the budget has ended it before
-        eos_token_id = trainer.eos_token_ids[0]
         return [
-            rollout.sample_of(ids, of_completion, eos_token_id)
+            rollout.sample_of(ids, of_completion, self.loop.eos_token_id)
             for rollout, ids, of_completion in zip(rollouts, completion_ids, messages, strict=True)
         ]
 
@@ -362,4 +409,4 @@ class ToolCallingSampler:
         )
 
     def _text(self, ids: Sequence[int] | TokenIds) -> str:
-        return str(self.trainer._tokenizer.decode(ids))[-300:]
+        return self.loop.decode(ids)[-300:]

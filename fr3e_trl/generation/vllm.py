@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,13 +11,42 @@ from accelerate.utils import is_peft_model
 
 from ..method.sampling import Sample, SamplingRequest, branch_requests, images_of
 from ..processes import through_group, through_main_process
-
-if TYPE_CHECKING:
-    from ..trl_adapter.vllm_weights import FR3EVLLMGeneration
-
+from .vllm_server import VLLMServer
 
 # Log-probs of a token's distribution that entropies are made of: as many as a server gives by default
 NUM_LOGPROBS = 20
+
+
+class Engine(Protocol):
+    """
+    vLLM as TRL has set it up; see `trl_adapter/vllm_weights.py`.
+
+    Attributes:
+        accelerator ([`~accelerate.Accelerator`]):
+            Knows the processes.
+        model (`nn.Module`):
+            The policy.
+        top_p, top_k, min_p, repetition_penalty, generation_kwargs:
+            The sampling settings that requests do not bring.
+        server ([`VLLMServer`], *optional*):
+            The server, in the main process in server mode.
+        llm (`vllm.LLM`):
+            The engine in this process, in colocate mode.
+        tensor_parallel_size (`int`), tp_group (`ProcessGroup`):
+            The processes that share an engine.
+    """
+
+    accelerator: Any
+    model: Any
+    top_p: float
+    top_k: int
+    min_p: float | None
+    repetition_penalty: float
+    generation_kwargs: dict[str, Any]
+    server: VLLMServer | None
+    llm: Any
+    tensor_parallel_size: int
+    tp_group: Any
 
 
 def entropies_of(logprobs: Iterable[Iterable[float]]) -> np.ndarray:
@@ -42,8 +71,8 @@ class VLLMSampler:
     Draws with vLLM: one request for each prefix, with a budget and a temperature of its own.
 
     Args:
-        generation ([`FR3EVLLMGeneration`]):
-            vLLM as TRL has set it up, and the sampling settings that requests do not bring.
+        generation ([`Engine`]):
+            vLLM.
         eos_token_ids (`list[int]`):
             Tokens that end a continuation.
         profiler (`Callable`):
@@ -52,7 +81,7 @@ class VLLMSampler:
 
     def __init__(
         self,
-        generation: "FR3EVLLMGeneration",
+        generation: Engine,
         eos_token_ids: list[int],
         profiler: Callable[[], AbstractContextManager[Any]],
     ):

@@ -12,6 +12,7 @@ from trl.trainer.utils import is_async_callable
 
 from ..config import FR3EConfig
 from ..method.credit import CREDIT_RULES
+from .setup import is_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ IMAGE_COLUMNS = ("images", "image")
 UNSCORED_SAMPLING = {"allowed_token_ids", "bad_words", "logit_bias", "min_p", "repetition_penalty", "top_k", "top_p"}
 
 
-def refuse_unsupported(args: FR3EConfig, rollout_func: Any, has_tools: bool) -> None:
+def refuse_unsupported(args: FR3EConfig, rollout_func: Any) -> None:
+    """Refuse what exploration does not work with yet."""
     unsupported = [
         ("a rollout_func", rollout_func is not None, "Pass sampler=, which continues prefixes too"),
         ("vllm_structured_outputs_regex", args.vllm_structured_outputs_regex is not None, "Leave it out"),
@@ -112,7 +114,7 @@ def obstacle_to_images(trainer: Any) -> str | None:
             f"processing_class is a {type(trainer.processing_class).__name__}, which takes text alone. Pass the "
             "model's processor, or leave the images out"
         )
-    if trainer.is_sharded:
+    if is_sharded(trainer):
         return (
             "the model is sharded, which a process without images has to take part in as those with images do. Train "
             "with DDP, with LoRA if the model is large, or set num_anchors=0 to train with plain GRPO"

@@ -1,11 +1,12 @@
 """
-The importance ratio: against which distribution the tokens of each row are weighed.
+Old log-probs: the distribution that the importance ratio weighs each row against.
 
-A row is weighed by the distribution that it was sampled from. That is the policy at the start of the step, but for rows
-sampled at another temperature, by vLLM from a truncated distribution, or by the policy of an earlier step.
+It is the one that the row was sampled from. That is the policy at the start of the step, but for rows sampled by vLLM
+from a truncated distribution, or by the policy of an earlier step.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch.nn.functional import linear
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..method.rows import Row
-from .rows_trainer import RowsGRPOTrainer, images_in, select_rows
+from .images import images_in, multimodal_of, select_rows
+from .logprobs import head_kernel, token_statistics
+from .setup import in_float32, is_sharded, own_rows
 
 # Divergence of vLLM's samples from the policy, in nats a token, that rounding and quantization may amount to
 MAX_DIVERGENCE = 1.0
@@ -24,199 +27,181 @@ MAX_DIVERGENCE = 1.0
 MAX_LOGITS = 2**24
 
 
-class RatioGRPOTrainer(RowsGRPOTrainer):
-    """[`RowsGRPOTrainer`] whose importance ratio is against what each row was sampled from."""
+def score_leftovers(trainer: Any, leftovers: list[Row]) -> None:
+    """Have rows for the next step know how likely they are under the policy as it is now."""
+    for row in leftovers:
+        row.is_left_over = True
+    if (trainer.use_vllm and trainer.vllm_importance_sampling_correction) or not leftovers:
+        return  # vLLM's log-probs are of the policy as it is now
+    held = [row for row in leftovers if row.holder == trainer.accelerator.process_index]
+    for row, logprobs in zip(held, _known(trainer, held), strict=True):
+        row.old_logprobs = logprobs
+    unknown = [row for row in held if row.old_logprobs is None]
+    statistics = token_statistics(
+        trainer,
+        [row.prompt_ids for row in unknown],
+        [row.completion_ids for row in unknown],
+        [multimodal_of(trainer, row.example) for row in unknown],
+    )
+    for row, (logprobs, _) in zip(unknown, statistics, strict=True):
+        row.old_logprobs = logprobs.clone()
 
-    # Whether a sampler was passed, whose log-probs are those of what it draws from
-    has_own_sampler = False
 
-    # How to score the old policy in TRL's place, set until TRL asks for it
-    _score_old: Callable[..., None] | None = None
+class OldLogprobs:
+    """
+    Old log-probs of a batch as the policy's, at the start of the step or of the one that a row was sampled in.
 
-    def assemble(self, batch_rows: list[Row], tool_counts: tuple[int, int] = (0, 0)) -> dict[str, torch.Tensor]:
-        if self.use_vllm and self.vllm_importance_sampling_correction:
-            return self._assemble_corrected(batch_rows, tool_counts)
+    Args:
+        trainer (`GRPOTrainer`):
+            Trains on the batch.
+        rows (`list[Row]`):
+            The rows of all processes.
+
+    Attributes:
+        score_in_place_of_trl (`Callable`, *optional*):
+            Scores the old policy in the place of `_get_per_token_logps_and_entropies`. If `None`, TRL does.
+    """
+
+    def __init__(self, trainer: Any, rows: list[Row]):
+        self.trainer = trainer
+        self.rows = own_rows(trainer, rows)
+        self.known = _known(trainer, self.rows)
+        self.has_leftovers = any(row.is_left_over for row in rows)
+        args = trainer.args
         # Where updates are of batches sampled before other updates, as TRL decides it
-        wants_old = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
-        # And where TRL would take another policy for the one that rows were sampled from
-        sets_old = any(row.is_left_over for row in batch_rows)
-        if not (wants_old or sets_old or self.has_own_sampler):
-            return super().assemble(batch_rows, tool_counts)
-        own = self.own_rows(batch_rows)
-        known = self._known_logprobs(own)
-        if wants_old and all(logprobs is not None for logprobs in known):
-            self._score_old = partial(_write, known)
-        batch = super().assemble(batch_rows, tool_counts)
-        is_told = self.has_own_sampler and any(gather_object([logprobs is not None for logprobs in known]))
-        if sets_old or is_told:
-            self._set_old_logprobs(batch, own, known)
-        return batch
+        is_scored = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) != 0
+        is_known = all(logprobs is not None for logprobs in self.known)
+        self.score_in_place_of_trl = self._known_logprobs if is_scored and is_known else None
 
-    def score_leftovers(self, leftovers: list[Row]) -> None:
-        """Have rows for the next step know how likely they are under the policy as it is now."""
-        for row in leftovers:
-            row.is_left_over = True
-        if self.use_vllm and self.vllm_importance_sampling_correction:
-            return  # against vLLM's log-probs, which are of the policy as it is now
-        held = [row for row in leftovers if row.holder == self.accelerator.process_index]
-        for row, logprobs in zip(held, self._known_logprobs(held), strict=True):
-            row.old_logprobs = logprobs
-        own = [row for row in held if row.old_logprobs is None]
-        if not leftovers:
+    def finish(self, batch: dict[str, torch.Tensor]) -> None:
+        """Set the old log-probs that TRL has not, or not of the right policy."""
+        is_told = self.trainer.has_own_sampler and any(gather_object([logprobs is not None for logprobs in self.known]))
+        if not (self.has_leftovers or is_told):
             return
-        with self.scoring_temperature(self.temperature):
-            statistics = self.token_statistics(
-                [row.prompt_ids for row in own],
-                [row.completion_ids for row in own],
-                [self.multimodal_of(row.example) for row in own],
-            )
-        for row, (logprobs, _) in zip(own, statistics, strict=True):
-            row.old_logprobs = logprobs.clone()
-
-    def _known_logprobs(self, rows: Sequence[Row]) -> list[torch.Tensor | None]:
-        """
-        Log-probs of each row's tokens, of shape (L,), under the policy that it was sampled from, if they were told: by
-        generation in float32, by a sampler of one's own, or for a row left over by the step before. 0 for a prefix, not
-        in the loss. In half precision decoding rounds otherwise than training does, and the ratio would not be 1 where
-        nothing has changed.
-        """
-        is_told = self.has_own_sampler or (self.in_float32 and not self.use_vllm)
-        return [
-            row.old_logprobs
-            if row.old_logprobs is not None or row.rollout.logprobs is None or not is_told
-            else torch.cat([torch.zeros(len(row.prefix_ids)), torch.from_numpy(row.rollout.logprobs)])
-            for row in rows
-        ]
-
-    def _set_old_logprobs(
-        self, batch: dict[str, torch.Tensor], rows: list[Row], known: list[torch.Tensor | None]
-    ) -> None:
-        """Take the importance ratio against the policy at each row's temperature, and as it was for a row left over."""
-        scored = {self.temperature} if "old_per_token_logps" in batch else set()
-        old = batch.setdefault("old_per_token_logps", torch.zeros_like(batch["completion_ids"], dtype=torch.float32))
-        self._fill_in(
-            old,
-            *_tokens(batch),
-            [
-                self.temperature if row.in_loss and logprobs is None and self.temperature not in scored else None
-                for row, logprobs in zip(rows, known, strict=True)
-            ],
-            **images_in(batch),
-        )
-        _write(known, old)
-
-    @torch.no_grad()
-    def _fill_in(
-        self,
-        logprobs: torch.Tensor,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        temperatures: Sequence[float | None],
-        truncated: bool = False,
-        **images: Any,
-    ) -> None:
-        """
-        Write the log-probs of rows under the policy as it is, each at its own temperature, into a tensor.
-
-        Args:
-            logprobs (`torch.Tensor` of shape (R, C)):
-                Where to write those of the last C tokens of each row.
-            input_ids, attention_mask (`torch.Tensor` of shape (R, T)):
-                The rows.
-            temperatures (`Sequence[float | None]`):
-                R temperatures. Rows with `None` are left out of the forward pass, and keep what is in `logprobs`.
-            truncated (`bool`):
-                Whether of the distributions that top_k, top_p and min_p leave.
-            images:
-                What a batch has of images, see [`images_in`].
-        """
-        for temperature in sorted(set(gather_object([t for t in temperatures if t is not None]))):
-            at_it = [i for i, t in enumerate(temperatures) if t == temperature]
-            passed = at_it
-            if self.is_sharded:  # processes must make as many forward passes
-                passed = at_it + [0] * (max(gather_object([len(at_it)])) - len(at_it))
-            if not passed:
-                continue
-            kernel = partial(truncated_logprobs, self._warpers()) if truncated else None
-            with self.scoring_temperature(temperature, kernel):
-                scored, _, _ = self._get_per_token_logps_and_entropies(
-                    self.model,
-                    input_ids[passed],
-                    attention_mask[passed],
-                    logits_to_keep=logprobs.size(1),
-                    batch_size=self.args.per_device_train_batch_size,
-                    **select_rows(images, passed),
-                )
-            logprobs[at_it] = scored[: len(at_it)]
-
-    # vLLM's log-probs
-
-    def _assemble_corrected(self, batch_rows: list[Row], tool_counts: tuple[int, int]) -> dict[str, torch.Tensor]:
-        """
-        Have TRL correct for the difference between the two engines, and for that alone.
-
-        vLLM samples at a row's own temperature, from the tokens that top_k, top_p and min_p leave, and its log-probs
-        are of that distribution. TRL compares them with the old policy's over the whole vocabulary at the temperature
-        of the training, and takes all of the difference for one between the engines. So the old policy is scored as
-        vLLM samples: the ratio of the engines is then 1 where they agree.
-        """
-        own = self.own_rows(batch_rows)
-        truncated = self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
-        if truncated:
-            temperatures = [self.temperature] * len(own)
-            self._score_old = partial(self._fill_in, temperatures=temperatures, truncated=truncated)
-        batch = super().assemble(batch_rows, tool_counts)
-        self._check_same_policy(batch)
-        if truncated:
-            # What the loss scores is not truncated
-            as_sampled = batch["old_per_token_logps"]
-            batch["old_per_token_logps"] = as_sampled.clone()
-            self._fill_in(
+        if "old_per_token_logps" not in batch:
+            batch["old_per_token_logps"] = torch.zeros_like(batch["completion_ids"], dtype=torch.float32)
+            fill_in(
+                self.trainer,
                 batch["old_per_token_logps"],
                 *_tokens(batch),
-                [self.temperature if row.in_loss else None for row in own],
+                [row.in_loss and logprobs is None for row, logprobs in zip(self.rows, self.known, strict=True)],
                 **images_in(batch),
             )
-            batch["sampling_per_token_logps"] += batch["old_per_token_logps"] - as_sampled
-        return batch
+        _write(self.known, batch["old_per_token_logps"])
 
-    def _get_per_token_logps_and_entropies(
+    def _known_logprobs(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        score_old, self._score_old = self._score_old, None  # the old policy is the first that TRL scores
-        if score_old is None:
-            return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, **kwargs
-            )
+    ) -> tuple[torch.Tensor, None, None]:
         logprobs = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
-        score_old(logprobs, input_ids, attention_mask, **images_in(kwargs))
+        _write(self.known, logprobs)
         return logprobs, None, None
 
-    def _warpers(self) -> LogitsProcessorList:
-        """What vLLM truncates by, in its order."""
-        warpers = LogitsProcessorList()
-        if self.min_p:
-            warpers.append(MinPLogitsWarper(self.min_p))
-        if self.top_k > 0:
-            warpers.append(TopKLogitsWarper(self.top_k))
-        if self.top_p < 1:
-            warpers.append(TopPLogitsWarper(self.top_p))
-        return warpers
 
-    def _check_same_policy(self, batch: dict[str, torch.Tensor]) -> None:
-        """Refuse samples of another model: of a server that was started with the wrong one, say."""
-        difference = batch["sampling_per_token_logps"] - batch["old_per_token_logps"]
-        mask = (batch["completion_mask"] * batch["tool_mask"]).bool() & difference.isfinite()
-        divergence = self.accelerator.gather(difference[mask].mean()).nanmean().item()  # one verdict for all processes
-        if divergence > MAX_DIVERGENCE:
-            raise RuntimeError(
-                f"vLLM does not sample from the policy {self.model.name_or_path!r}, but from a distribution "
-                f"{divergence:.2f} nats a token away from it ({MAX_DIVERGENCE} are allowed). Does it serve the same "
-                "model?"
-            )
+class VLLMCorrection:
+    """
+    Old log-probs of a batch by which TRL corrects for the difference between the two engines, and for that alone.
+
+    vLLM samples from the tokens that top_k, top_p and min_p leave, and its log-probs are of that distribution. TRL
+    compares them with the old policy's over the whole vocabulary, and takes all of the difference for one between the
+    engines. So the old policy is scored as vLLM samples: the ratio of the engines is then 1 where they agree.
+
+    Args, attributes: those of [`OldLogprobs`].
+    """
+
+    def __init__(self, trainer: Any, rows: list[Row]):
+        self.trainer = trainer
+        self.rows = own_rows(trainer, rows)
+        self.is_truncated = trainer.top_p < 1 or trainer.top_k > 0 or bool(trainer.min_p)
+        self.score_in_place_of_trl = self._truncated_logprobs if self.is_truncated else None
+
+    def finish(self, batch: dict[str, torch.Tensor]) -> None:
+        """Set the old log-probs to those of whole distributions, as the loss has them, and move vLLM's by as much."""
+        _check_same_policy(self.trainer, batch)
+        if not self.is_truncated:
+            return
+        as_sampled = batch["old_per_token_logps"]
+        batch["old_per_token_logps"] = as_sampled.clone()
+        fill_in(
+            self.trainer,
+            batch["old_per_token_logps"],
+            *_tokens(batch),
+            [row.in_loss for row in self.rows],
+            **images_in(batch),
+        )
+        batch["sampling_per_token_logps"] += batch["old_per_token_logps"] - as_sampled
+
+    def _truncated_logprobs(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, **kwargs: Any
+    ) -> tuple[torch.Tensor, None, None]:
+        logprobs = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
+        in_batch = [True] * len(input_ids)
+        kernel = partial(truncated_logprobs, _warpers(self.trainer))
+        fill_in(self.trainer, logprobs, input_ids, attention_mask, in_batch, kernel, **images_in(kwargs))
+        return logprobs, None, None
 
 
-def _write(known: list[torch.Tensor | None], logprobs: torch.Tensor, *tokens: torch.Tensor, **images: Any) -> None:
+def _known(trainer: Any, rows: Sequence[Row]) -> list[torch.Tensor | None]:
+    """
+    Log-probs of each row's tokens, of shape (L,), under the policy that it was sampled from, if they were told: by
+    generation in float32, by a sampler of one's own, or for a row left over by the step before. 0 for a prefix, not in
+    the loss. In half precision decoding rounds otherwise than training does, and the ratio would not be 1 where nothing
+    has changed.
+    """
+    is_told = trainer.has_own_sampler or (in_float32(trainer) and not trainer.use_vllm)
+    return [
+        row.old_logprobs
+        if row.old_logprobs is not None or row.rollout.logprobs is None or not is_told
+        else torch.cat([torch.zeros(len(row.prefix_ids)), torch.from_numpy(row.rollout.logprobs)])
+        for row in rows
+    ]
+
+
+@torch.no_grad()
+def fill_in(
+    trainer: Any,
+    logprobs: torch.Tensor,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    wanted: Sequence[bool],
+    kernel: Callable[..., Any] | None = None,
+    **images: Any,
+) -> None:
+    """
+    Write the log-probs of rows under the policy as it is into a tensor.
+
+    Args:
+        trainer (`GRPOTrainer`):
+            Has the policy.
+        logprobs (`torch.Tensor` of shape (R, C)):
+            Where to write those of the last C tokens of each row.
+        input_ids, attention_mask (`torch.Tensor` of shape (R, T)):
+            The rows.
+        wanted (`Sequence[bool]`):
+            R flags. Other rows are left out of the forward pass, and keep what is in `logprobs`.
+        kernel (`Callable`, *optional*):
+            Computes them, in the place of the kernel of TRL's LM head.
+        images:
+            What a batch has of images, see [`images_in`].
+    """
+    scored = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+    passed = scored
+    if is_sharded(trainer):  # processes must make as many forward passes
+        passed = scored + [0] * (max(gather_object([len(scored)])) - len(scored))
+    if not passed:
+        return
+    with nullcontext() if kernel is None else head_kernel(kernel):
+        of_rows, _, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model,
+            input_ids[passed],
+            attention_mask[passed],
+            logits_to_keep=logprobs.size(1),
+            batch_size=trainer.args.per_device_train_batch_size,
+            **select_rows(images, passed),
+        )
+    logprobs[scored] = of_rows[: len(scored)]
+
+
+def _write(known: list[torch.Tensor | None], logprobs: torch.Tensor) -> None:
     """Write the log-probs of completions that are known into those of a batch (B, C)."""
     for of_row, of_known in zip(logprobs, known, strict=True):
         if of_known is not None:
@@ -227,6 +212,31 @@ def _tokens(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]
     """Token ids and attention mask of a batch, prompts and completions together."""
     input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     return input_ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+
+
+def _warpers(trainer: Any) -> LogitsProcessorList:
+    """What vLLM truncates by, in its order."""
+    warpers = LogitsProcessorList()
+    if trainer.min_p:
+        warpers.append(MinPLogitsWarper(trainer.min_p))
+    if trainer.top_k > 0:
+        warpers.append(TopKLogitsWarper(trainer.top_k))
+    if trainer.top_p < 1:
+        warpers.append(TopPLogitsWarper(trainer.top_p))
+    return warpers
+
+
+def _check_same_policy(trainer: Any, batch: dict[str, torch.Tensor]) -> None:
+    """Refuse samples of another model: of a server that was started with the wrong one, say."""
+    difference = batch["sampling_per_token_logps"] - batch["old_per_token_logps"]
+    mask = (batch["completion_mask"] * batch["tool_mask"]).bool() & difference.isfinite()
+    divergence = trainer.accelerator.gather(difference[mask].mean()).nanmean().item()  # one verdict for all processes
+    if divergence > MAX_DIVERGENCE:
+        raise RuntimeError(
+            f"vLLM does not sample from the policy {trainer.model.name_or_path!r}, but from a distribution "
+            f"{divergence:.2f} nats a token away from it ({MAX_DIVERGENCE} are allowed). Does it serve the same "
+            "model?"
+        )
 
 
 def truncated_logprobs(

@@ -20,7 +20,7 @@ Notation used for tensor shapes:
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -30,11 +30,19 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import AttentionInterface
 
+from ..generation.context import context_length
+from ..generation.growing_probe import special_tokens, tolerance, without_dropout
+from .decoding import unchanged
+
 # What one more call of attention costs, in pairs of a token and one that it looks at: see `_split`
 PAIRS_PER_CALL = 2**14
 
 # Implementations of attention that can be called with the paths of a trie
 IMPLEMENTATIONS = ("sdpa", "eager")
+
+# Settings of models whose attention looks back no further, and the longest of them that is tried out
+WINDOWS = ("sliding_window", "attention_chunk_size")
+LONGEST_WINDOW = 512
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,8 @@ class Trie:
             Where each node is in what these calls return, end to end.
         of_rows, scored (`torch.Tensor` of shape (R, C)):
             The node before each token of a completion, and whether the token is scored.
+        windows (`set`, *optional*):
+            Collects the windows that attention is called with.
     """
 
     input_ids: torch.Tensor
@@ -62,6 +72,7 @@ class Trie:
     nodes: torch.Tensor
     of_rows: torch.Tensor
     scored: torch.Tensor
+    windows: set[int | None] | None = None
 
     @property
     def model_inputs(self) -> dict[str, Any]:
@@ -70,7 +81,7 @@ class Trie:
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
             "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.input_ids.device),
-            "shared_prefixes": {"paths": self.paths, "nodes": self.nodes},
+            "shared_prefixes": {"paths": self.paths, "nodes": self.nodes, "windows": self.windows},
         }
 
     def to_rows(self, of_nodes: torch.Tensor) -> torch.Tensor:
@@ -193,6 +204,77 @@ def _split(starts: list[int], lengths: list[int]) -> list[int]:
     return bounds[::-1]
 
 
+def obstacle_to_sharing(
+    model: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    score_apart: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor],
+    score_shared: Callable[[Trie], torch.Tensor],
+) -> str | None:
+    """
+    What keeps a model from forwarding shared prefixes once, if anything does.
+
+    Rows that branch are scored shared and apart. Some models have more to them than attention: what recurrent layers
+    make of a token depends on the row. Others have windows that their attention is not told of.
+
+    Args:
+        model (`~transformers.PreTrainedModel`):
+            The model. It stays as it was, but that its attention takes paths.
+        dtype (`torch.dtype`):
+            What it computes in.
+        device (`torch.device`):
+            Where it computes.
+        score_apart (`Callable`):
+            Log-probs of the last C columns of rows, (R, C), from ids and mask of shape (R, T), and C.
+        score_shared (`Callable`):
+            The same from the rows' trie.
+
+    Returns:
+        `str` or `None`: A clause that says what is wrong.
+    """
+    name = type(getattr(model, "get_base_model", lambda: model)()).__name__
+    config = model.config.get_text_config()
+    if config._attn_implementation not in IMPLEMENTATIONS:
+        taking = " and ".join(IMPLEMENTATIONS)
+        return f"attn_implementation={config._attn_implementation!r} takes no paths, as {taking} do"
+    share(model, config._attn_implementation)
+    windows = [window for window in (getattr(config, name, None) for name in WINDOWS) if window]
+    length = min([max([32, *(window + 16 for window in windows)]), LONGEST_WINDOW + 16])
+    input_ids, mask = _branching_rows(model, min(length, context_length(model.config) or length))
+    input_ids, mask = input_ids.to(device), mask.to(device)
+    num_columns = input_ids.size(1) // 2
+    trie = replace(fold(input_ids, mask, mask[:, -num_columns:].bool()), windows=set())
+    try:
+        with torch.no_grad(), unchanged(model, device), without_dropout(model):
+            apart = score_apart(input_ids, mask, num_columns)
+            difference = (apart - score_shared(trie)).abs().mean().item()
+            # The same in other batches, as a measure of what rounding does
+            alone = torch.cat([score_apart(input_ids[[i]], mask[[i]], num_columns) for i in range(len(input_ids))])
+            noise = (apart - alone).abs().mean().item()
+    except Exception as error:
+        return f"{name} raises {type(error).__name__}: {error}"
+    if not difference <= tolerance(dtype, noise):
+        return f"it changes log-probs of {name} by {difference:.2g} nats a token"
+    assert trie.windows is not None
+    unseen = [window for window in windows if window > LONGEST_WINDOW and window not in trie.windows]
+    if unseen:
+        return f"attention of {name} looks back by {unseen[0]} tokens, by its mask alone"
+    return None
+
+
+def _branching_rows(model: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask, (4, T), of a row, two that branch off it, and itself with another beginning."""
+    config = model.config
+    usual = np.setdiff1d(np.arange(config.get_text_config().vocab_size), special_tokens(config, []))
+    rng = np.random.default_rng(0)
+    input_ids = np.tile(rng.choice(usual, length), (4, 1))
+    for row, start in ((1, length // 2 + 1), (2, length - length // 4)):
+        input_ids[row, start:] = rng.choice(usual, length - start)
+    mask = np.ones_like(input_ids)
+    input_ids[3, 0] = mask[3, 0] = 0
+    return torch.from_numpy(input_ids), torch.from_numpy(mask)
+
+
 def share(model: nn.Module, implementation: str) -> None:
     """
     Have a model's attention take the paths of a trie.
@@ -228,6 +310,8 @@ def _with_paths(attention: Callable[..., Any], needs_mask: bool) -> Callable[...
         if shared_prefixes is None:
             return attention(module, query, key, value, attention_mask, *args, **kwargs)
         window = kwargs.get("sliding_window")
+        if shared_prefixes["windows"] is not None:
+            shared_prefixes["windows"].add(window)
         outputs = []
         for start, path in shared_prefixes["paths"]:
             mask = None

@@ -2,13 +2,16 @@
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import GRPOTrainer
+
+from .overriding import overridden
 
 logger = logging.getLogger(__name__)
 
@@ -28,118 +31,150 @@ SIZES = (
 )
 
 
-class ResumableGRPOTrainer(GRPOTrainer):
+@contextmanager
+def exact_resume(trainer: Any) -> Iterator[None]:
     """
-    [`~trl.GRPOTrainer`] whose checkpoints hold all that training goes on from.
+    Have a trainer write checkpoints, while it trains, that hold all that training goes on from, and go on from them.
 
     The difference from TRL's: the batch that is still being trained on (`num_iterations`, `steps_per_generation`), the
-    place within it, metrics that were not yet logged, and the order of the data in later epochs.
+    place within it, metrics that were not yet logged, the order of the data in later epochs, and what the trainer's
+    `state_to_resume` returns.
 
     With other batch sizes, or another number of processes, what was left of the batch is dropped, with a warning.
+
+    Args:
+        trainer (`GRPOTrainer`):
+            Has three methods more: `begin`, called before the first step of a run, when the order of the data is
+            decided; `state_to_resume`, which returns what else its next step depends on, in plain values and tensors;
+            and `resume_from_state`, which takes that up.
     """
+    resume = _Resume(trainer)
+    with overridden(
+        trainer,
+        _get_train_sampler=resume.get_train_sampler,
+        _init_training_state=resume.init_training_state,
+        _save_rng_state=resume.save_state,
+        _load_rng_state=resume.load_state,
+        _load_from_checkpoint=resume.load_weights,
+        _issue_warnings_after_load=resume.note_names,
+    ):
+        yield
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """
-        Train, as [`~transformers.Trainer.train`].
 
-        `resume_from_checkpoint=True` takes the last checkpoint that is complete: one that was being written when the
-        run was killed is passed over.
-        """
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+class _Resume:
+    """What takes the place of a trainer's methods in [`exact_resume`]. Each calls the method and adds to it."""
 
-    # Each process saves and loads its own, where transformers does so with the states of the random generators: when
-    # the data are where they were, and before the next step.
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        is_batch_used_up = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
-        state = {name: getattr(self, name) for name in STATE}
-        state["sizes"] = self._sizes()
-        state["buffered_inputs"] = None if is_batch_used_up else self._buffered_inputs
-        state["metrics"] = dict(self._metrics["train"])
-        state["of_method"] = self.state_to_resume()
-        torch.save(state, self._state_file(output_dir, self.args.process_index))
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        if checkpoint is None or not self._state_file(checkpoint, 0).exists():
-            return  # a checkpoint of GRPOTrainer's
-        file = self._state_file(checkpoint, self.args.process_index)
-        if not file.exists():
-            file = self._state_file(checkpoint, 0)  # there were fewer processes
-        state = torch.load(file, map_location="cpu", weights_only=True)
-        for name in STATE:
-            setattr(self, name, send_to_device(state[name], self.args.device))
-        self._buffered_inputs = send_to_device(state["buffered_inputs"], self.args.device)
-        self._metrics["train"].update(state["metrics"])
-        self.resume_from_state(state["of_method"])
-        if state["sizes"] != self._sizes():
-            self._begin_new_batch(state["sizes"])
-
-    # The weights. transformers saves those of some models, of most that see, under other names than it looks for here,
-    # and would go on from those that the run began with.
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self._get_train_sampler = trainer._get_train_sampler
+        self._init_training_state = trainer._init_training_state
+        self._save_rng_state = trainer._save_rng_state
+        self._load_rng_state = trainer._load_rng_state
+        self._load_from_checkpoint = trainer._load_from_checkpoint
+        self._issue_warnings_after_load = trainer._issue_warnings_after_load
+        self._train_sampler: Any = None
         self._has_other_names = False
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if self._has_other_names:
-            saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
-            self.model.load_state_dict(saved.state_dict())
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        self._has_other_names = bool(load_result.missing_keys and load_result.unexpected_keys)
-        if not self._has_other_names:
-            super()._issue_warnings_after_load(load_result)
-
-    def _sizes(self) -> dict[str, int]:
-        return {name: getattr(self.args, name) for name in SIZES}
-
-    def _begin_new_batch(self, saved_sizes: dict[str, int]) -> None:
-        """Have the next step generate, from where transformers begins in the data, and say why."""
-        self._step = 0  # counts within a batch: the new one has another length, or begins elsewhere in the data
-        self._buffered_inputs = None
-        if self.accelerator.is_main_process:
-            changes = ", ".join(
-                f"{name}={saved_sizes[name]} (now {size})"
-                for name, size in self._sizes().items()
-                if size != saved_sizes[name]
-            )
-            logger.warning(
-                "The checkpoint was saved with other sizes: %s. What was left of its generation batch is dropped, and "
-                "the next step generates a new one, at the place in the data where as many steps of the present sizes "
-                "end.",
-                changes,
-            )
-
-    def state_to_resume(self) -> dict[str, Any]:
-        """What else a subclass's next step depends on, in plain values and tensors."""
-        return {}
-
-    def resume_from_state(self, state: dict[str, Any]) -> None:
-        """Take up what [`state_to_resume`] returned."""
-
-    def _state_file(self, checkpoint: str, process_index: int) -> Path:
-        return Path(checkpoint) / f"grpo_state_{process_index}.pt"
 
     # The order of the data. TRL's sampler shuffles by one random generator, which each epoch moves on.
 
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        self._train_sampler = super()._get_train_sampler(*args, **kwargs)
+    def get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        self.trainer.begin()
+        self._train_sampler = self._get_train_sampler(*args, **kwargs)
         return self._train_sampler
 
-    def _init_training_state(
+    def init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
-        epochs_trained, steps_trained_in_epoch = super()._init_training_state(
+        epochs_trained, steps_trained_in_epoch = self._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs
         )
-        if self.state.global_step >= max_steps:
+        if self.trainer.state.global_step >= max_steps:
             return num_train_epochs, 0  # transformers would train one step more
         for _ in range(epochs_trained):
             next(iter(self._train_sampler), None)
         return epochs_trained, steps_trained_in_epoch
+
+    # Each process saves and loads its own, where transformers does so with the states of the random generators: when
+    # the data are where they were, and before the next step.
+
+    def save_state(self, output_dir: str) -> None:
+        self._save_rng_state(output_dir)
+        trainer = self.trainer
+        is_batch_used_up = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
+        state = {name: getattr(trainer, name) for name in STATE}
+        state["sizes"] = _sizes(trainer)
+        state["buffered_inputs"] = None if is_batch_used_up else trainer._buffered_inputs
+        state["metrics"] = dict(trainer._metrics["train"])
+        state["of_method"] = trainer.state_to_resume()
+        torch.save(state, _state_file(output_dir, trainer.args.process_index))
+
+    def load_state(self, checkpoint: str | None) -> None:
+        self._load_rng_state(checkpoint)
+        if checkpoint is None or not _state_file(checkpoint, 0).exists():
+            return  # a checkpoint of GRPOTrainer's
+        trainer = self.trainer
+        file = _state_file(checkpoint, trainer.args.process_index)
+        if not file.exists():
+            file = _state_file(checkpoint, 0)  # there were fewer processes
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        for name in STATE:
+            setattr(trainer, name, send_to_device(state[name], trainer.args.device))
+        trainer._buffered_inputs = send_to_device(state["buffered_inputs"], trainer.args.device)
+        trainer._metrics["train"].update(state["metrics"])
+        trainer.resume_from_state(state["of_method"])
+        if state["sizes"] != _sizes(trainer):
+            _begin_new_batch(trainer, state["sizes"])
+
+    # The weights. transformers saves those of some models, of most that see, under other names than it looks for here,
+    # and would go on from those that the run began with.
+
+    def load_weights(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._has_other_names = False
+        self._load_from_checkpoint(resume_from_checkpoint, model)
+        if self._has_other_names:
+            policy = self.trainer.model
+            saved = type(policy).from_pretrained(resume_from_checkpoint, dtype=policy.dtype)
+            policy.load_state_dict(saved.state_dict())
+
+    def note_names(self, load_result: Any) -> None:
+        self._has_other_names = bool(load_result.missing_keys and load_result.unexpected_keys)
+        if not self._has_other_names:
+            self._issue_warnings_after_load(load_result)
+
+
+def _sizes(trainer: Any) -> dict[str, int]:
+    return {name: getattr(trainer.args, name) for name in SIZES}
+
+
+def _begin_new_batch(trainer: Any, saved_sizes: dict[str, int]) -> None:
+    """Have the next step generate, from where transformers begins in the data, and say why."""
+    trainer._step = 0  # counts within a batch: the new one has another length, or begins elsewhere in the data
+    trainer._buffered_inputs = None
+    if trainer.accelerator.is_main_process:
+        changes = ", ".join(
+            f"{name}={saved_sizes[name]} (now {size})"
+            for name, size in _sizes(trainer).items()
+            if size != saved_sizes[name]
+        )
+        logger.warning(
+            "The checkpoint was saved with other sizes: %s. What was left of its generation batch is dropped, and "
+            "the next step generates a new one, at the place in the data where as many steps of the present sizes end.",
+            changes,
+        )
+
+
+def _state_file(checkpoint: str, process_index: int) -> Path:
+    return Path(checkpoint) / f"grpo_state_{process_index}.pt"
+
+
+def save_before(trainer: Any, error: Exception) -> None:
+    """Save a checkpoint of the last step before a run ends with `error`."""
+    if trainer.state.global_step > 0:
+        trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+        error.add_note(
+            f"Step {trainer.state.global_step}, the last that was trained, is saved in {trainer.args.output_dir}. When "
+            "that is mended, go on with trainer.train(resume_from_checkpoint=True)."
+        )
 
 
 def last_complete_checkpoint(output_dir: str) -> str:

@@ -1,9 +1,12 @@
 """The policy's weights into vLLM: the LoRA adapter alone where the server takes it, else TRL's own way."""
 
+import functools
 import logging
 import shutil
 import uuid
 import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +14,46 @@ import torch
 from accelerate.utils import is_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import ProcessorMixin
+from trl.extras.profiling import profiling_context
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
 
 from ..config import FR3EConfig
 from ..generation.vllm_server import VLLMServer, VLLMServerError
 from ..processes import on_main_process
+from .overriding import overridden
 
 logger = logging.getLogger(__name__)
 
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank may be
 TOKENIZER_PROBE = "Solve for x: 12.5 + 3x = \\frac{1}{2}.\n\n  The answer is \\boxed{-4}. Ünïcödé, 数学, `code()`"
+
+
+def adapter_sync(args: FR3EConfig) -> AbstractContextManager[None]:
+    """Have a `GRPOTrainer` that is made in this context set up vLLM by [`FR3EVLLMGeneration`]."""
+    return overridden(grpo_trainer, VLLMGeneration=functools.partial(FR3EVLLMGeneration, fr3e_args=args))
+
+
+@contextmanager
+def awake_engine(trainer: Any) -> Iterator[None]:
+    """Have vLLM ready with the policy's weights; one that may sleep wakes up for as long. Without vLLM, nothing."""
+    if not trainer.use_vllm:
+        yield
+        return
+    generation = trainer.vllm_generation
+    may_sleep = trainer.vllm_mode == "colocate" and generation.enable_sleep_mode
+    if trainer.state.global_step != trainer._last_loaded_step or (may_sleep and generation._llm_weights_sleeping):
+        with profiling_context(trainer, "sync_weights"):
+            generation.sync_weights()  # wakes up the memory of the weights
+        trainer._last_loaded_step = trainer.state.global_step
+    if may_sleep:
+        generation.llm.wake_up(tags=["kv_cache"])
+    try:
+        yield
+    finally:
+        if may_sleep:
+            generation.llm.sleep(level=2)
+            generation._llm_weights_sleeping = True
 
 
 class FR3EVLLMGeneration(VLLMGeneration):

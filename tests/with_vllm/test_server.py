@@ -43,10 +43,10 @@ ROOT = Path(__file__).parents[2]
     [
         {},
         {"temperature": 0.7, "reuse_base": False},
-        {"explore_temperature_scale": 1.5},
+        {"temperature": 1.5},
         {"top_p": 0.8, "temperature": 1.3},
         {"top_k": 5},
-        {"min_p": 0.1, "top_k": 8, "top_p": 0.9, "explore_temperature_scale": 1.5},
+        {"min_p": 0.1, "top_k": 8, "top_p": 0.9, "temperature": 1.5},
     ],
     ids=str,
 )

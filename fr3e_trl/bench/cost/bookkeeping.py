@@ -22,7 +22,6 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 from torch.multiprocessing import get_context, spawn
-from trl.trainer.utils import pad
 
 from ...config import FR3EConfig
 from ...method.credit import credit_rows
@@ -31,6 +30,7 @@ from ...method.rows import Row, RowSharding, rows_of
 from ...method.sampling import Sample, SamplingRequest
 from ...method.tree import Score, TokenIds, Tree
 from ...processes import in_every_process
+from ...trl_adapter.prompts import pad
 from .common import make_parser, make_table
 
 VOCABULARY = 150_000

@@ -36,13 +36,11 @@ from rich.console import Console
 from rich.progress import track
 from torch.profiler import ProfilerActivity, profile
 from transformers import GenerationMixin
-from trl import GRPOTrainer
 
 from ...commands.usage import usage_errors
 from ...generation.generate import GenerateSampler
 from ...trainer import FR3ETrainer
-from ...trl_adapter import rows_trainer as trl_seams
-from ...trl_adapter.rows_trainer import RowsGRPOTrainer
+from ...trl_adapter import logprobs, watching
 from ..arms import make_trainer, read_settings
 from ..runs import be_quiet
 from .common import SETTINGS, add_own_task_options, add_task_options, count, make_parser, make_table, task_of
@@ -58,19 +56,10 @@ PARTS = ["generation", "log-probs", "rewards", "loss", "FR3E", "TRL"]
 
 TIMED: list[tuple[type | ModuleType, str, str]] = [
     (GenerationMixin, "generate", "generation"),
-    (GRPOTrainer, "_get_per_token_logps_and_entropies", "log-probs"),
-    (RowsGRPOTrainer, "_get_per_token_logps_and_entropies", "log-probs"),
-    (GRPOTrainer, "_calculate_rewards", "rewards"),
-    (GRPOTrainer, "_compute_loss", "loss"),
-    (GRPOTrainer, "_generate_and_score_completions", "TRL"),
-    (GRPOTrainer, "training_step", "TRL"),
-    (trl_seams, "unwrap_model_for_generation", "TRL"),
-    (RowsGRPOTrainer, "tokenize_prompts", "TRL"),
-    (RowsGRPOTrainer, "_decode", "TRL"),
+    *watching.PARTS,
+    *((FR3ETrainer, name, part) for name, part in watching.OVERRIDES.items()),
     (GenerateSampler, "sample", "FR3E"),
-    (RowsGRPOTrainer, "_compute_loss", "FR3E"),
-    (RowsGRPOTrainer, "token_statistics", "FR3E"),
-    (FR3ETrainer, "_generate_and_score_completions", "FR3E"),
+    (logprobs, "token_statistics", "FR3E"),
 ]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
-from transformers import Qwen3ForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, set_seed
 
 from ...config import FR3EConfig
 from ...trainer import FR3ETrainer
@@ -106,7 +106,7 @@ def branches_of(num_branches: int, length: int) -> dict[str, dict[str, list[tupl
 def make_update_trainer(options: argparse.Namespace, output_dir: str) -> FR3ETrainer:
     """A trainer of a random policy, of which the loss is wanted and no more."""
     tokenizer = TASKS["chain"].make_tokenizer()
-    model = Qwen3ForCausalLM._from_config(
+    model = AutoModelForCausalLM.from_config(
         small_config(tokenizer, options.vocab_size, options.hidden_size, options.num_layers),
         attn_implementation=options.attn_implementation,
     )
@@ -189,8 +189,7 @@ def share_of_tokens(batch: dict[str, torch.Tensor]) -> float:
 
 def seconds(trainer: Any, batch: dict[str, torch.Tensor], share: bool) -> float:
     """Of the loss and its backward pass."""
-    trainer.args.share_prefixes = share
-    vars(trainer).pop("shares_prefixes", None)
+    trainer.share_prefixes(share)
     assert trainer.shares_prefixes == share
     batch = {name: value.to(trainer.accelerator.device) for name, value in batch.items()}
     trainer.model.zero_grad()

@@ -1,0 +1,117 @@
+"""
+The loss: credit of tokens into TRL's batch, and rows that leave the loss.
+
+TRL divides the policy term of each loss type by something else. Where rows leave the loss, all of it is divided by what
+is in the loss: see [`DIVIDED_BY`].
+"""
+
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..method.rows import Row, token_credit
+from .images import select_rows
+from .overriding import overridden
+from .setup import own_rows
+
+
+class Divisor(Enum):
+    """What TRL divides the policy term of a micro-batch by."""
+
+    ROWS = "its rows"
+    TOKENS = "its tokens in the loss"
+    ALL_TOKENS = "the tokens in the loss of all micro-batches (num_items_in_batch)"
+
+
+DIVIDED_BY = {
+    "grpo": Divisor.ROWS,
+    "sapo": Divisor.ROWS,
+    "dr_grpo": Divisor.ROWS,
+    "luspo": Divisor.ROWS,
+    "bnpo": Divisor.TOKENS,
+    "dapo": Divisor.ALL_TOKENS,
+    "cispo": Divisor.ALL_TOKENS,
+    "vespo": Divisor.ALL_TOKENS,
+}
+
+
+def set_credit(trainer: Any, batch: dict[str, torch.Tensor], rows: list[Row], of_tokens: bool) -> None:
+    """
+    Replace the advantages of an assembled batch by the credit of its rows, and take rows out of its loss.
+
+    Args:
+        trainer (`GRPOTrainer`):
+            Trains on the batch.
+        batch (`dict[str, torch.Tensor]`):
+            What [`assemble`] returned, changed in place.
+        rows (`list[Row]`):
+            The rows of all processes, with their advantages. Those not in the loss leave it, numerator and denominator
+            both.
+        of_tokens (`bool`):
+            Whether each token of a row has a weight and an advantage of its own. If not, it has the row's.
+    """
+    advantages = torch.tensor([row.advantage for row in rows], dtype=torch.float64).to(batch["advantages"])
+    in_loss = torch.tensor([row.in_loss for row in rows], device=advantages.device)
+    trainer._logs["advantages"].extend(advantages.tolist())  # it holds one batch: TRL's own drop out
+    batch["num_rows_in_loss"] = in_loss.sum()
+    batch["advantages"], batch["in_loss"] = own_rows(trainer, advantages), own_rows(trainer, in_loss)
+    batch["tool_mask"] = batch["tool_mask"] * batch["in_loss"].unsqueeze(1)
+    mask = batch["completion_mask"] * batch["tool_mask"]
+    batch["num_items_in_batch"] = trainer.accelerator.gather(mask.sum()).sum()  # TRL counted the tokens of all rows
+    if not of_tokens:
+        return
+    credit = token_credit(own_rows(trainer, rows), mask.size(1))
+    weights, batch["advantages"] = torch.from_numpy(credit).to(batch["advantages"])
+    # A token counts for all rows that pass through it
+    num_counted = trainer.accelerator.gather((weights * mask).sum()).sum()
+    batch["tokens_per_counted"] = batch["num_items_in_batch"] / num_counted.clamp(min=1)
+
+
+def compute_loss(
+    trainer: Any, trl_loss: Callable[..., torch.Tensor], model: Any, inputs: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """
+    TRL's loss of a micro-batch, without the rows that are not in the loss.
+
+    Micro-batches, of which each process has its own, differ in how many rows r they have in the loss. Each counts by
+    them: the mean of their losses L that TRL takes becomes sum(r * L) / sum(r), where one without rows has no share,
+    and which is TRL's mean where all have as many. This defines bnpo, whose L is a mean over tokens, and the entropy
+    bonus, which is such a mean with any loss type.
+
+    Args:
+        trainer (`GRPOTrainer`):
+            Knows the loss type.
+        trl_loss (`Callable`):
+            TRL's loss: a model and the inputs to a scalar.
+        model (`nn.Module`):
+            The policy, as it is trained.
+        inputs (`dict[str, torch.Tensor]`):
+            A micro-batch, of a batch that [`set_credit`] has seen.
+    """
+    # As many rows as the process with most of them has, since TRL gathers by row; at least one, for a backward pass
+    num_rows = int(trainer.accelerator.gather(inputs["in_loss"].sum()).max().clamp(min=1))
+    keep = inputs["in_loss"].int().argsort(descending=True, stable=True)[:num_rows]
+    inputs = select_rows(inputs, keep.tolist())
+    num_own = inputs["in_loss"].sum()
+    num_micro_batches = trainer.args.steps_per_generation * trainer.accelerator.num_processes
+    weight = num_own * num_micro_batches / inputs["num_rows_in_loss"].clamp(min=1)
+    beta = trainer.beta
+    divisor = DIVIDED_BY[trainer.loss_type]
+    if divisor is not Divisor.ROWS and "tokens_per_counted" in inputs:
+        # The policy term is divided by the tokens that were counted for it, other terms by the tokens in the loss
+        inputs["advantages"] = inputs["advantages"] * inputs["tokens_per_counted"]
+    if divisor is Divisor.ROWS:
+        # TRL divides by `num_rows`, of which this process may have fewer. The policy term is linear in the advantages,
+        # and the KL term in beta; that may not become 0 in one process alone, for what TRL gathers.
+        share = num_own.clamp(min=1) / num_rows
+        inputs["advantages"] = inputs["advantages"] / share
+        beta = beta / share.item()
+    if divisor is Divisor.ALL_TOKENS:
+        inputs["num_items_in_batch"] = inputs["num_items_in_batch"] * weight  # no weight is wanted
+    loss_mask = inputs["completion_mask"] * inputs["tool_mask"]
+    score = partial(trainer._get_per_token_logps_and_entropies, loss_mask=loss_mask)
+    with overridden(trainer, beta=beta, _get_per_token_logps_and_entropies=score):
+        return trl_loss(model, inputs) * weight

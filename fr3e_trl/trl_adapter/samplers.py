@@ -1,0 +1,36 @@
+"""The sampler that a trainer's settings ask for."""
+
+from functools import partial
+from typing import Any
+
+from trl.extras.profiling import profiling_context
+
+from ..generation.continuous_batching import ContinuousBatchingSampler
+from ..generation.generate import GenerateSampler
+from ..generation.sampler import InStepSampler
+from ..generation.vllm import VLLMColocateSampler, VLLMServerSampler
+from ..method.sampling import Sampler
+from .decoding import GenerateSteps, generation_model
+from .images import image_inputs
+from .setup import is_sharded
+
+
+def make_sampler(trainer: Any) -> Sampler:
+    """What draws a trainer's rollouts: vLLM, transformers' continuous batching, or its `generate`."""
+    profiler = partial(profiling_context, trainer, "vLLM.generate")
+    model = partial(generation_model, trainer)
+    sampler: Sampler
+    if trainer.use_vllm and trainer.vllm_mode == "server":
+        return VLLMServerSampler(trainer.vllm_generation, trainer.eos_token_ids, profiler)
+    if trainer.use_vllm:
+        return VLLMColocateSampler(trainer.vllm_generation, trainer.eos_token_ids, profiler)
+    if trainer.use_transformers_continuous_batching:
+        sampler = ContinuousBatchingSampler(model, trainer.generation_config, trainer.continuous_batching_config)
+    else:
+        branches_early = bool(trainer.args.num_anchors) and trainer.args.anchor_threshold is not None
+        sampler = GenerateSampler(
+            *(model, trainer.generation_config, trainer.accelerator.device, GenerateSteps()),
+            image_inputs=partial(image_inputs, trainer),
+            may_grow=branches_early and not is_sharded(trainer) and not trainer.tools,
+        )
+    return InStepSampler(sampler) if is_sharded(trainer) else sampler
