@@ -18,7 +18,7 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -262,14 +262,14 @@ def uncertainty(entropies: Any, eligible: Any, num_anchors: int) -> float:
     return known[-num_anchors].item() if len(known) >= num_anchors else 0.0
 
 
-def next_threshold(threshold: float | None, uncertainties: list[float]) -> float:
+def next_threshold(threshold: float | None, uncertainties: Sequence[float]) -> float:
     """
     The threshold of the next step: their median, smoothed over steps.
 
     Args:
         threshold (`float`, *optional*):
             That of this step, in nats.
-        uncertainties (`list[float]`):
+        uncertainties (`Sequence[float]`):
             How uncertain this step's base trajectories were, see [`uncertainty`], NaN for those without anchors.
     """
     found = statistics.median(value for value in uncertainties if not math.isnan(value))
