@@ -125,7 +125,7 @@ class Rollout:
 
     @property
     def reward(self) -> float:
-        """What it is compared by: its reward. NaN if it is unscorable or masked, or a copy, which its original counts for."""
+        """What it is compared by. NaN if it is unscorable or masked, or a copy: its original counts for that."""
         return float("nan") if self.copy_of is not None or self.score.is_masked else self.score.reward
 
 
