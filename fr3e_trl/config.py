@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from trl import GRPOConfig
 
+from .method.anchors import ANCHOR_RULES
 from .method.credit import CREDIT_RULES
 from .method.plan import Plan
 from .method.shape import Shape, default_num_anchors, share_rows
@@ -314,7 +315,7 @@ class FR3EConfig(GRPOConfig):
             "help": "(preset) What makes a position an anchor. 'entropy': that of the policy's next-token "
             "distribution. 'surprisal' (released run): minus the log-probability of the sampled token. 'random': a "
             "control for experiments.",
-            "choices": ["entropy", "surprisal", "random"],
+            "choices": list(ANCHOR_RULES),
         },
     )
     base_selection: str = field(

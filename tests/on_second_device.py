@@ -66,6 +66,9 @@ class Engine:
         pass
 
     def sample(self, requests):
+        requests = [
+            replace(request, branching=None) for request in requests
+        ]  # or branches have the sampler's log-probs
         return [
             [replace(sample, logprobs=self.logprobs(request, sample.token_ids)) for sample in samples]
             for request, samples in zip(requests, self.sampler.sample(requests), strict=True)

@@ -124,6 +124,14 @@ class Module(_DummyBackendModule):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16]
 
+    # Random numbers are drawn on the CPU
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
 
 LIBRARIES = [torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")]  # for as long as they are held
 

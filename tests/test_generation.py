@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import make_model, model_on_disk
 from peft import LoraConfig, get_peft_model
+from test_matrix import largest_difference, make_family
 from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, GenerationMixin
 from trees import plain, rollouts_of
 
+from fr3e_trl.generation import generate
 from fr3e_trl.generation.generate import GenerateSampler
 from fr3e_trl.generation.vllm import NUM_LOGPROBS, entropies_of
 from fr3e_trl.method.anchors import AboveThreshold, eligible_positions
@@ -26,7 +28,7 @@ from fr3e_trl.trl_adapter.decoding import GenerateSteps
 PAD, EOS = 0, 1
 
 
-def make_sampler(model, **generation_kwargs):
+def make_sampler(model, may_grow=False, **generation_kwargs):
     @contextlib.contextmanager
     def generation_model():
         with torch.no_grad():
@@ -34,7 +36,7 @@ def make_sampler(model, **generation_kwargs):
 
     settings = {"do_sample": True, "top_k": 0, "pad_token_id": PAD, "eos_token_id": [EOS], "disable_compile": True}
     config = GenerationConfig(**settings | generation_kwargs)
-    return GenerateSampler(generation_model, config, torch.device("cpu"), GenerateSteps())
+    return GenerateSampler(generation_model, config, torch.device("cpu"), GenerateSteps(), may_grow=may_grow)
 
 
 def token_ids(length, seed=0):
@@ -162,7 +164,6 @@ def test_logprobs_and_entropies_are_the_policys(settings):
         for one, samples in zip(requests, make_sampler(policy, **settings).sample(requests), strict=True):
             for sample in samples:
                 check_statistics(policy, one.prefix_ids, sample, one.temperature)
-        assert not policy._forward_hooks
 
 
 def test_those_of_an_adapter_are_its_own():
@@ -189,9 +190,11 @@ def test_rollouts_leave_while_their_base_trajectory_grows(sliding):
         replace(request(token_ids(12, 4), num_samples=2, budget=25, temperature=0.8), branching=branching(1.5, 1)),
     ]
     widths = []
+    sampler = make_sampler(model, may_grow=True, min_new_tokens=4)
+    assert sampler.grows  # it is tried out on first use, by passes of its own
     model.register_forward_hook(lambda module, args, output: widths.append(len(output.logits)))
     torch.manual_seed(1)
-    drawn = make_sampler(model, min_new_tokens=4).sample(requests)
+    drawn = sampler.sample(requests)
     steps, num_left = list(widths), 0
     for one, samples in zip(requests, drawn, strict=True):
         assert len(samples) == one.num_samples
@@ -240,7 +243,7 @@ def test_rollouts_that_leave_are_distributed_as_the_policy_is():
     # Any second token is an anchor: no entropy is below 0
     rule = branching(-1.0, 1, [1] * 3000, 1)
     torch.manual_seed(0)
-    (samples,) = make_sampler(model).sample([replace(request(prompt, [], 3000, 4, 1.4), branching=rule)])
+    (samples,) = make_sampler(model, may_grow=True).sample([replace(request(prompt, [], 3000, 4, 1.4), branching=rule)])
     assert p_value([sample.token_ids.tolist() for sample in samples], probabilities(model, prompt, 1.4)) > 1e-6
     firsts = Counter(int(sample.token_ids[0]) for sample in samples if sample.branches)
     for first, _ in firsts.most_common(3):
@@ -252,10 +255,71 @@ def test_rollouts_that_leave_are_distributed_as_the_policy_is():
 
 @pytest.mark.parametrize("settings", [{"repetition_penalty": 1.1}, {"cache_implementation": "static"}], ids=str)
 def test_where_rows_have_a_state_of_their_own_none_leaves(settings):
-    (samples,) = make_sampler(make_model(), **settings).sample(
+    (samples,) = make_sampler(make_model(), may_grow=True, **settings).sample(
         [replace(request(token_ids(7), num_samples=2, budget=30), branching=branching())]
     )
     assert len(samples) == 2 and not any(sample.branches for sample in samples)
+
+
+def make_recurrent_gemma():
+    """Its modules keep their state to themselves, and begin anew when a batch has another number of rows."""
+    return make_family("RecurrentGemma")[0].train()
+
+
+def test_a_model_that_keeps_its_rows_states_is_left_as_it_was(caplog):
+    model = make_recurrent_gemma()
+    model(torch.tensor([token_ids(6)]))  # it keeps states of that
+    hook = model.register_forward_hook(lambda *args: None)
+    before = {name: dict(vars(part)) for name, part in model.named_modules()}
+    kept = [part.conv1d_state for part in model.modules() if hasattr(part, "conv1d_state")]
+    assert kept and any(state is not None for state in kept)
+    generator = torch.get_rng_state()
+    with caplog.at_level("WARNING", "fr3e_trl"):
+        sampler = make_sampler(model, may_grow=True)
+        assert not sampler.grows and not sampler.grows
+    (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("fr3e_trl")]
+    assert "drawn in a second round" in warning and "RecurrentGemmaForCausalLM keeps a state" in warning
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert list(model._forward_hooks.values()) == [model._forward_hooks[hook.id]]
+    for name, part in model.named_modules():
+        assert vars(part).keys() == before[name].keys()
+        assert all(value is before[name][key] for key, value in vars(part).items() if key != "training")
+        assert part.training == before[name]["training"]
+
+
+def test_one_process_that_cannot_grow_rows_keeps_all_from_it(monkeypatch):
+    sampler = make_sampler(make_model(), may_grow=True)
+    monkeypatch.setattr(generate, "in_every_process", lambda function: [function(), "another model"])
+    assert not sampler.grows
+
+
+@pytest.mark.parametrize(
+    ("dtype", "make"),
+    [(torch.bfloat16, make_model), (torch.float16, make_model), (torch.bfloat16, make_recurrent_gemma)],
+)
+def test_rounding_is_told_from_a_wrong_state(dtype, make):
+    assert make_sampler(make().to(dtype), may_grow=True).grows == (make is make_model)
+
+
+def test_rows_of_an_adapter_grow():
+    model = get_peft_model(make_model(), LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    assert make_sampler(model, may_grow=True).grows
+
+
+@pytest.mark.parametrize("threshold", ["auto", None])
+def test_a_compiled_policy_trains(threshold):
+    """Three steps, of which rows grow from the second on with the default."""
+    trainer = make_trainer(
+        reward_funcs=lambda completions, **kwargs: [float(len(text) % 3) for text in completions],
+        torch_compile=True,
+        torch_compile_backend="eager",
+        anchor_threshold=threshold,
+        max_steps=3,
+        learning_rate=0.0,
+    )
+    trainer.train()
+    assert len(trainer.batches) == 3
+    assert largest_difference(trainer) < 1e-4
 
 
 def test_no_request_draws_nothing():
@@ -438,6 +502,8 @@ def test_a_step_with_a_stopping_rule_generates_once(monkeypatch):
         credit="tree",
         max_steps=3,
     )
+    assert trainer.sampler.grows
+    calls.clear()
     trainer.train()
     assert len(calls) == len(trainer.batches) == 3
     num_copies = 0

@@ -392,6 +392,23 @@ def test_it_is_off_by_itself(make, settings, reason, caplog):
     assert "share_prefixes is off" in warning and reason in warning
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [8, 2048])
+@pytest.mark.parametrize("family", ["Qwen2Moe", "Phimoe", "Mistral"])
+def test_windows_of_the_mask_alone(family, window, dtype):
+    """Of which attention is not told."""
+    set_seed(0)
+    experts = EXPERTS | {"num_local_experts": 4, "shared_expert_intermediate_size": 32}
+    windows = {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 2}
+    config = getattr(transformers, f"{family}Config")(**TINY | experts | windows | {"max_position_embeddings": 4096})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    trainer = make_trainer(model.to(dtype), router_aux_loss_coef=0.0)
+    assert trainer.shares_prefixes == (family == "Mistral")
+
+
 @pytest.mark.parametrize("make", [make_recurrent, make_with_alibi])
 def test_models_that_cannot_have_it_train(make):
     trainer = make_trainer(make())

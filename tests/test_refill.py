@@ -12,6 +12,7 @@ from transformers import set_seed
 from trees import rollouts_of
 from trl.trainer.utils import RepeatSampler
 
+import fr3e_trl.trainer
 from fr3e_trl.method.refill import PromptStream, fill_batch, num_to_draw
 from fr3e_trl.method.rows import Row, token_credit
 from fr3e_trl.method.tree import Rollout
@@ -111,15 +112,15 @@ def test_rows_that_are_left_over():
     assert sum(reused) > 0
 
 
-def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from():
+def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from(monkeypatch):
     trainer = make_trainer(make_prompts(200, 60), max_refills=12, max_steps=6)
     kept = []
-    keep = trainer.score_leftovers
+    score_leftovers = fr3e_trl.trainer.score_leftovers
 
-    def record(rows):
+    def record(trainer, rows):
         with torch.no_grad():
             statistics = [trainer.token_statistics([row.prompt_ids], [row.completion_ids])[0][0] for row in rows]
-        keep(rows)
+        score_leftovers(trainer, rows)
         kept.append(
             {
                 (len(row.prefix_ids), *row.prompt_ids.tolist(), *row.completion_ids.tolist()): (row, theirs)
@@ -127,7 +128,7 @@ def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from():
             }
         )
 
-    trainer.score_leftovers = record
+    monkeypatch.setattr(fr3e_trl.trainer, "score_leftovers", record)
     set_seed(1)
     trainer.train()
     num_seen = 0

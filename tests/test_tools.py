@@ -23,7 +23,6 @@ from tool_policy import (
     look,
     make_tool_policy,
     make_tool_tokenizer,
-    right,
 )
 from trees import rollouts_of
 from trl import GRPOTrainer
@@ -72,9 +71,8 @@ def own_calls(state, rollout):
         {},
         {"credit": "tree", "anchor_threshold": 0.3},
         {"reuse_base": False, "base_selection": "mixed", "num_generations": 12, "per_device_train_batch_size": 24},
-        {"anchor_positions": "turns"},
     ],
-    ids=["defaults", "tree", "published", "turns"],
+    ids=["defaults", "tree", "published"],
 )
 def test_branches_go_on_amid_a_dialogue(settings):
     """A rollout is its prefix, what the policy wrote and what the tool said to that; the prefix's calls stand."""
@@ -109,8 +107,6 @@ def test_branches_go_on_amid_a_dialogue(settings):
                     tree.entropies[state.base][state.position].item()
                 )
                 depths.add(base.dialogue.turn_at(state.position))
-                if settings.get("anchor_positions") == "turns":
-                    assert state.position in [start for start, _ in base.dialogue.turns[1:]]
     assert {1, 2} <= depths  # branches of later turns there were
     trainer = make_trainer(**settings)
     CALLS.clear()
@@ -544,15 +540,7 @@ def test_shared_prefixes_change_nothing(tmp_path):
         torch.testing.assert_close(shared, apart, rtol=1e-4, atol=1e-5)
 
 
-def test_turns_need_tools():
-    from models import make_dataset, make_model, make_tokenizer
-
-    args = FR3EConfig("output", **CPU, num_generations=8, per_device_train_batch_size=8, anchor_positions="turns")
-    with pytest.raises(ValueError, match="anchor_positions='turns' is not allowed without tools"):
-        FR3ETrainer(make_model(), right, args, train_dataset=make_dataset(), processing_class=make_tokenizer())
-
-
-@pytest.mark.parametrize("setting", [{"tool_timeout": 0}, {"replay_mismatch": "ignore"}, {"anchor_positions": "calls"}])
+@pytest.mark.parametrize("setting", [{"tool_timeout": 0}, {"replay_mismatch": "ignore"}])
 def test_impossible_settings(setting):
     (name,) = setting
     with pytest.raises(ValueError, match=f"{name}=.* is not allowed: it must be"):

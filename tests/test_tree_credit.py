@@ -14,6 +14,7 @@ from recorder import Recorder
 from test_processes import same, trees_of, weights_of
 from transformers import set_seed
 
+import fr3e_trl.trainer
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.bench.measures import MeasuredFR3ETrainer
 from fr3e_trl.display import render_tree
@@ -23,6 +24,7 @@ from fr3e_trl.method.credit.tree import TREE_LOSSES
 from fr3e_trl.method.refill import row_from, state_of
 from fr3e_trl.method.rows import RowSharding, rows_of, token_credit
 from fr3e_trl.method.tree import Rollout, Score, Tree
+from fr3e_trl.trl_adapter.old_logprobs import score_leftovers
 
 NAN = math.nan
 DEFAULTS = {
@@ -410,26 +412,22 @@ REFILL = {"max_refills": 3, "max_steps": 4, "num_prompts": 64, "reward_func": pa
 REFILL |= {"value_prior_strength": 0.0, "num_base_trajectories": 2, "num_anchors": 3}
 
 
-class KeepsLeftovers(Recorder):
-    """Keeps the advantages of each step's left-over rows, by their prompts and completions."""
+def test_left_over_rows_keep_their_credit(monkeypatch):
+    kept = []
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.left_over = []
-
-    def score_leftovers(self, leftovers):
-        super().score_leftovers(leftovers)
-        self.left_over.append(defaultdict(list))
+    def keep(trainer, leftovers):
+        """The advantages of each step's left-over rows, by their prompts and completions."""
+        score_leftovers(trainer, leftovers)
+        kept.append(defaultdict(list))
         for row in leftovers:  # of which two may be alike, token by token, and not in what is theirs of it
             tokens = (*row.prompt_ids, *row.completion_ids)
-            self.left_over[-1][tokens].append(token_credit([row], len(row.completion_ids))[1, 0].tolist())
+            kept[-1][tokens].append(token_credit([row], len(row.completion_ids))[1, 0].tolist())
 
-
-def test_left_over_rows_keep_their_credit():
-    trainer = train(KeepsLeftovers, **REFILL)
+    monkeypatch.setattr(fr3e_trl.trainer, "score_leftovers", keep)
+    trainer = train(**REFILL)
     num_reused = sum(entry.get("fr3e/refill/reused", 0) for entry in trainer.state.log_history)
     found = 0
-    for left_over, (batch, trees) in zip(trainer.left_over, trainer.batches[1:], strict=False):
+    for left_over, (batch, trees) in zip(kept, trainer.batches[1:], strict=False):
         prompts = {tuple(tree.prompt_ids) for tree in trees}
         for i, mask in enumerate(batch["completion_mask"].bool()):
             prompt = tuple(batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].tolist())
@@ -438,6 +436,15 @@ def test_left_over_rows_keep_their_credit():
                 assert any(batch["advantages"][i][mask].tolist() == pytest.approx(row, abs=1e-5) for row in of_rows)
                 found += 1
     assert found == num_reused > 0
+
+
+def test_rows_of_older_checkpoints_have_no_credit_of_their_tokens():
+    """And a temperature of their own, which is not looked at."""
+    state = {"holder": 1, "index": 0, "length": 3, "num_written": 3, "rewards": [1.0], "reward": 1.0, "credit": []}
+    state |= {"temperature": 1.2, "advantage": 0.5, "in_loss": True, "is_left_over": True}
+    row = row_from(state, [{"prompt": "1+1="}])
+    assert row.rollout.credit == [(3, 1.0, 0.5)] and row.advantage == 0.5
+    assert row_from(state_of(row, with_tokens=False), [{}]).rollout.credit == row.rollout.credit
 
 
 @pytest.mark.parametrize("threshold", [0.3, "auto"])

@@ -94,6 +94,8 @@ class GenerateSampler:
             What the model is called with for images. Without it, it takes none.
         may_grow (`bool`):
             Whether rollouts may leave base trajectories that still grow, where the model can have it.
+        dtype (`torch.dtype`, *optional*):
+            What the model computes in. By default, that of its weights.
     """
 
     def __init__(
@@ -103,13 +105,15 @@ class GenerateSampler:
         device: torch.device,
         decoding: DecodingSteps,
         image_inputs: ImageInputs | None = None,
-        may_grow: bool = True,
+        may_grow: bool = False,
+        dtype: torch.dtype | None = None,
     ):
         self.generation_model = generation_model
         self.generation_config = generation_config
         self.device = device
         self.decoding = decoding
         self.image_inputs = image_inputs
+        self.dtype = dtype
         config = generation_config
         self.may_grow = may_grow and all(getattr(config, name, None) in allowed for name, allowed in BY_ROW.items())
 
@@ -138,7 +142,7 @@ class GenerateSampler:
             config.suppress_tokens = special_tokens(model.config, config.eos_token_id)
             trial = GenerateSampler(lambda: nullcontext(model), config, self.device, self.decoding)
             with self.decoding.unchanged(model, self.device):
-                return obstacle_to_growing(model, trial.draw, self.device)
+                return obstacle_to_growing(model, trial.draw, self.device, self.dtype or model.dtype)
 
     def draw(self, requests: Sequence[SamplingRequest], grows: bool) -> list[Sample]:
         """

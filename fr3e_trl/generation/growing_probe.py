@@ -54,7 +54,10 @@ def tolerance(dtype: torch.dtype, noise: float) -> float:
 
 
 def obstacle_to_growing(
-    model: Any, draw: Callable[[Sequence[SamplingRequest], bool], list[Sample]], device: torch.device
+    model: Any,
+    draw: Callable[[Sequence[SamplingRequest], bool], list[Sample]],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> str | None:
     """
     What keeps a model's rows from growing, if anything does.
@@ -69,6 +72,8 @@ def obstacle_to_growing(
             Draws the samples of requests, which grow or do not.
         device (`torch.device`):
             Where the model computes.
+        dtype (`torch.dtype`):
+            What it computes in.
 
     Returns:
         `str` or `None`: A clause that says what is wrong.
@@ -79,11 +84,11 @@ def obstacle_to_growing(
         try:
             difference = _difference(model, requests, draw(requests, True), device)
             noise = 0.0
-            if difference > tolerance(model.dtype, noise):
+            if difference > tolerance(dtype, noise):
                 noise = _difference(model, requests, draw(requests, False), device)
         except Exception as error:
             return f"{name} raises {type(error).__name__} where its rows are reordered: {error}"
-    if difference <= tolerance(model.dtype, noise):
+    if difference <= tolerance(dtype, noise):
         return None
     return (
         f"{name} keeps a state that does not follow rows where they are reordered, which changes log-probs by "

@@ -98,16 +98,10 @@ def default_num_anchors(num_rows: int) -> int | None:
 
 def _whole_rollouts(num_rows: int, num_anchors: int, num_bases: int | None, min_rollouts: int) -> int:
     """Rollouts of each anchor, of as many for the prompt too if `num_bases` is `None`, and no row left over."""
-
-    def rollouts(rows: int, anchors: int) -> int:
-        """0 if they do not fit."""
-        num_states, rest = (anchors + 1, rows) if num_bases is None else (anchors, rows - num_bases)
-        fits = anchors > 0 and rest % num_states == 0 and rest // num_states >= min_rollouts
-        return rest // num_states if fits else 0
-
-    if num_rollouts := rollouts(num_rows, num_anchors):
+    others = (num_bases, min_rollouts)
+    if num_rollouts := _rollouts_if_even(num_rows, num_anchors, *others):
         return num_rollouts
-    working = [str(anchors) for anchors in range(1, num_rows) if rollouts(num_rows, anchors)]
+    working = [str(anchors) for anchors in range(1, num_rows) if _rollouts_if_even(num_rows, anchors, *others)]
     among = "num_anchors + 1 states" if num_bases is None else "num_anchors states beside num_base_trajectories"
     given = "" if num_bases is None else f" and num_base_trajectories={num_bases}"
     message = (
@@ -116,6 +110,14 @@ def _whole_rollouts(num_rows: int, num_anchors: int, num_bases: int | None, min_
         f"{given}, num_anchors can be {', '.join(['0 (plain GRPO)', *working])}."
     )
     if num_anchors > 0:
-        sizes = [str(rows) for rows in range(1, num_rows + 8 * num_anchors + 8) if rollouts(rows, num_anchors)]
+        larger = range(1, num_rows + 8 * num_anchors + 8)
+        sizes = [str(rows) for rows in larger if _rollouts_if_even(rows, num_anchors, *others)]
         message += f" With num_anchors={num_anchors}, num_generations can be {', '.join(sizes[:4])} and so on."
     raise ValueError(message)
+
+
+def _rollouts_if_even(num_rows: int, num_anchors: int, num_bases: int | None, min_rollouts: int) -> int:
+    """Rollouts of each anchor, 0 if they do not divide evenly, or are too few."""
+    num_states, rest = (num_anchors + 1, num_rows) if num_bases is None else (num_anchors, num_rows - num_bases)
+    fits = num_anchors > 0 and rest % num_states == 0 and rest // num_states >= min_rollouts
+    return rest // num_states if fits else 0

@@ -15,7 +15,17 @@ HOOK = "make_inputs_require_grads"
 
 
 class GenerateSteps:
-    """The steps of transformers' `generate`, for a decoding loop of one's own."""
+    """
+    The steps of transformers' `generate`, for a decoding loop of one's own.
+
+    Args:
+        in_step (`bool`):
+            Whether a forward pass is a collective call. A process then makes as many as the others do. `generate` sees
+            to it only with its own loop.
+    """
+
+    def __init__(self, in_step: bool = False):
+        self.in_step = in_step
 
     def run(self, model: Any, loop: Callable[..., torch.Tensor], inputs: dict[str, Any]) -> torch.Tensor:
         return model.generate(**inputs, custom_generate=loop)
@@ -23,7 +33,7 @@ class GenerateSteps:
     def sample(
         self, model: Any, input_ids: torch.Tensor, logits_processor: LogitsProcessorList, arguments: dict[str, Any]
     ) -> torch.Tensor:
-        return model._sample(input_ids, logits_processor, **arguments)
+        return model._sample(input_ids, logits_processor, synced_gpus=self.in_step, **arguments)
 
     def unchanged(self, model: Any, device: torch.device) -> AbstractContextManager[None]:
         return unchanged(model, device)
@@ -81,11 +91,12 @@ def drop_surplus_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put back what modules keep to themselves, and the generators of random numbers."""
+    """Put back what modules keep to themselves, and the generators of random numbers, which begin at a seed."""
     before = [(part, dict(vars(part)), dict(part._buffers)) for part in model.modules()]
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
         try:
+            torch.manual_seed(0)
             yield
         finally:
             for part, attributes, buffers in before:

@@ -181,7 +181,7 @@ METHODS = [
         "transformers.GenerationMixin._sample",
         "decoding.py",
         "the decoding loop of `generate`, called with one more processor of logits",
-        "self input_ids logits_processor stopping_criteria generation_config",
+        "self input_ids logits_processor stopping_criteria generation_config synced_gpus",
         exactly=False,
     ),
     Name(

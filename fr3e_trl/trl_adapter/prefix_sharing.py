@@ -40,9 +40,11 @@ PAIRS_PER_CALL = 2**14
 # Implementations of attention that can be called with the paths of a trie
 IMPLEMENTATIONS = ("sdpa", "eager")
 
-# Settings of models whose attention looks back no further, and the longest of them that is tried out
+# Settings of models whose attention looks back no further
 WINDOWS = ("sliding_window", "attention_chunk_size")
-LONGEST_WINDOW = 512
+
+# Columns of a trial's rows, and what follows them in another batch
+COLUMNS, MORE_COLUMNS = 48, 13
 
 
 @dataclass(frozen=True)
@@ -214,8 +216,8 @@ def obstacle_to_sharing(
     """
     What keeps a model from forwarding shared prefixes once, if anything does.
 
-    Rows that branch are scored shared and apart. Some models have more to them than attention: what recurrent layers
-    make of a token depends on the row. Others have windows that their attention is not told of.
+    Rows that branch are scored shared and apart. In some models, layers beside attention depend on the tokens before.
+    Others have windows that their attention is not told of.
 
     Args:
         model (`~transformers.PreTrainedModel`):
@@ -237,10 +239,13 @@ def obstacle_to_sharing(
     if config._attn_implementation not in IMPLEMENTATIONS:
         taking = " and ".join(IMPLEMENTATIONS)
         return f"attn_implementation={config._attn_implementation!r} takes no paths, as {taking} do"
+    if getattr(model, "_is_stateful", False):
+        return f"layers of {name} are recurrent: what they make of a token depends on the row"
     share(model, config._attn_implementation)
     windows = [window for window in (getattr(config, name, None) for name in WINDOWS) if window]
-    length = min([max([32, *(window + 16 for window in windows)]), LONGEST_WINDOW + 16])
-    input_ids, mask = _branching_rows(model, min(length, context_length(model.config) or length))
+    if set(getattr(config, "layer_types", None) or ["any"]) == {"full_attention"}:
+        windows = []
+    input_ids, mask = _branching_rows(model)
     input_ids, mask = input_ids.to(device), mask.to(device)
     num_columns = input_ids.size(1) // 2
     trie = replace(fold(input_ids, mask, mask[:, -num_columns:].bool()), windows=set())
@@ -248,23 +253,25 @@ def obstacle_to_sharing(
         with torch.no_grad(), unchanged(model, device), without_dropout(model):
             apart = score_apart(input_ids, mask, num_columns)
             difference = (apart - score_shared(trie)).abs().mean().item()
-            # The same in other batches, as a measure of what rounding does
-            alone = torch.cat([score_apart(input_ids[[i]], mask[[i]], num_columns) for i in range(len(input_ids))])
-            noise = (apart - alone).abs().mean().item()
+            # The same in batches of other shapes, as a measure of what rounding does
+            longer = [torch.cat([rows, rows[:, :MORE_COLUMNS]], 1) for rows in (input_ids, mask)]
+            alone = [score_apart(*(rows[[i]] for rows in longer), num_columns + MORE_COLUMNS) for i in range(len(mask))]
+            noise = (apart - torch.cat(alone)[:, :num_columns]).abs().mean().item()
     except Exception as error:
         return f"{name} raises {type(error).__name__}: {error}"
+    assert trie.windows is not None
+    for window in windows:
+        if window not in trie.windows:  # it may be longer than what is tried out
+            return f"the window of {name}, {window} tokens, is in its mask alone"
     if not difference <= tolerance(dtype, noise):
         return f"it changes log-probs of {name} by {difference:.2g} nats a token"
-    assert trie.windows is not None
-    unseen = [window for window in windows if window > LONGEST_WINDOW and window not in trie.windows]
-    if unseen:
-        return f"attention of {name} looks back by {unseen[0]} tokens, by its mask alone"
     return None
 
 
-def _branching_rows(model: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _branching_rows(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and mask, (4, T), of a row, two that branch off it, and itself with another beginning."""
     config = model.config
+    length = min(COLUMNS, context_length(config) or COLUMNS)
     usual = np.setdiff1d(np.arange(config.get_text_config().vocab_size), special_tokens(config, []))
     rng = np.random.default_rng(0)
     input_ids = np.tile(rng.choice(usual, length), (4, 1))

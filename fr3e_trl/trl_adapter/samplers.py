@@ -12,7 +12,7 @@ from ..generation.vllm import VLLMColocateSampler, VLLMServerSampler
 from ..method.sampling import Sampler
 from .decoding import GenerateSteps, generation_model
 from .images import image_inputs
-from .setup import is_sharded
+from .setup import computed_in, is_sharded
 
 
 def make_sampler(trainer: Any) -> Sampler:
@@ -28,9 +28,11 @@ def make_sampler(trainer: Any) -> Sampler:
         sampler = ContinuousBatchingSampler(model, trainer.generation_config, trainer.continuous_batching_config)
     else:
         branches_early = bool(trainer.args.num_anchors) and trainer.args.anchor_threshold is not None
+        steps = GenerateSteps(in_step=is_sharded(trainer) and trainer.accelerator.num_processes > 1)
         sampler = GenerateSampler(
-            *(model, trainer.generation_config, trainer.accelerator.device, GenerateSteps()),
+            *(model, trainer.generation_config, trainer.accelerator.device, steps),
             image_inputs=partial(image_inputs, trainer),
             may_grow=branches_early and not is_sharded(trainer) and not trainer.tools,
+            dtype=computed_in(trainer),
         )
     return InStepSampler(sampler) if is_sharded(trainer) else sampler

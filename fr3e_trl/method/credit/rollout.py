@@ -63,14 +63,14 @@ def compared_rewards(trees: Sequence[Tree], plan: Plan) -> torch.Tensor:
     Where the rewards of each function are normalized, their weighted sum is divided by the standard deviation over the
     batch, as by GRPO with `multi_objective_aggregation="normalize_then_sum"`.
     """
-    rollouts = [(r, i) for i, tree in enumerate(trees) for state in tree.states for r in state.rollouts]
-    rewards = torch.tensor([rollout.reward for rollout, _ in rollouts], dtype=torch.float64)
+    rollouts = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]
+    rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
     if plan.normalization == "none":
         return rewards
-    prompts = torch.tensor([i for _, i in rollouts])
+    prompts = torch.tensor([i for i, tree in enumerate(trees) for state in tree.states for _ in state.rollouts])
     if plan.normalization == "sum":
         return normalized_rewards(rewards.unsqueeze(1), prompts, len(trees)).squeeze(1)
-    per_func = torch.tensor([rollout.score.rewards for rollout, _ in rollouts], dtype=torch.float64)
+    per_func = torch.tensor([rollout.score.rewards for rollout in rollouts], dtype=torch.float64)
     weights = torch.tensor(plan.reward_weights or [1.0] * per_func.size(1), dtype=torch.float64)
     rewards = weighted_rewards(normalized_rewards(per_func, prompts, len(trees)), weights)
     scorable = rewards[~rewards.isnan()]
