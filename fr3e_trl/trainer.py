@@ -1,7 +1,7 @@
 """FR3E in the place of GRPO."""
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -130,7 +130,8 @@ class FR3ETrainer(GRPOTrainer):
     _shares_prefixes: bool | None = False  # None where it is not known yet
     _refill: Refill | None = None
     _value_tracker: ValueTracker | None = None
-    _threshold: float | None = None  # that base trajectories branch above, where past steps say it
+    _threshold: float | None = None  # at which base trajectories branch, where past steps say it
+    _uncertainties: Sequence[float] = ()  # of a step's base trajectories: those of all its refills count once
     _tree_log: TreeLog | None = None
 
     def __init__(
@@ -235,7 +236,7 @@ class FR3ETrainer(GRPOTrainer):
         """Grow trees from the prompts of a step, credit their rows, and have them for its batch."""
         num_rows = len(inputs) * self.accelerator.num_processes
         num_prompts = num_rows // self.num_generations
-        self.trees = []
+        self.trees, self._uncertainties = [], []
         explored: list[Row] = []
         metrics: dict[str, float] = {}
         with awake_engine(self):
@@ -251,8 +252,16 @@ class FR3ETrainer(GRPOTrainer):
         if self._tree_log is not None:
             self._tree_log.write(self.trees, explored, self.args, self.state.global_step + 1)
         counts = self.sampler.take_counts() if isinstance(self.sampler, ToolCallingSampler) else (0, 0)
+        if self.args.anchor_threshold == "auto":
+            self._threshold = next_threshold(self._threshold, self._uncertainties)
         batch = assemble(self, rows, counts)
-        loss.set_credit(self, batch, rows, of_tokens=CREDIT_RULES[self.args.plan.credit].by_token)
+        rule = CREDIT_RULES[self.args.plan.credit]
+        has_dropped = rule.leaves_out_truncated and loss.mask_dropped(self, batch, rows)
+        if has_dropped:
+            credit_rows(explored, self.trees, self.args.plan, self._value_tracker)
+        loss.set_credit(self, batch, rows, of_tokens=rule.by_token)
+        if has_dropped:
+            loss.weigh_dropped(self, batch)
         log_metrics(self, self._metrics_of_step(rows) | metrics)
         if self._refill is not None:
             score_leftovers(self, self._refill.leftovers)
@@ -299,8 +308,7 @@ class FR3ETrainer(GRPOTrainer):
             in_every_process,
             self._threshold,
         )
-        if self.args.anchor_threshold == "auto":
-            self._threshold = next_threshold(self._threshold, uncertainties)
+        self._uncertainties += uncertainties
         for dialogue in (rollout.dialogue for tree in trees for state in tree.states for rollout in state.rollouts):
             if dialogue is not None:
                 dialogue.environment, dialogue.snapshots = None, []  # for the next rollouts

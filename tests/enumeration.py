@@ -72,7 +72,7 @@ class Policy:
                     self.scores[i, t + 1, place, completion[t]] += 1
         self.scores = self.scores.flatten(2)
         self.expected_reward = self.probabilities @ self.rewards
-        self.gradient = (self.probabilities * self.rewards) @ self.scores[:, -1]
+        self.gradient = self.gradient_of(self.rewards)
 
     def probability(self, completion: Completion, start: int = 0) -> float:
         """Of the tokens from `start` on, given those before."""
@@ -80,6 +80,10 @@ class Policy:
         for t in range(start, len(completion)):
             p *= float(self.distributions[self.places[completion[:t]], completion[t]])
         return p
+
+    def gradient_of(self, values: torch.Tensor) -> torch.Tensor:
+        """Gradient by the logits, of shape (D,), of the mean of the completions' `values` (C,)."""
+        return (self.probabilities * values) @ self.scores[:, -1]
 
     def entropies(self, completion: Completion) -> list[float]:
         """Before each token is drawn."""
@@ -285,13 +289,17 @@ def of_trees(
     prior_strength: float = 4.0,
     copies: bool = True,
     counted: bool = True,
+    masked: Callable[[Completion], bool] = lambda completion: False,
 ) -> Estimate:
     """
     Tree credit. The prior of the prompt is a number that the outcome has no part in.
 
     Without `copies`, missing branches are not made up for; without `counted`, a token counts for one row, not for |T|.
+    Completions that are `masked` are in no T and no U.
     """
     paths = paths_of(policy, outcomes)
+    is_masked = torch.tensor([masked(policy.completions[i]) for outcome in outcomes for i in outcome.completions])
+    paths = paths._replace(rewards=paths.rewards.masked_fill(is_masked, math.nan))
     if not copies:
         paths = paths._replace(copies=[1] * len(paths.copies))
     priors = torch.full((len(outcomes),), prior, dtype=torch.float64)

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -18,9 +19,11 @@ from fr3e_trl.method.anchors import (
     by_entropy,
     by_surprisal,
     eligible_positions,
+    next_threshold,
     rank_anchors,
     select_bases,
     share_anchors,
+    uncertainty,
 )
 from fr3e_trl.method.plan import Plan
 from fr3e_trl.method.shape import Shape
@@ -137,7 +140,7 @@ def test_anchors_are_eligible_distinct_and_apart(data):
         assert all(0 < position < length for position in anchors)
         assert all(abs(a - b) >= min_gap for a in anchors for b in anchors if a != b)
     assert all(scores[a] >= scores[b] for a, b in itertools.pairwise(ranked))
-    assert first == sorted(first) and all(scores[position] > threshold for position in first)
+    assert first == sorted(first) and all(scores[position] >= threshold for position in first)
 
 
 @given(st.lists(st.floats(0, 2), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 5))
@@ -149,3 +152,17 @@ def test_a_stopping_rule_chooses_the_same_while_a_trajectory_grows(entropies, mi
             growing.append(position)
     finished = torch.tensor(entropies)
     assert growing == rule.choose(finished, None, eligible_positions(finished, len(entropies)), num_anchors)
+
+
+def test_where_all_entropies_are_alike_the_threshold_that_follows_them_has_anchors():
+    entropies = np.full(8, 0.7)
+    eligible = eligible_positions(entropies, 8)
+    threshold = next_threshold(None, [uncertainty(entropies, eligible, 3)] * 4)
+    assert threshold == 0.7
+    assert AboveThreshold(threshold=threshold).choose(entropies, None, eligible, 3) == [1, 2, 3]
+
+
+def test_where_nothing_is_uncertain_there_is_no_anchor():
+    entropies = np.zeros(8)
+    eligible = eligible_positions(entropies, 8)
+    assert AboveThreshold(threshold=0.0).choose(entropies, None, eligible, 3) == []

@@ -420,6 +420,45 @@ def test_unbiased_with_the_other_prompts_as_prior():
         assert float((gradient / 2 - policy.gradient).norm() / policy.gradient.norm()) < 1e-10
 
 
+def is_cut_off(completion):
+    """Whether a completion of the policies with EOS, whose budget is three tokens, has none."""
+    return 0 not in completion
+
+
+@pytest.mark.parametrize("baseline", [0.0, 0.3])
+@pytest.mark.parametrize("num_anchors", [1, 2])
+def test_with_truncated_rows_masked_only_finished_ones_count(num_anchors, baseline):
+    """
+    The objective is that of GRPO with `mask_truncated_completions`: finished completions earn their reward less the
+    baseline, and others nothing. So to finish is worth something, unless the baseline is 0.
+    """
+    policy = Policy(vocabulary=3, length=3, seed=5, rewards="graded", eos=True)
+    finished = torch.tensor([not is_cut_off(completion) for completion in policy.completions])
+    assert 0.2 < policy.probabilities[finished].sum() < 0.8
+    outcomes = grow(policy, first_uncertain(0.6, num_anchors), num_anchors)
+    # A prior of such a weight is the baseline
+    estimate = of_trees(policy, outcomes, baseline, 1e12, masked=is_cut_off)
+    expected = policy.gradient_of(finished * (policy.rewards - baseline))
+    torch.testing.assert_close(estimate.mean, (1 + num_anchors) * expected, atol=1e-9, rtol=1e-9)
+
+
+def test_a_loss_divided_by_the_rows_in_it_has_another_scale_and_direction_than_one_divided_by_all_rows():
+    """
+    With `dr_grpo` and `luspo` the sum over tokens is divided by rows. By those of the whole batch, whatever they are:
+    copies, which the sum counts, have no row in the loss, so that their number would move the scale from tree to tree.
+    """
+    policy = Policy(vocabulary=3, length=3, seed=5, rewards="graded", eos=True)
+    outcomes = grow(policy, first_uncertain(0.6, num_anchors=3), 3)
+    estimate = of_trees(policy, outcomes, 0.3)
+    by_all_rows = estimate.probabilities @ (estimate.gradients / 4)
+    torch.testing.assert_close(by_all_rows, policy.gradient, atol=1e-12, rtol=1e-10)
+    num_sampled = torch.tensor([len(outcome.completions) for outcome in outcomes])
+    by_rows_in_loss = estimate.probabilities @ (estimate.gradients / num_sampled[:, None])
+    assert by_rows_in_loss.norm() > 1.5 * policy.gradient.norm()
+    cosine = float(by_rows_in_loss @ policy.gradient / (by_rows_in_loss.norm() * policy.gradient.norm()))
+    assert cosine < 0.999
+
+
 def test_biased_where_missing_branches_are_not_made_up_for():
     # To end at once leaves one row and to go on two, so that the baseline weighs more after going on
     policy = POLICIES[2]

@@ -256,11 +256,11 @@ def first_anchors(entropies, eligible, threshold, num_anchors, min_gap=1):
 def test_the_first_positions_above_a_threshold():
     entropies = torch.tensor([9.0, 0.2, 0.4, 0.3, 2.0, 0.5, 3.0])
     eligible = torch.tensor([False, True, True, True, True, True, True])
-    assert first_anchors(entropies, eligible, 0.3, 3) == [2, 4, 5]  # not the .3 itself, nor the prompt's
-    assert first_anchors(entropies, eligible, 0.3, 3, min_gap=2) == [2, 4, 6]
+    assert first_anchors(entropies, eligible, 0.3, 3) == [2, 3, 4]  # the .3 itself, not the prompt's
+    assert first_anchors(entropies, eligible, 0.35, 3, min_gap=2) == [2, 4, 6]
     assert first_anchors(entropies, eligible, 1.0, 3) == [4, 6]
     # What follows changes nothing of them
-    assert first_anchors(entropies[:5], eligible[:5], 0.3, 2) == first_anchors(entropies, eligible, 0.3, 2) == [2, 4]
+    assert first_anchors(entropies[:5], eligible[:5], 0.35, 2) == first_anchors(entropies, eligible, 0.35, 2) == [2, 4]
 
 
 def test_the_threshold_follows_the_policy():

@@ -18,7 +18,7 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -102,7 +102,7 @@ class StoppingRule:
 @dataclass(frozen=True, kw_only=True)
 class AboveThreshold(StoppingRule):
     """
-    The first positions with an entropy above a threshold.
+    The first positions whose entropy reaches a threshold, but for those where nothing is uncertain.
 
     Args:
         threshold (`float`):
@@ -112,7 +112,8 @@ class AboveThreshold(StoppingRule):
     threshold: float
 
     def is_uncertain(self, entropies: Any, positions: Any) -> Any:
-        return entropies > self.threshold
+        # Where all entropies are alike they are the threshold, which follows them
+        return (entropies >= self.threshold) & (entropies > 0)
 
 
 @dataclass(frozen=True)
@@ -261,14 +262,14 @@ def uncertainty(entropies: Any, eligible: Any, num_anchors: int) -> float:
     return known[-num_anchors].item() if len(known) >= num_anchors else 0.0
 
 
-def next_threshold(threshold: float | None, uncertainties: list[float]) -> float:
+def next_threshold(threshold: float | None, uncertainties: Sequence[float]) -> float:
     """
     The threshold of the next step: their median, smoothed over steps.
 
     Args:
         threshold (`float`, *optional*):
             That of this step, in nats.
-        uncertainties (`list[float]`):
+        uncertainties (`Sequence[float]`):
             How uncertain this step's base trajectories were, see [`uncertainty`], NaN for those without anchors.
     """
     found = statistics.median(value for value in uncertainties if not math.isnan(value))

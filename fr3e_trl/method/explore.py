@@ -51,8 +51,8 @@ Base = tuple[int, int]
 # A row: the index of its tree, its state, and which of the state's rollouts it is
 Slot = tuple[int, State, int]
 
-# What a process tells of a row: length, tokens that the policy wrote, rewards by function, reward
-Outcome = tuple[int, int, list[float], float]
+# What a process tells of a row: length, tokens that the policy wrote, rewards by function, reward, whether it is masked
+Outcome = tuple[int, int, list[float], float, bool]
 
 
 @dataclass(frozen=True)
@@ -333,11 +333,8 @@ class _Exploration:
         self._take_drawn(own)
         self._sample_missing([slot for slot in own if slot[1].rollouts[slot[2]].length == 0])
         rows = [(i, state, state.rollouts[k]) for i, state, k in own]
-        # Copies too, for reward functions to see whole groups; but an environment was asked for a dialogue's score
-        self._score(
-            [row for row in rows if not row[2].score.rewards and (row[2].copy_of is None or not row[2].dialogue)]
-        )
-        return [(r.length, r.num_written, r.score.rewards, r.score.reward) for _, _, r in rows]
+        self._score([row for row in rows if not row[2].score.rewards and row[2].copy_of is None])
+        return [(r.length, r.num_written, r.score.rewards, r.score.reward, r.score.is_masked) for _, _, r in rows]
 
     def _slots(self) -> list[Slot]:
         """The rows of all processes, in order."""
@@ -385,13 +382,16 @@ class _Exploration:
     def take_down(self, outcomes: list[list[Outcome]]) -> None:
         """Take down what other processes told of their rows."""
         of_rows = (outcome for of_process in outcomes for outcome in of_process)
-        for (_, state, k), (length, num_written, rewards, reward) in zip(self._slots(), of_rows, strict=True):
+        for (_, state, k), (length, num_written, rewards, reward, is_masked) in zip(
+            self._slots(), of_rows, strict=True
+        ):
             rollout = state.rollouts[k]
             if not rollout.score.rewards:
-                rollout.length, rollout.num_written, rollout.score = length, num_written, Score(rewards, reward)
+                rollout.length, rollout.num_written = length, num_written
+                rollout.score = Score(rewards, reward, is_masked=is_masked)
         for tree in self.trees:
             for rollout in tree.states[0].rollouts:
-                if rollout.copy_of is not None and not rollout.score.rewards:
+                if rollout.copy_of is not None:
                     rollout.score = tree.bases[rollout.copy_of].score
 
 
@@ -401,7 +401,7 @@ def _rollout(sample: Sample) -> Rollout:
 
 def _for_others(rollout: Rollout, holds_tokens: bool) -> Rollout:
     """A rollout as other processes know it."""
-    score = Score(rollout.score.rewards, rollout.score.reward)
+    score = replace(rollout.score, logs={})
     if not holds_tokens:
         return Rollout(score=score, length=rollout.length, num_written=rollout.num_written)
     dialogue = None if rollout.dialogue is None else rollout.dialogue.without_environment()

@@ -172,6 +172,7 @@ def state_of(row: Row, with_tokens: bool = True) -> dict[str, Any]:
         "num_written": row.rollout.num_written,
         "rewards": row.rollout.score.rewards,
         "reward": row.rollout.score.reward,
+        "is_masked": row.rollout.score.is_masked,
         "credit": row.rollout.credit,
         "advantage": row.advantage,
         "in_loss": row.in_loss,
@@ -194,7 +195,7 @@ def state_of(row: Row, with_tokens: bool = True) -> dict[str, Any]:
 
 def row_from(state: dict[str, Any], train_dataset: Sequence[dict[str, Any]]) -> Row:
     """The row that [`state_of`] was told of."""
-    score = Score(state["rewards"], state["reward"])
+    score = Score(state["rewards"], state["reward"], is_masked=state.get("is_masked", False))
     # Checkpoints used to have no credit of tokens but under tree credit
     credit = state["credit"] or [(state["length"], 1.0, state["advantage"])]
     row = Row(

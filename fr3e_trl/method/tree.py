@@ -32,11 +32,15 @@ class Score:
             Their weighted sum, NaN if none gave any: the completion is unscorable.
         logs (`dict[str, Any]`):
             What they logged of it, in the process that scored it.
+        is_masked (`bool`):
+            Whether the completion was cut off and nothing is learned from its outcome: `mask_truncated_completions`,
+            where the credit rule leaves such rollouts out.
     """
 
     rewards: list[float]
     reward: float
     logs: dict[str, Any] = field(default_factory=dict)
+    is_masked: bool = False
 
 
 @dataclass(eq=False)
@@ -121,8 +125,8 @@ class Rollout:
 
     @property
     def reward(self) -> float:
-        """What it is compared by: its reward, NaN if it is unscorable, or a copy, which its original counts for."""
-        return self.score.reward if self.copy_of is None else float("nan")
+        """What it is compared by. NaN if it is unscorable or masked, or a copy: its original counts for that."""
+        return float("nan") if self.copy_of is not None or self.score.is_masked else self.score.reward
 
 
 @dataclass(eq=False)

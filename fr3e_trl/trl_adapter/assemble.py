@@ -1,5 +1,6 @@
 """Rows in, TRL's batch out."""
 
+import math
 from collections.abc import Callable
 from itertools import chain, repeat
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 
+from ..method.credit import CREDIT_RULES
 from ..method.rows import Row
 from ..method.sampling import images_of
 from .checks import check_all_or_none
@@ -53,8 +55,14 @@ def _trl_batch(
         if row.rollout.logprobs is not None and trainer.use_vllm
     ]
     drawn = [row.completion_ids.tolist() for row in own], logprobs if len(logprobs) == len(own) else None
-    rewards = torch.tensor([row.rollout.score.rewards for row in rows], device=trainer.accelerator.device)
+    # TRL logs means over what was sampled: a copy has no reward of its own
+    none = [math.nan] * len(trainer.reward_funcs)
+    rewards = torch.tensor(
+        [row.rollout.score.rewards if row.rollout.copy_of is None else none for row in rows],
+        device=trainer.accelerator.device,
+    )
     generate, score = trainer._generate, trainer._get_per_token_logps_and_entropies
+    rule = CREDIT_RULES[trainer.args.plan.credit]
 
     def generated(prompts: list[Any]) -> tuple[Any, ...]:
         prompt_ids, completion_ids, _, completions, logprobs, extra_fields, *_ = generate(prompts)
@@ -89,6 +97,8 @@ def _trl_batch(
         environment_factories=None,  # what was generated needs no environment any more
         environments=None,
         _video_pad_token_id=None,  # no tool returns a video: such a token is the policy's
+        # Where tokens of a row that is cut off are still credited, the loss masks those that are not
+        mask_truncated_completions=trainer.mask_truncated_completions and not rule.leaves_out_truncated,
     ):
         examples = [with_images_in_prompt(trainer, row.example) for row in own]
         return GRPOTrainer._generate_and_score_completions(trainer, examples)

@@ -325,12 +325,12 @@ def checked_reward_func(func: Callable[..., Any], name: str) -> Callable[..., An
             )
         rewards = list(rewards)
         for i, reward in enumerate(rewards):
-            if reward is None:
+            if reward is None or math.isnan(reward):  # both are no reward, as to GRPO
                 continue
-            if not math.isfinite(reward):
+            if math.isinf(reward):
                 raise ValueError(
                     f"The reward function '{name}' returned {reward} for completion {i} of {len(rewards)}. A reward "
-                    "must be a finite number, or None for a completion that cannot be scored."
+                    "must be a finite number. None or NaN says that a completion cannot be scored."
                 )
             if abs(reward) > MAX_REWARD:
                 raise ValueError(

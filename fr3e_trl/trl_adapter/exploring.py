@@ -1,9 +1,11 @@
 """The prompts that are explored in a step: from examples to trees, and from rollouts to scores."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from ..generation.tools import EnvironmentFailure, Instance, ToolCallingSampler
+from ..method.credit import CREDIT_RULES
 from ..method.credit.prior import prompt_key
 from ..method.explore import own_bases
 from ..method.rows import RowSharding
@@ -13,6 +15,7 @@ from . import prompts
 from .checks import check_images, check_prompts
 from .images import prompt_of
 from .rewards import score
+from .setup import tokenizer_of
 from .tools import instances
 
 
@@ -65,8 +68,15 @@ class Exploring:
             [dialogues[k] for k in whole],
         )
         for k, of_rollout in zip(whole, scored, strict=True):
-            scores[k] = of_rollout
+            scores[k] = replace(of_rollout, is_masked=self._is_masked(completion_ids[k]))
         return scores
+
+    def _is_masked(self, completion_ids: TokenIds) -> bool:
+        """Whether a completion is cut off, as TRL has it, and such ones are left out of credit."""
+        trainer = self.trainer
+        if not (trainer.mask_truncated_completions and CREDIT_RULES[trainer.args.plan.credit].leaves_out_truncated):
+            return False
+        return completion_ids[-1] not in (*trainer.eos_token_ids, tokenizer_of(trainer).pad_token_id)
 
     def _provide_tools(self) -> list[list[int]]:
         """

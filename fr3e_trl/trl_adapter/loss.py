@@ -6,11 +6,13 @@ is in the loss: see [`DIVIDED_BY`].
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 
 from ..method.rows import Row, token_credit
 from .images import select_rows
@@ -59,15 +61,57 @@ def set_credit(trainer: Any, batch: dict[str, torch.Tensor], rows: list[Row], of
     batch["num_rows_in_loss"] = in_loss.sum()
     batch["advantages"], batch["in_loss"] = own_rows(trainer, advantages), own_rows(trainer, in_loss)
     batch["tool_mask"] = batch["tool_mask"] * batch["in_loss"].unsqueeze(1)
+    if of_tokens:
+        own = own_rows(trainer, rows)
+        credit = torch.from_numpy(token_credit(own, batch["completion_mask"].size(1)))
+        weights, batch["advantages"] = credit.to(batch["advantages"])
+        # Of a masked row those tokens are left that other rows pass through
+        is_masked = torch.tensor([row.rollout.score.is_masked for row in own], device=weights.device)
+        batch["tool_mask"] = batch["tool_mask"] * ((weights > 0) | ~is_masked.unsqueeze(1))
     mask = batch["completion_mask"] * batch["tool_mask"]
     batch["num_items_in_batch"] = trainer.accelerator.gather(mask.sum()).sum()  # TRL counted the tokens of all rows
-    if not of_tokens:
-        return
-    credit = token_credit(own_rows(trainer, rows), mask.size(1))
-    weights, batch["advantages"] = torch.from_numpy(credit).to(batch["advantages"])
-    # A token counts for all rows that pass through it
-    num_counted = trainer.accelerator.gather((weights * mask).sum()).sum()
-    batch["tokens_per_counted"] = batch["num_items_in_batch"] / num_counted.clamp(min=1)
+    if of_tokens:
+        # A token counts for all rows that pass through it
+        num_counted = trainer.accelerator.gather((weights * mask).sum()).sum()
+        batch["tokens_per_counted"] = batch["num_items_in_batch"] / num_counted.clamp(min=1)
+        batch["rows_per_counted"] = batch["num_rows_in_loss"] / len(rows)
+
+
+def mask_dropped(trainer: Any, batch: dict[str, torch.Tensor], rows: list[Row]) -> bool:
+    """
+    Mask the rollouts of rows that TRL's correction for vLLM drops as a whole, with `"sequence_mask"`.
+
+    Args:
+        trainer (`GRPOTrainer`):
+            Trains on the batch.
+        batch (`dict[str, torch.Tensor]`):
+            What [`assemble`] returned.
+        rows (`list[Row]`):
+            The rows of all processes.
+
+    Returns:
+        `bool`: Whether there are any, so that credit must be given anew: rows that pass through their tokens still
+        credit these.
+    """
+    if "importance_sampling_ratio" not in batch or trainer.vllm_importance_sampling_mode != "sequence_mask":
+        return False
+    own = (batch["importance_sampling_ratio"] == 0).all(1).tolist()
+    dropped = [row for row, is_dropped in zip(rows, gather_object(own), strict=True) if is_dropped]
+    for row in dropped:
+        row.rollout.score = replace(row.rollout.score, is_masked=True)
+    return bool(dropped)
+
+
+def weigh_dropped(trainer: Any, batch: dict[str, torch.Tensor]) -> None:
+    """Weigh the tokens that stay of rows that were dropped by the ratio of these tokens alone, within TRL's bounds."""
+    ratio = batch["importance_sampling_ratio"]
+    mask = batch["completion_mask"] * batch["tool_mask"]
+    difference = ((batch["old_per_token_logps"] - batch["sampling_per_token_logps"]) * mask).nan_to_num(0)
+    low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+    of_rest = difference.sum(1, keepdim=True).exp()
+    if low is not None or high is not None:
+        of_rest = of_rest.clamp(low, high)
+    batch["importance_sampling_ratio"] = torch.where((ratio == 0) & (mask.sum(1, keepdim=True) > 0), of_rest, ratio)
 
 
 def compute_loss(
@@ -103,6 +147,9 @@ def compute_loss(
     if divisor is not Divisor.ROWS and "tokens_per_counted" in inputs:
         # The policy term is divided by the tokens that were counted for it, other terms by the tokens in the loss
         inputs["advantages"] = inputs["advantages"] * inputs["tokens_per_counted"]
+    if divisor is Divisor.ROWS and "rows_per_counted" in inputs:
+        # And by the rows of the batch, whichever teach something: copies too, which the tokens of their original count
+        inputs["advantages"] = inputs["advantages"] * inputs["rows_per_counted"]
     if divisor is Divisor.ROWS:
         # TRL divides by `num_rows`, of which this process may have fewer. The policy term is linear in the advantages,
         # and the KL term in beta; that may not become 0 in one process alone, for what TRL gathers.

@@ -92,6 +92,9 @@ class CreditRule:
             and nothing is generated. `False`: they are rollouts of the prompt.
         by_token (`bool`):
             Whether the loss takes an advantage for each token, and counts tokens by their weights, or one for each row.
+        leaves_out_truncated (`bool`):
+            Whether rollouts that are cut off are compared with nothing where `mask_truncated_completions` is set, and
+            others that pass through their tokens still credit these. Otherwise TRL masks them whole.
         without_prior (`str`):
             Ends a warning: what the only base trajectory of a prompt teaches nothing of if its prompt has no prior.
     """
@@ -101,6 +104,7 @@ class CreditRule:
     wants_stopping_rule: ClassVar[bool] = False
     copies_missing_branches: ClassVar[bool] = False
     by_token: ClassVar[bool] = True
+    leaves_out_truncated: ClassVar[bool] = False
     without_prior: ClassVar[str] = "whose base trajectory then has nothing to be compared with and teaches nothing"
 
     def credit(self, trees: Sequence[Tree], plan: Plan, prior: Prior) -> Credit:

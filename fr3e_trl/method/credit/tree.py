@@ -66,6 +66,7 @@ class TreeCredit(CreditRule):
     needs_anchors = True
     wants_stopping_rule = True
     copies_missing_branches = True
+    leaves_out_truncated = True
     without_prior = "whose base trajectory then teaches nothing before its first anchor"
 
     def credit(self, trees: Sequence[Tree], plan: Plan, prior: Prior) -> Credit:
@@ -249,7 +250,7 @@ def tree_credit(paths: Paths, baselines: torch.Tensor, prior_strength: float) ->
 
 
 def _row_credit(stretches: Stretches, trees: Sequence[Tree], plan: Plan) -> list[RowCredit]:
-    """Stretches by row. A row of which nothing is learned is rejected, and so is a copy, whatever the plan."""
+    """Stretches by row. A row that teaches nothing is rejected. So are copies and masked rows, whatever the plan."""
     rollouts = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]
     informative = torch.zeros(len(rollouts), dtype=torch.bool)
     informative[stretches.rows[stretches.advantages != 0]] = True
@@ -263,7 +264,7 @@ def _row_credit(stretches: Stretches, trees: Sequence[Tree], plan: Plan) -> list
         RowCredit(
             of_row,
             sum(n * advantage for n, _, advantage in of_row) / rollout.length,
-            is_informative or not (plan.reject or rollout.copy_of is not None),
+            is_informative or not (plan.reject or rollout.copy_of is not None or rollout.score.is_masked),
         )
         for of_row, rollout, is_informative in zip(of_rows, rollouts, informative.tolist(), strict=True)
     ]

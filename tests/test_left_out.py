@@ -1,0 +1,120 @@
+"""Rows that are left out of credit, or counted for others: copies, truncated rows, rewards that are no numbers."""
+
+import math
+
+import factory
+import pytest
+import torch
+from factory import logged
+
+from fr3e_trl.method.anchors import eligible_positions, next_threshold, uncertainty
+
+THRESHOLD = {"anchor_threshold": 1.2}
+
+
+def rows_of(batch, trees):
+    """The rows of a step: (tree, state, rollout, its part of the batch as `{name: tensor of shape (C,)}`)."""
+    names = ("advantages", "completion_mask", "tool_mask")
+    rollouts = [(tree, state, rollout) for tree in trees for state in tree.states for rollout in state.rollouts]
+    for i, row in enumerate(rollouts):
+        yield *row, {name: batch[name][i] for name in names}
+
+
+@pytest.mark.parametrize("settings", [{"num_generations": 4}, {"num_generations": 8}])
+def test_copies_are_scored_once_and_logged_means_are_over_rollouts(settings):
+    scored = []
+
+    def letters(completions, **kwargs):
+        scored.append(factory.letters(completions))
+        return scored[-1]
+
+    trainer = factory.train(reward_funcs=letters, max_steps=4, **settings)
+    counts = []
+    for (_, trees), rewards in zip(trainer.batches, scored, strict=True):
+        rollouts = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]
+        assert len(rewards) == sum(rollout.copy_of is None for rollout in rollouts)
+        counts.append(len(rollouts) - len(rewards))
+    assert sum(counts) > 0
+    names = ("reward", "reward_std", "rewards/letters/mean")
+    for rewards, of_step in zip(scored, logged(trainer, *names), strict=True):
+        mean, std = torch.tensor(rewards).mean().item(), torch.tensor(rewards).std().item()
+        assert of_step == pytest.approx((mean, std, mean), abs=1e-5)
+
+
+@pytest.mark.parametrize(("loss_type", "divisor"), [("dr_grpo", 16 * 12), ("luspo", 16)])
+def test_sums_over_rows_are_divided_by_all_rows_of_the_batch(loss_type, divisor):
+    """
+    By the credit of the trees, at ratios of 1: the sum of A over tokens, divided by rows, copies and rejected ones too.
+    """
+    settings = {"num_generations": 4, "beta": 0.0, "learning_rate": 1e-2}
+    trainer = factory.train(reward_funcs=factory.letters, loss_type=loss_type, max_steps=4, **settings)
+    num_copies = 0
+    for (_, trees), (loss,) in zip(trainer.batches, logged(trainer, "loss"), strict=True):
+        rollouts = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]
+        total = sum(length * advantage for r in rollouts for length, _, advantage in r.credit if r.copy_of is None)
+        num_copies += sum(rollout.copy_of is not None for rollout in rollouts)
+        assert loss == pytest.approx(-total / divisor, abs=1e-4)
+    assert num_copies > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"loss_type": "bnpo"}, {"steps_per_generation": 2, "max_refills": 1}])
+def test_truncated_base_trajectories_keep_the_tokens_that_finished_branches_pass_through(settings):
+    trainer = factory.train(
+        reward_funcs=factory.letters,
+        mask_truncated_completions=True,
+        max_completion_length=16,
+        max_steps=4,
+        **THRESHOLD | {"num_generations": 4, "gradient_accumulation_steps": settings.get("steps_per_generation", 1)},
+        **settings,
+    )
+    kept = 0
+    for batch, trees in trainer.batches:
+        if "max_refills" in settings:  # rows of several steps
+            assert batch["advantages"].isfinite().all()
+            continue
+        for tree, state, rollout, part in rows_of(batch, trees):
+            in_loss = (part["completion_mask"] * part["tool_mask"]).bool()
+            if rollout.copy_of is not None:
+                assert not in_loss.any()
+            elif rollout.score.is_masked:
+                branches = [
+                    other.position
+                    for other in tree.states[1:]
+                    if state.base is None and not all(branch.score.is_masked for branch in other.rollouts)
+                ]
+                kept += bool(branches)
+                assert int(in_loss.sum()) in (0, max(branches, default=0))
+                assert not in_loss[max(branches, default=0) :].any()
+                assert not branches or in_loss.any() or not part["advantages"][: max(branches)].any()
+    assert kept > 0 or "max_refills" in settings
+    assert all(math.isfinite(loss) for (loss,) in logged(trainer, "loss"))
+
+
+def test_a_reward_that_is_not_a_number_is_none():
+    """As to GRPO: the completion is unscorable, and the run goes on as with `None` in its place."""
+
+    def train(nothing):
+        def letters(completions, **kwargs):
+            return [nothing if len(text) % 3 == 0 else r for text, r in zip(completions, factory.letters(completions))]
+
+        trainer = factory.train(reward_funcs=letters, max_steps=3)
+        return logged(trainer, "loss", "reward", "grad_norm"), factory.weights(trainer)
+
+    (losses, weights), (expected, expected_weights) = train(math.nan), train(None)
+    assert losses == expected and torch.equal(weights, expected_weights)
+    assert all(math.isfinite(value) for of_step in losses for value in of_step)
+
+
+def test_refills_move_the_threshold_once_a_step():
+    """By all base trajectories of the step together, whenever they were drawn."""
+
+    def rarely(completions, **kwargs):
+        return [float(len(text) % 5 == 0) for text in completions]
+
+    trainer = factory.train(reward_funcs=rarely, max_refills=3, num_generations=4, max_steps=3)
+    assert sum(count for (count,) in logged(trainer, "fr3e/refill/rounds")) > 0
+    expected = None
+    for (_, trees), (logged_threshold,) in zip(trainer.batches, logged(trainer, "fr3e/anchor/threshold"), strict=True):
+        entropies = [tree.entropies[0].numpy() for tree in trees]
+        expected = next_threshold(expected, [uncertainty(e, eligible_positions(e, 12), 3) for e in entropies])
+        assert logged_threshold == pytest.approx(expected, rel=1e-6)
