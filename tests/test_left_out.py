@@ -95,7 +95,8 @@ def test_a_reward_that_is_not_a_number_is_none():
 
     def train(nothing):
         def letters(completions, **kwargs):
-            return [nothing if len(text) % 3 == 0 else r for text, r in zip(completions, factory.letters(completions))]
+            rewards = factory.letters(completions)
+            return [nothing if len(text) % 3 == 0 else r for text, r in zip(completions, rewards, strict=True)]
 
         trainer = factory.train(reward_funcs=letters, max_steps=3)
         return logged(trainer, "loss", "reward", "grad_norm"), factory.weights(trainer)
