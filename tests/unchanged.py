@@ -1,0 +1,438 @@
+"""
+Show that a refactor changed nothing: train the same tiny models at two revisions, and compare bit for bit.
+
+    python tests/unchanged.py save DIR [--only NAME ...]    # five steps of each configuration, into DIR/NAME.json
+    python tests/unchanged.py compare DIR_A DIR_B           # a table; exits with 1 if anything differs
+    python tests/unchanged.py resume DIR                    # train on from the checkpoint in DIR, compare with DIR
+
+For an old revision, check it out elsewhere and set PYTHONPATH to it: this file needs nothing of its own revision but
+what is public. "vllm" runs where vLLM is installed (.venv-vllm). The same machine and libraries are taken for granted.
+"""
+
+import os
+
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # before any import
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import math
+import multiprocessing
+import shutil
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from peft import LoraConfig
+from PIL import Image
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoTokenizer,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    set_seed,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+import fr3e_trl
+from fr3e_trl import FR3EConfig, FR3ETrainer
+
+CHECKPOINT_STEP = 3
+POLICY = Path(fr3e_trl.__file__).parents[1] / "examples" / "demo_policy"
+SPECIAL = ["<pad>", "<eos>", "<|user|>", "<|assistant|>", "<|tool|>", "<image>", "<call>", "</call>"]
+WORDS = [*SPECIAL, *"0123456789+-*=() abcdefghijklmnopqrstuvwxyz?.!{}:'\n", "error"]
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] or [] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
+    "{% for call in message.get('tool_calls') or [] %}<call>"
+    # The one tool's name and its argument's go without saying
+    "{% if call['function']['name'] != 'look' %}{{ call['function']['name'] }}{% endif %}"
+    "{% for key, value in call['function']['arguments'].items() %}"
+    "{% if key != 'key' %}{{ key }}{% endif %}{{ value }}{% endfor %}</call>{% endfor %}"
+    "<eos>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "tool_calls": {
+            "open": "<call>",
+            "close_pattern": "</call>",
+            "repeats": True,
+            "content": "text",
+            "transform": {"type": "function", "function": {"name": "look", "arguments": {"key": "{content}"}}},
+        },
+        "content": {"close_pattern": "<eos>", "content": "text"},
+    },
+}
+
+# Models, tokenizers and data
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Single characters, and some words."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
+    words = "|".join(word.replace("|", r"\|") for word in WORDS if len(word) > 1)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{words}|.|\n"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        additional_special_tokens=SPECIAL[2:6],
+        chat_template=TEMPLATE,
+        padding_side="left",
+    )
+
+
+def text_config() -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+
+
+def make_model() -> Qwen3ForCausalLM:
+    """Two layers with sharpened logits: entropies differ from one position to the next."""
+    set_seed(0)
+    model = Qwen3ForCausalLM(text_config())
+    model.lm_head.weight.data.mul_(20)
+    return model
+
+
+def make_caller() -> Qwen3ForCausalLM:
+    """Trained on dialogues of two calls and an answer, so that it calls the tool, unsure of the digits."""
+    set_seed(0)
+    model, tokenizer = Qwen3ForCausalLM(text_config()), make_tokenizer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(80):
+        digits = torch.randint(0, 10, (32, 6)).tolist()
+        turns = "<|assistant|><call>{}</call><eos><|tool|>{}<eos>"
+        texts = [("<|user|>{}?<eos>" + turns + turns + "<|assistant|>{}<eos>").format(*row) for row in digits]
+        input_ids = tokenizer(texts, return_tensors="pt")["input_ids"]
+        model(input_ids=input_ids, labels=input_ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def make_vision_model() -> LlavaForConditionalGeneration:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
+    set_seed(0)
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(text_config=text_config(), vision_config=vision, image_token_id=WORDS.index("<image>"))
+    )
+    model.lm_head.weight.data.mul_(20)
+    return model
+
+
+def make_processor() -> LlavaProcessor:
+    size = {"height": 16, "width": 16}
+    return LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size),
+        make_tokenizer(),
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    )
+
+
+def sums(num_prompts: int = 16) -> Dataset:
+    return Dataset.from_dict({"prompt": [f"{3 * i}+{i}=" for i in range(num_prompts)]})
+
+
+def questions() -> Dataset:
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{i % 10}?"}] for i in range(16)]})
+
+
+def pictures() -> Dataset:
+    images = [Image.new("RGB", (16 + 8 * (i % 3), 16), (37 * i % 256, 90 * i % 256, 80)) for i in range(8)]
+    prompts = [[{"role": "user", "content": f"{3 * i}+{i}="}] for i in range(8)]
+    return Dataset.from_dict({"prompt": prompts, "image": images})
+
+
+class Walk:
+    """An environment: what a look tells depends on how many came before."""
+
+    def reset(self, **example) -> str | None:
+        self.keys: list[str] = []
+        return None
+
+    def look(self, key: str) -> str:
+        """
+        Look a digit up.
+
+        Args:
+            key: The digit.
+        """
+        self.keys.append(key)
+        return str((3 * int(key) + len(self.keys)) % 10)
+
+    def get_reward(self) -> float:
+        return float(len(set(self.keys)))
+
+
+def text_of(completion: str | list[dict]) -> str:
+    return completion if isinstance(completion, str) else json.dumps(completion, sort_keys=True)
+
+
+def letters(completions, **kwargs):
+    """A reward that hardly any two completions share."""
+    return [sum(math.sin(i * ord(char)) for i, char in enumerate(text_of(c), 1)) for c in completions]
+
+
+def fifths(completions, **kwargs):
+    """A reward that many completions share: states are rejected."""
+    return [float(sum(map(ord, text_of(c))) % 5 == 0) for c in completions]
+
+
+def rare(completions, **kwargs):
+    """A reward that few completions get: in some steps none, so that states are rejected in spite of a prior."""
+    return [float(sum(map(ord, text_of(c))) % 41 == 0) for c in completions]
+
+
+# Configurations: settings, and what else the trainer takes
+
+SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 16, "learning_rate": 1e-3}
+CPU = {"bf16": False, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+TWICE = {"steps_per_generation": 2, "num_iterations": 2, "per_device_train_batch_size": 8}
+PRESET = {"num_generations": 16, "num_anchors": 3, "learning_rate": 1e-3}
+TRACKER = "value_tracker" if "value_tracker" in FR3EConfig.__dataclass_fields__ else "value_memory"
+# Of REFILL with the seeds below: some rows are rejected, and some are left over for the next batch
+REFILL = {"max_refills": 2, "per_device_train_batch_size": 8, "steps_per_generation": 2}
+CHECKPOINTS = {"save_strategy": "steps", "save_steps": CHECKPOINT_STEP}
+FSDP2 = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, fsdp_state_dict_type: FULL_STATE_DICT}
+"""
+
+CONFIGURATIONS = {
+    "grpo": {"num_anchors": 0},
+    "rollout": {"credit": "rollout", "negative_advantage_scale": 0.5, "anchor_min_gap": 2} | TWICE,
+    "tree": TWICE,
+    "paper": {"preset": FR3EConfig.paper} | PRESET,
+    "released": {"preset": FR3EConfig.released, "num_base_trajectories": 4} | PRESET,
+    "refill": {"value_prior_strength": 0, "reward_funcs": fifths, "train_dataset": sums(6), "seed": 7} | REFILL,
+    "environment": {
+        "model": make_caller,
+        "train_dataset": questions(),
+        "reward_funcs": None,
+        "environment_factory": Walk,
+        "max_completion_length": 40,
+        "anchor_threshold": 1.0,  # digits are above it, other words below
+    },
+    "images": {"model": make_vision_model, "processing_class": make_processor, "train_dataset": pictures()},
+    "lora": {"peft_config": LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear"), "beta": 0.05} | TWICE,
+    "fsdp2": {"per_device_train_batch_size": 8},  # in each of two processes
+    "vllm": {
+        "model": lambda: str(POLICY),
+        "processing_class": lambda: AutoTokenizer.from_pretrained(POLICY),
+        "peft_config": LoraConfig(r=4, target_modules="all-linear"),
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+    },
+    "resume": {TRACKER: True, "reward_funcs": rare, "train_dataset": sums(4), "seed": 3} | REFILL | CHECKPOINTS,
+}
+OF_TRAINER = ["model", "reward_funcs", "train_dataset", "processing_class", "peft_config", "environment_factory"]
+
+
+def make_trainer(name: str, output_dir: str, texts: list[str]) -> FR3ETrainer:
+    """The trainer of a configuration, which adds to `texts` all completions that it scores."""
+    settings = SIZES | CPU | {"output_dir": output_dir, "max_steps": 5, "logging_steps": 1} | CONFIGURATIONS[name]
+    arguments = {key: settings.pop(key) for key in OF_TRAINER if key in settings}
+    reward = arguments.pop("reward_funcs", letters)
+
+    def reward_and_keep(completions, **kwargs):
+        texts.extend(map(text_of, completions))
+        return reward(completions) if reward else [0.0] * len(completions)
+
+    model, processing_class = arguments.pop("model", make_model)(), arguments.pop("processing_class", make_tokenizer)()
+    if name == "environment":
+        processing_class.response_template = RESPONSE_TEMPLATE
+    arguments = {"train_dataset": sums()} | arguments
+    config = settings.pop("preset", FR3EConfig)(**settings)
+    return FR3ETrainer(model, reward_and_keep, config, processing_class=processing_class, **arguments)
+
+
+def is_timing(metric: str) -> bool:
+    return metric.endswith(("_time", "_runtime", "_per_second", "train_loss", "total_flos"))
+
+
+def digest(parts: list[bytes]) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def train(name: str, directory: Path, checkpoint: str | None = None) -> None:
+    """Train a configuration, and write what came of it to `directory`."""
+    torch.set_num_threads(1)
+    if name == "fsdp2":  # accelerate asks for a device other than the CPU before it shards
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    if name == "vllm":
+        import vllm._custom_ops
+
+        vllm._custom_ops._supports_onednn = False  # which packs weights, after which none can be loaded
+        os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    texts: list[str] = []
+    trainer = make_trainer(name, str(directory / f"output_{name}"), texts)
+    set_seed(1)
+    trainer.train(checkpoint)
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    parts = [state[key].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for key in sorted(state)]
+    steps = [
+        {key: repr(value) for key, value in entry.items() if not is_timing(key)}
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+    result = {"weights": digest(parts), "completions": digest([text.encode() for text in sorted(texts)])}
+    if trainer.accelerator.is_main_process:
+        result |= {"package": str(Path(fr3e_trl.__file__).parent), "steps": steps}
+        (directory / f"{name}.json").write_text(json.dumps(result, indent=1))
+    if name == "fsdp2":
+        torch.distributed.destroy_process_group()
+
+
+# Commands
+
+
+def run(name: str, directory: Path, checkpoint: str | None = None) -> str:
+    """Train a configuration in a process of its own, or in two. Returns what to say of it."""
+    if name == "vllm" and importlib.util.find_spec("vllm") is None:
+        return "not run here: vLLM is not installed"
+    log = directory / f"{name}.log"
+    (directory / f"{name}.json").unlink(missing_ok=True)
+    if name == "fsdp2":
+        config = directory / "fsdp2.yaml"
+        config.write_text(FSDP2)
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--num_processes=2"]
+        command += ["--num_machines=1", "--mixed_precision=no", "--main_process_port=0", __file__, "train", directory]
+        with log.open("w") as file:
+            subprocess.run([*command, "--only", name], stdout=file, stderr=file)
+    elif name == "vllm":
+        with log.open("w") as file:
+            subprocess.run([sys.executable, __file__, "train", directory, "--only", name], stdout=file, stderr=file)
+    else:
+        process = multiprocessing.get_context("fork").Process(
+            target=train_to_log, args=(name, directory, checkpoint, log)
+        )
+        process.start()
+        process.join()
+    return "saved" if (directory / f"{name}.json").exists() else f"failed, see {log}"
+
+
+def train_to_log(name: str, directory: Path, checkpoint: str | None, log: Path) -> None:
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        try:
+            train(name, directory, checkpoint)
+        except Exception:
+            traceback.print_exc()
+            raise
+
+
+def save(directory: Path, names: list[str]) -> bool:
+    said = {}
+    for name in names:
+        said[name] = run(name, directory)
+        print(f"{name:12} {said[name]}", flush=True)
+    return not any(text.startswith("failed") for text in said.values())
+
+
+def first_difference(a: dict, b: dict, first_step: int = 1) -> str | None:
+    """Where two results part; metrics that only one of them has are passed over."""
+    if len(a["steps"]) != len(b["steps"]):
+        return f"{len(a['steps'])} steps, {len(b['steps'])} steps"
+    for x, y in zip(a["steps"], b["steps"], strict=True):
+        for key in [key for key in x if key in y]:
+            if x[key] != y[key] and float(x["step"]) >= first_step:
+                return f"step {x['step']}: {key} {x[key]}, {y[key]}"
+    for key in ("completions", "weights"):
+        if a[key] != b[key] and not (key == "completions" and first_step > 1):
+            return f"{key} {a[key][:8]}, {b[key][:8]}"
+    return None
+
+
+def metrics_of_one(a: dict, b: dict) -> str:
+    names_a, names_b = ({key for step in result["steps"] for key in step} for result in (a, b))
+    only = sorted(names_a - names_b), sorted(names_b - names_a)
+    return "".join(f"; only in {side}: {' '.join(names)}" for side, names in zip("AB", only, strict=True) if names)
+
+
+def compare(directory_a: Path, directory_b: Path, names: list[str]) -> bool:
+    is_same = True
+    print(f"{'name':12} {'same':5} first difference (A, B)")
+    for name in names:
+        files = [directory / f"{name}.json" for directory in (directory_a, directory_b)]
+        missing = [side for side, file in zip("AB", files, strict=True) if not file.exists()]
+        if missing:
+            print(f"{name:12} {'-':5} not run in {' and '.join(missing)}")
+            is_same &= len(missing) == 2
+            continue
+        a, b = (json.loads(file.read_text()) for file in files)
+        difference = first_difference(a, b)
+        print(f"{name:12} {'no' if difference else 'yes':5} {difference or ''}{metrics_of_one(a, b)}")
+        is_same &= difference is None
+    return is_same
+
+
+def resume(directory: Path) -> bool:
+    """Train on from the checkpoint in a directory that another revision may have written."""
+    with tempfile.TemporaryDirectory() as temporary:
+        checkpoint = f"output_resume/checkpoint-{CHECKPOINT_STEP}"
+        shutil.copytree(directory / checkpoint, Path(temporary, checkpoint))
+        said = run("resume", Path(temporary), str(Path(temporary, checkpoint)))
+        if said != "saved":
+            print(Path(temporary, "resume.log").read_text())
+            return False
+        whole, resumed = (json.loads((path / "resume.json").read_text()) for path in (directory, Path(temporary)))
+    difference = first_difference(whole, resumed, first_step=CHECKPOINT_STEP + 1)
+    print(difference or f"steps {CHECKPOINT_STEP + 1} to {len(whole['steps'])} and the weights are the same")
+    return difference is None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["save", "compare", "resume", "train"])
+    parser.add_argument("directories", type=Path, nargs="+")
+    parser.add_argument("--only", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), metavar="NAME")
+    options = parser.parse_args()
+    directory, *others = (path.absolute() for path in options.directories)
+    if len(others) != (options.command == "compare"):
+        parser.error("compare takes two directories, the other commands one")
+    if options.command == "compare":
+        sys.exit(not compare(directory, *others, options.only))
+    if options.command == "resume":
+        sys.exit(not resume(directory))
+    directory.mkdir(parents=True, exist_ok=True)
+    if options.command == "train":  # in a process that `save` started
+        train(*options.only, directory)
+    else:
+        sys.exit(not save(directory, options.only))
+
+
+if __name__ == "__main__":
+    main()
