@@ -101,6 +101,15 @@ def test_update(capsys):
         assert shares == sorted(shares, reverse=True) and shares[-1] < 0.6 < 0.95 < shares[0]
 
 
+def test_entropies(capsys):
+    cli.main(["cost", "entropies", "--num_turns=1"])
+    output = capsys.readouterr().out
+    sizes = [float(cells(output, f"1024, {count}")[0]) for count in (20, 10, 5)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] > 0
+    # 2 x 7e9 parameters x 4,096 tokens at 8 x 3e14 FLOP a second
+    assert float(cells(output, "4096, 20")[3]) == pytest.approx(23.9, abs=0.1)
+
+
 def test_bookkeeping(capsys):
     told = []
     for num_tokens in (50, 500):

@@ -534,3 +534,18 @@ def test_entropies_of_the_most_likely_tokens_are_no_more_than_those_of_all(logit
     assert entropy <= exact + 1e-5
     if not others:
         assert entropy == pytest.approx(exact, abs=1e-5)
+
+
+@given(st.lists(st.lists(st.floats(-30, 0), min_size=1, max_size=21), min_size=1, max_size=6))
+def test_entropies_of_several_tokens_are_those_of_each(logprobs):
+    """Also where they have as many log-probs known as none of the others."""
+    logprobs = [[value - math.log(len(of_token)) for value in of_token] for of_token in logprobs]
+    apart = [entropies_of([of_token])[0] for of_token in logprobs]
+    assert entropies_of(logprobs).tolist() == apart
+
+
+def test_entropies_by_hand():
+    # .5 and .25 are known, and .25 is left, which a third token has at most: as likely as the least likely of these two
+    expected = -(0.5 * math.log(0.5) + 0.25 * math.log(0.25) + 0.25 * math.log(0.25))
+    assert entropies_of([[math.log(0.25), math.log(0.5)], [0.0, -math.inf]]) == pytest.approx([expected, 0], abs=1e-6)
+    assert entropies_of([]).shape == (0,)

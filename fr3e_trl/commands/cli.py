@@ -18,6 +18,7 @@ COSTS = {
     "bookkeeping": ("FR3E's own part of a large step.", "fr3e_trl.bench.cost.bookkeeping"),
     "processes": ("Two processes beside one.", "fr3e_trl.bench.cost.processes"),
     "vllm": ("A vLLM server: requests in flight, and the sync of the adapter.", "fr3e_trl.bench.cost.vllm"),
+    "entropies": ("Entropies by a server's log-probs, or by a forward pass.", "fr3e_trl.bench.cost.entropies"),
     "engine": ("Ways to generate, by a model of a large engine.", "fr3e_trl.bench.cost.engine"),
 }
 COMMANDS: dict[str, tuple[str, Any]] = {

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -55,15 +56,27 @@ def entropies_of(logprobs: Iterable[Iterable[float]]) -> np.ndarray:
 
     Each of the other tokens is as likely as the least likely of the first `NUM_LOGPROBS`, or as all others together, at
     most. That is what the others are taken for. One more may be known: the one that was sampled.
+
+    Args:
+        logprobs (`Iterable[Iterable[float]]`):
+            Of each of L tokens, the log-probs that are known of its distribution, in any order, at least one.
+
+    Returns:
+        `np.ndarray` of shape (L,): Entropies.
     """
-    entropies = []
-    for of_token in logprobs:
-        known = -np.sort(-np.fromiter(of_token, np.float64))
-        probs = np.exp(known)
-        rest = max(1 - probs.sum(), 0.0)
-        bound = min(rest, probs[:NUM_LOGPROBS][-1])
-        entropies.append(-(probs * np.where(probs > 0, known, 0)).sum() - (rest * np.log(bound) if bound > 0 else 0.0))
-    return np.array(entropies, dtype=np.float32)
+    rows = [list(of_token) for of_token in logprobs]
+    num_known = np.fromiter(map(len, rows), np.intp, len(rows))
+    columns = np.arange(num_known.max(initial=0))
+    known = np.full((len(rows), len(columns)), -np.inf)
+    known[columns < num_known[:, None]] = np.fromiter(chain.from_iterable(rows), np.float64, num_known.sum())
+    known = -np.sort(-known, axis=1)
+    probs = np.exp(known)
+    rest = np.maximum(1 - probs.sum(1), 0)
+    least = probs[np.arange(len(rows)), np.minimum(num_known, NUM_LOGPROBS) - 1]
+    bound = np.minimum(rest, least)
+    with np.errstate(divide="ignore", invalid="ignore"):  # where nothing is left, or a token has no probability
+        of_rest = np.where(bound > 0, rest * np.log(bound), 0)
+        return (-np.where(probs > 0, probs * known, 0).sum(1) - of_rest).astype(np.float32)
 
 
 class VLLMSampler:
@@ -155,7 +168,6 @@ class VLLMServerSampler(VLLMSampler):
         assert server is not None
         asked = list(requests)
         branches: list[tuple[Sample, int]] = []  # what the requests after the first are of
-        samples: dict[int, list[Sample]] = {}
 
         def payload(request: SamplingRequest) -> dict[str, Any]:
             return {
@@ -164,23 +176,25 @@ class VLLMServerSampler(VLLMSampler):
                 "return_tokens_as_token_ids": True,  # two tokens may have one text
             }
 
-        def take(i: int, response: dict[str, Any]) -> list[dict[str, Any]]:
-            """Take an answer down, and go on with what branches off it."""
-            samples[i] = [self._sample(asked[i], choice) for choice in response["choices"]]
-            further = branch_requests(asked[i], samples[i])
+        def read(i: int, response: dict[str, Any]) -> list[Sample]:
+            return [self._sample(asked[i], choice) for choice in response["choices"]]
+
+        def follow(i: int, samples: list[Sample]) -> list[dict[str, Any]]:
+            """Go on with what branches off the samples of a request."""
+            further = branch_requests(asked[i], samples)
             asked.extend(request for _, _, request in further)
             branches.extend((sample, position) for sample, position, _ in further)
             return [payload(request) for _, _, request in further]
 
         with self.profiler():
             queries_before, hits_before = server.prefix_cache_counters()
-            server.complete([payload(request) for request in requests], take)
+            samples = server.complete([payload(request) for request in requests], follow, read)
             queries, hits = server.prefix_cache_counters()
         # Counters begin anew when the server is restarted
         self.hit_rate = (hits - hits_before) / (queries - queries_before) if queries > queries_before else None
         for i, (sample, position) in enumerate(branches, len(requests)):
             sample.branches[position] = samples[i]
-        return [samples[i] for i in range(len(requests))]
+        return samples[: len(requests)]
 
     def _sample(self, request: SamplingRequest, choice: dict[str, Any]) -> Sample:
         logprobs = choice["logprobs"]
