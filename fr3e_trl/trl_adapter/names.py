@@ -278,6 +278,7 @@ ATTRIBUTES = [
     *_attributes(VLLM, "vllm_weights.py", "how processes share the weights", "_dist"),
     *_attributes(GRPO, "checks.py images.py", "the token in an image's place", "_image_pad_token_id"),
     *_attributes(GRPO, "assemble.py", "replaced: no tool returns a video", "_video_pad_token_id"),
+    *_attributes(GRPO, "assemble.py", "replaced: credit says what stays of a row", "mask_truncated_completions"),
     *_attributes(GRPO, "checks.py", "whether environments have names", "_multi_environment"),
     *_attributes(GRPO, "tools.py", "environments that are not in use", "_environment_pool"),
     *_attributes(GRPO, "tools.py", "replaced: the tools of each row", "_sync_tool_dicts _async_tool_dicts"),
