@@ -321,8 +321,8 @@ in either case.
 
 This table has tiny models of transformers {version}, with random weights, after three steps with the default settings.
 The log-probs of all tokens that they sampled are within 1e-4 of a plain forward pass, but where a note says otherwise.
-Such notes hold for `GRPOTrainer` too. The families from Qwen2.5-VL on
-are trained on text alone. `python tests/test_matrix.py --write` writes this page.
+Such notes hold for `GRPOTrainer` too. The families from Qwen2.5-VL on are trained on text alone.
+`python tests/test_matrix.py --write` writes this page.
 
 | Family | Rollouts leave growing rows | Prefixes shared |
 |---|---|---|
