@@ -3,11 +3,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
+LOWEST_VENV ?= .venv-lowest
+LOWEST_BIN := $(abspath $(LOWEST_VENV))/bin
 
 # Each process of the tests, and the demo's tiny model, are faster without more threads
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-fast test-vllm lint package bench bench-scaling bench-vllm serve clean
+.PHONY: demo test test-fast test-lowest test-vllm lint package bench bench-scaling bench-vllm serve clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -18,6 +20,12 @@ test: $(VENV)/installed
 # The pure functions alone, in under a minute
 test-fast: $(VENV)/installed
 	$(BIN)/python -m pytest -m fast -n auto --ignore tests/with_vllm
+
+# With the oldest versions that are allowed
+test-lowest: $(LOWEST_VENV)/installed
+	$(LOWEST_BIN)/pip install --quiet --no-deps --force-reinstall .
+	cd tests && HF_HUB_OFFLINE=1 $(LOWEST_BIN)/python smoke.py
+	$(LOWEST_BIN)/python -m pytest tests/test_losses.py tests/test_prefix_sharing.py tests/test_trl_contract.py
 
 # With vLLM's server on the CPU, which the tests start and stop
 test-vllm: $(VLLM_VENV)/installed
@@ -68,6 +76,13 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	DS_BUILD_SHM_COMM=1 $(BIN)/pip install --quiet --no-cache-dir --constraint constraints.txt --no-build-isolation deepspeed
 	touch $@
 
+# Without the extras, as smoke.py wants it
+$(LOWEST_VENV)/installed: pyproject.toml constraints.txt constraints-lowest.txt
+	$(PYTHON) -m venv $(LOWEST_VENV)
+	$(LOWEST_BIN)/pip install --quiet --constraint constraints.txt torch
+	$(LOWEST_BIN)/pip install --quiet --constraint constraints-lowest.txt . peft hypothesis pytest pytest-timeout pillow
+	touch $@
+
 # torch by pip, which finds its CPU build; the rest by uv, which can leave out what vLLM names and text does not need
 $(VLLM_VENV)/installed: pyproject.toml overrides-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -77,4 +92,4 @@ $(VLLM_VENV)/installed: pyproject.toml overrides-vllm.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) outputs dist
+	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) outputs dist

@@ -1,6 +1,6 @@
 """
-What an installed package without extras must do: train a step, and answer at the command line. A script, to be run
-where `fr3e_trl` is not in the working directory.
+What an installed package without extras must do: train three steps, and answer at the command line. A script, to be
+run where `fr3e_trl` is not in the working directory.
 """
 
 import subprocess
@@ -22,7 +22,7 @@ with tempfile.TemporaryDirectory() as directory:
         output_dir=directory,
         reward_funcs=lambda completions, **kwargs: [float(len(set(text))) for text in completions],
         max_completion_length=16,
-        max_steps=1,
+        max_steps=3,
     )
     trainer.train()
     trainer.save_model()

@@ -22,8 +22,6 @@ from models import make_dataset, make_tokenizer
 from recorder import Recorder
 from transformers import set_seed
 from trees import rollouts_of
-from vision_models import TEXT as VISION_TEXT
-from vision_models import make_processor, make_vision_model
 
 from fr3e_trl.trl_adapter.shared_forward import _obstacle as obstacle_to_sharing
 
@@ -185,10 +183,12 @@ NO_ROUTER_LOSS = ("GraniteMoeHybrid", "Phimoe")
 
 def make_qwen(name):
     """Those that are not in vision_models.py."""
+    import vision_models
+
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     vision |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
     rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0, "mrope_interleaved": True}
-    text = {**VISION_TEXT, "vocab_size": TINY["vocab_size"], "head_dim": 8, "num_key_value_heads": 2}
+    text = {**vision_models.TEXT, "vocab_size": TINY["vocab_size"], "head_dim": 8, "num_key_value_heads": 2}
     if name == "Qwen3.5":
         text |= LINEAR | {"rope_parameters": rope | {"partial_rotary_factor": 1.0}}
         vision.pop("deepstack_visual_indexes")
@@ -202,7 +202,9 @@ def make_family(name):
     """A tiny model, with weights large enough for each part of it to matter, and its tokenizer or processor."""
     set_seed(0)
     if VISION.get(name) is not None:
-        return make_vision_model(VISION[name]), make_processor(VISION[name])
+        import vision_models  # older transformers, on which other tests run, have not got all of them
+
+        return vision_models.make_vision_model(VISION[name]), vision_models.make_processor(VISION[name])
     if name in VISION:
         model = make_qwen(name)
     else:
@@ -319,8 +321,8 @@ in either case.
 
 This table has tiny models of transformers {version}, with random weights, after three steps with the default settings.
 The log-probs of all tokens that they sampled are within 1e-4 of a plain forward pass, but where a note says otherwise.
-Such notes hold for `GRPOTrainer` too. The families from Qwen2.5-VL on
-are trained on text alone. `python tests/test_matrix.py --write` writes this page.
+Such notes hold for `GRPOTrainer` too. The families from Qwen2.5-VL on are trained on text alone.
+`python tests/test_matrix.py --write` writes this page.
 
 | Family | Rollouts leave growing rows | Prefixes shared |
 |---|---|---|
