@@ -1,7 +1,7 @@
 """FR3E in the place of GRPO."""
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -131,7 +131,7 @@ class FR3ETrainer(GRPOTrainer):
     _refill: Refill | None = None
     _value_tracker: ValueTracker | None = None
     _threshold: float | None = None  # at which base trajectories branch, where past steps say it
-    _uncertainties: Sequence[float] = ()  # of a step's base trajectories: those of all its refills count once
+    _uncertainties: list[float]  # of a step's base trajectories: those of all its refills count once
     _tree_log: TreeLog | None = None
 
     def __init__(

@@ -99,13 +99,13 @@ def test_no_prompt_comes_twice_in_an_epoch():
 
 
 def test_rows_that_are_left_over():
-    trainer = train(make_prompts(200, 60), max_refills=12, max_steps=6)
+    trainer = train(make_prompts(200, 60), max_refills=12, max_steps=6, anchor_threshold=1.0)
     reused, dropped = logged(trainer, "fr3e/refill/reused"), logged(trainer, "fr3e/refill/dropped")
     informative = [
         sum(any(advantage for *_, advantage in rollout.credit) for _, _, rollout in rollouts_of(trees))
         for _, trees in trainer.batches
     ]
-    left_over = [count - (32 - n) for count, n in zip(informative, reused, strict=True)]
+    left_over = [max(count - (32 - n), 0) for count, n in zip(informative, reused, strict=True)]
     assert any(left_over)
     # Of those of a step, each is used in the next one or dropped there
     assert [n + m for n, m in zip(reused, dropped, strict=True)] == [0, *left_over[:-1]]
@@ -113,7 +113,7 @@ def test_rows_that_are_left_over():
 
 
 def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from(monkeypatch):
-    trainer = make_trainer(make_prompts(200, 60), max_refills=12, max_steps=6)
+    trainer = make_trainer(make_prompts(200, 60), max_refills=12, max_steps=6, anchor_threshold=1.0)
     kept = []
     score_leftovers = fr3e_trl.trainer.score_leftovers
 

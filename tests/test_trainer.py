@@ -157,8 +157,10 @@ def check_batch(trainer, batch, trees):
         if args.credit == "tree":
             teaches = any(advantage != 0 for _, _, advantage in rollout.credit)
             is_in_loss = rollout.copy_of is None and (teaches or not args.reject_degenerate_states)
-        in_loss = int(is_in_loss and not truncated)
-        assert counted == [0] * prefix + [in_loss] * (length - prefix) + [0] * len(padding)
+        own = [int(is_in_loss and not truncated)] * (length - prefix)
+        if truncated and is_in_loss and args.credit == "tree":  # tokens stay that finished rows pass through
+            own = [int(weight > 0) for n, weight, _ in rollout.credit for _ in range(n)]
+        assert counted == [0] * prefix + own + [0] * len(padding)
         if state.base is not None:
             assert tree.bases[state.base].token_ids[:prefix] == state.prefix_ids
     assert batch["num_items_in_batch"] == (batch["completion_mask"] * batch["tool_mask"]).sum()
@@ -198,7 +200,8 @@ def test_what_trl_logs_of_completions_fits_the_rows():
     logs = trainer._logs
     means = [sum(n * a for n, _, a in r.credit) / len(r.token_ids) for _, _, r in rollouts_of(trees)]
     assert list(logs["advantages"]) == pytest.approx(means, abs=1e-6)
-    assert list(logs["rewards"]["reward"]) == [rollout.score.reward for _, _, rollout in rollouts_of(trees)]
+    rewards = [math.nan if r.copy_of is not None else r.score.reward for _, _, r in rollouts_of(trees)]
+    assert list(logs["rewards"]["reward"]) == pytest.approx(rewards, nan_ok=True)
     assert list(logs["extra"]["length"]) == [len(completion) for completion in logs["completion"]]
     assert list(logs["prompt"]) == [
         trainer.processing_class.decode(tree.prompt_ids) for tree in trees for _ in range(8)
@@ -206,7 +209,8 @@ def test_what_trl_logs_of_completions_fits_the_rows():
     entry = trainer.state.log_history[0]
     lengths = [len(state.prefix_ids + rollout.token_ids) for _, state, rollout in rollouts_of(trees)]
     assert entry["completions/mean_length"] == pytest.approx(sum(lengths) / 16)  # whole completions, prefix included
-    assert entry["seen"] == 16  # one call, as by GRPO
+    num_copies = sum(rollout.copy_of is not None for _, _, rollout in rollouts_of(trees))
+    assert entry["seen"] == 16 - num_copies < 16  # one call, as by GRPO
 
 
 @pytest.mark.parametrize(
@@ -214,8 +218,8 @@ def test_what_trl_logs_of_completions_fits_the_rows():
     [({}, 1), ({"reward_funcs": "asynchronous"}, 1), ({"base_selection": "mixed"}, 2)],
     ids=["default", "asynchronous", "selected by score"],
 )
-def test_a_reward_function_sees_whole_groups_in_one_call(settings, num_calls):
-    """As by GRPOTrainer, so that it may compare the completions of a prompt."""
+def test_a_reward_function_sees_the_completions_of_a_prompt_in_one_call(settings, num_calls):
+    """As by GRPOTrainer, so that it may compare them: all that were sampled, without copies."""
     calls = []
 
     def compare(prompts, completions, **kwargs):
@@ -232,10 +236,11 @@ def test_a_reward_function_sees_whole_groups_in_one_call(settings, num_calls):
         return
     ours, calls = calls, []
     train(GRPOTrainer, reward_funcs=reward, max_steps=2)
-    assert ours == calls
+    assert [list(dict.fromkeys(prompts)) for prompts in ours] == [list(dict.fromkeys(prompts)) for prompts in calls]
     for prompts, (_, trees) in zip(ours, trainer.batches, strict=True):
         texts = trainer.processing_class.batch_decode([tree.prompt_ids.tolist() for tree in trees])
-        assert prompts == [text for text in texts for _ in range(8)]
+        num_sampled = [sum(r.copy_of is None for _, _, r in rollouts_of([tree])) for tree in trees]
+        assert prompts == [text for text, count in zip(texts, num_sampled, strict=True) for _ in range(count)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"reuse_base": False, "num_base_trajectories": 3}, {"num_generations": 4}])
@@ -250,7 +255,8 @@ def test_every_completion_is_scored_once(settings):
     generated = Counter()
     for _, trees in trainer.batches:
         for tree in trees:
-            rows = [state.prefix_ids + rollout.token_ids for _, state, rollout in rollouts_of([tree])]
+            sampled = [(state, r) for _, state, r in rollouts_of([tree]) if r.copy_of is None]
+            rows = [state.prefix_ids + rollout.token_ids for state, rollout in sampled]
             generated.update(tuple(ids) for ids in rows)  # but not what is thrown away
     assert scored == generated
 
@@ -735,9 +741,8 @@ def test_completions_stop_at_the_end_of_the_context():
 @pytest.mark.parametrize(
     ("reward", "error", "named"),
     [
-        (lambda completions, **kwargs: [1.0], ValueError, "returned 1 rewards, but 16 were expected"),
+        (lambda completions, **kwargs: [1.0], ValueError, "returned 1 rewards, but 13 were expected"),
         (lambda completions, **kwargs: ["right"] * len(completions), TypeError, "real number"),
-        (lambda completions, **kwargs: [math.nan] * len(completions), ValueError, "returned nan for completion 0"),
         (lambda completions, **kwargs: [math.inf] * len(completions), ValueError, "returned inf"),
         (lambda completions, **kwargs: 1 / 0, ZeroDivisionError, "division"),
     ],
