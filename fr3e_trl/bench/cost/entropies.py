@@ -12,6 +12,7 @@ that of 2 FLOP for each parameter and token, at the speed that is given.
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,10 @@ def seconds_of(function: Callable[[], Any], num_turns: int) -> float:
     return min(seconds)
 
 
+def _entropies(top: list[dict[str, float]]) -> np.ndarray:
+    return entropies_of(of_token.values() for of_token in top)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Measure, and print a table."""
     parser = make_parser(__doc__, num_turns=(5, "turns, of which the least counts"))
@@ -65,8 +70,8 @@ def main(argv: list[str] | None = None) -> None:
         for num_logprobs in (NUM_LOGPROBS, 10, 5):
             body = answer(num_tokens, num_logprobs)
             top = json.loads(body)["choices"][0]["logprobs"]["top_logprobs"]
-            reading = seconds_of(lambda body=body: json.loads(body), options.num_turns)
-            making = seconds_of(lambda top=top: entropies_of(of_token.values() for of_token in top), options.num_turns)
+            reading = seconds_of(partial(json.loads, body), options.num_turns)
+            making = seconds_of(partial(_entropies, top), options.num_turns)
             table.add_row(
                 f"{num_tokens}, {num_logprobs}",
                 *(f"{value:.1f}" for value in (len(body) / 1e6, 1e3 * reading, 1e3 * making, 1e3 * forward)),
