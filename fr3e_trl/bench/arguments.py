@@ -85,8 +85,9 @@ class ArmsArguments(FR3EScriptArguments, ModelConfig):
             raise ValueError(f"task={self.task!r} must be one of {', '.join(TASKS)}.")
         elif self.dataset_name is not None or self.model_name_or_path is not None:
             raise ValueError(f"task={self.task!r} has a dataset and a model. Leave it out for a task of your own.")
-        self.base = read_settings(self.base)
-        self.arms = {name: read_settings(settings) for name, settings in read_settings(self.arms).items()}
+        self.base = read_settings(self.base, "base")
+        arms = read_settings(self.arms, "arms")
+        self.arms = {name: read_settings(settings, f"arms.{name}") for name, settings in arms.items()}
         if self.policy is not None and not (Path(self.policy) / "config.json").is_file():
             raise ValueError(
                 f"policy={self.policy!r} must be the directory of a model, with its config.json. Leave it out for the "
@@ -109,7 +110,7 @@ class ArmsArguments(FR3EScriptArguments, ModelConfig):
             raise ValueError(f"policy={self.policy!r} is of a task of the bench. Use model_name_or_path.")
         if self.dataset_streaming:
             raise ValueError("dataset_streaming=True cannot be: runs draw from all of the dataset.")
-        given = read_settings({} if self.base is None else self.base)
+        given = read_settings({} if self.base is None else self.base, "base")
         tried = [setting for setting, name in GRIDS.items() if getattr(self, name, None) is not None]
         base = {name: value for name, value in OWN_BASE.items() if name not in tried}
         if self.use_peft and "learning_rate" in base:
