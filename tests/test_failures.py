@@ -4,6 +4,7 @@ import functools
 import hashlib
 import os
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -78,16 +79,10 @@ def results_of(command: str) -> Path:
     os.chdir(directory)
     try:
         furnish()
-        cli.main(CaseArguments(command))
+        cli.main(shlex.split(command))
     finally:
         os.chdir(before)
     return directory / "out"
-
-
-def CaseArguments(command):
-    import shlex
-
-    return shlex.split(command)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from trl import ModelConfig
 
-from ..commands.data import FR3EScriptArguments
+from ..commands.data import FR3EScriptArguments, check_reward_columns
 from ..commands.usage import usage_errors
 from .arms import check_settings, make_config, read_settings, whole_prompts
 from .own_task import OwnTask
@@ -132,7 +132,10 @@ class ArmsArguments(FR3EScriptArguments, ModelConfig):
             return task, Path(self.policy) if self.policy is not None else starting_policy(task)
         own = OwnTask(self, num_heldout)
         num_examples = len(own.splits["train"])
-        assert own.rewards and isinstance(self.base, dict)
+        rewards = dict(zip(self.reward_funcs, own.rewards, strict=True))
+        for split in own.splits.values():
+            check_reward_columns(rewards, split)
+        assert isinstance(self.base, dict)
         self.base.setdefault("num_train_examples", num_examples)
         with usage_errors(f"dataset_name={self.dataset_name!r}", "Change the base, or the arms.", ValueError):
             self.check_arms()

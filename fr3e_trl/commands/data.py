@@ -239,8 +239,8 @@ def load_examples(
         raise UsageError(f"{argument}, max_prompt_length={args.max_prompt_length}: no example is left.")
     if "prompt" not in example:
         raise UsageError(
-            f"The dataset has no column 'prompt'. Its columns are {', '.join(sorted(example))}: name the one with the "
-            "question as prompt_column."
+            f"{argument}: there is no column 'prompt'. Its columns are {', '.join(sorted(example))}: name the one with "
+            "the question as prompt_column."
         )
     return dataset
 

@@ -136,8 +136,9 @@ def write_json(path: Path, content: Any) -> None:
     try:
         partial.write_text(json.dumps(content))
         partial.replace(path)
-    except OSError:
+    except OSError as error:
         partial.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)  # a write does not know it
         raise
 
 

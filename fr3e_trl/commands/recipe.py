@@ -31,13 +31,21 @@ class RecipeParser(TrlParser):
         if recipe == []:
             raise UsageError("--config needs the file of a recipe, for example --config recipes/smoke.yaml.")
         self._folder = Path(*recipe or []).parent
-        return super().parse_args_and_config(args, **kwargs)
+        try:
+            return super().parse_args_and_config(args, **kwargs)
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"--config {' '.join(recipe or [])}: it, or what it extends, is no text: {error}."
+            ) from error
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}. See --help.")
 
     def set_defaults_with_config(self, **settings: Any) -> list[str]:
-        return super().set_defaults_with_config(**with_preset(extended(settings, self._folder)))
+        unknown = super().set_defaults_with_config(**with_preset(extended(settings, self._folder)))
+        if unknown:  # before what is set is checked
+            raise ValueError(f"Unknown arguments from config file: {unknown}. Remove them, or mend their names.")
+        return unknown
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

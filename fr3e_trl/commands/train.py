@@ -19,6 +19,7 @@ from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_confi
 
 from ..config import FR3EConfig
 from ..trainer import FR3ETrainer
+from ..trl_adapter.checks import check_dataset
 from ..trl_adapter.resume import TRAINER_STATE_FILE, is_complete, last_complete_checkpoint
 from .data import (
     FR3EScriptArguments,
@@ -72,6 +73,8 @@ def train(script_args: TrainArguments, training_args: FR3EConfig, model_args: Mo
     rewards = [get_reward(name) for name in script_args.reward_funcs]
     train_dataset = load_examples(script_args, script_args.dataset_train_split, tokenizer)
     check_reward_columns(dict(zip(script_args.reward_funcs, rewards, strict=True)), train_dataset)
+    if not training_args.is_plain_grpo:
+        check_dataset(train_dataset, training_args)
     evaluates = training_args.eval_strategy != "no"
     eval_dataset = load_examples(script_args, script_args.dataset_test_split, tokenizer) if evaluates else None
     if script_args.dry_run:
@@ -95,7 +98,7 @@ def train(script_args: TrainArguments, training_args: FR3EConfig, model_args: Mo
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except Exception as error:
-        if checkpoint is not False and trainer.state.global_step == 0:
+        if checkpoint is not False:
             name_damaged_file(checkpoint, training_args.output_dir, error)
         raise
     trainer.save_model(training_args.output_dir)
@@ -149,7 +152,7 @@ def name_damaged_file(checkpoint: str | bool, output_dir: str, error: Exception)
             elif path.suffix == ".safetensors":
                 with safetensors.safe_open(path, "pt") as file:
                     file.keys()
-        except (EOFError, RuntimeError, SafetensorError) as reason:
+        except (EOFError, OSError, RuntimeError, SafetensorError) as reason:
             raise UsageError(
                 f"{path} is damaged: {' '.join(str(reason).split())}. Use the checkpoint before it."
             ) from error

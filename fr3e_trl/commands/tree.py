@@ -33,6 +33,8 @@ def main(arguments: list[str]) -> None:
             known = ", ".join(map(str, steps)) or "none"
             raise UsageError(f"--steps: trees of step {step} were not logged. Those of these were: {known}.")
     output = options.output or options.run / PAGE
+    if output.is_dir():
+        raise UsageError(f"'{output}' is a directory. Give a file by --output.")
     try:
         num_trees = make_page(options.run, output, options.steps)
     except OSError as error:

@@ -49,9 +49,10 @@ def usage_errors(argument: str, remedy: str, *kinds: type[Exception]) -> Iterato
     except kinds as error:
         if isinstance(error, OSError) and error.errno is not None and OSError in kinds and error.filename is None:
             raise  # of a disk or a connection, and not of the argument
-        if _is_of_disk(error):
+        if _of_disk(error) is not None:
             raise
-        reason = one_line(error.__cause__ or error) or "it is empty"
+        told = error if isinstance(error, RuntimeError) else error.__cause__ or error  # ours have whole messages
+        reason = one_line(told) or "it is empty"
         raise UsageError(f"{argument}: {reason.rstrip('.!')}. {remedy}") from error
 
 
@@ -73,8 +74,9 @@ def explain(error: Exception) -> str | None:
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package in EXTRAS:
         return f"{package} is missing. Install it with: pip install 'fr3e-trl[{EXTRAS[package]}]'"
-    if _is_of_disk(error):
-        return _with_notes(error, f"{_without_number(error)}. Free some room, or name a directory elsewhere.")
+    of_disk = _of_disk(error)
+    if of_disk is not None:
+        return _with_notes(error, f"{_without_number(of_disk)}. Free some room, or name a directory elsewhere.")
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         return _with_notes(error, f"{_without_number(error)}.")
     raiser = _raised_by(error)
@@ -90,11 +92,14 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _is_of_disk(error: BaseException) -> bool:
-    """Whether an error says that there is no more room for a file."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in FULL
-    return any(words in str(error) for words in FULL_IN_WORDS)
+def _of_disk(error: BaseException | None) -> BaseException | None:
+    """The error, or the one that it came from, that says that there is no more room for a file."""
+    while error is not None:
+        is_numbered = isinstance(error, OSError) and error.errno is not None
+        if error.errno in FULL if is_numbered else any(words in str(error) for words in FULL_IN_WORDS):
+            return error
+        error = error.__cause__
+    return None
 
 
 def _without_number(error: BaseException) -> str:

@@ -183,7 +183,7 @@ class VLLMServer:
             named = {**payloads[i], "model": self.model, "return_token_ids": True}
             response = self._request("POST", "/v1/completions", timeout=self.request_timeout, json=named)
             choices = self._read(response, "choices")
-            if not all(isinstance(choice, dict) and choice.keys() >= CHOICE for choice in choices):
+            if not choices or not all(isinstance(choice, dict) and choice.keys() >= CHOICE for choice in choices):
                 raise self._not_understood(response)
             choices.sort(key=lambda choice: choice["index"])
             body = {"choices": choices}

@@ -1,6 +1,8 @@
 """Commands, their arguments, and recipes."""
 
-from .case import COMPARE, EVAL, TRAIN, Case
+from .case import EVAL, TRAIN, Case
+
+CPU = "--output_dir=out --bf16=false --use_cpu=true"
 
 CASES = [
     Case("no command", "", ("COMMAND",)),
@@ -9,8 +11,8 @@ CASES = [
     Case("no cost", "cost", ("fr3e cost", "COMMAND")),
     Case("misspelt cost", "cost stpe", ("stpe", "step")),
     # train
-    Case("train nothing", "train --output_dir=out --bf16=false --use_cpu=true", ("model_name_or_path is not set", "--config")),
-    Case("train no dataset", "train --bf16=false --use_cpu=true --model_name_or_path=model", ("dataset_name is not set",)),
+    Case("train nothing", f"train {CPU}", ("model_name_or_path is not set", "--config")),
+    Case("train no dataset", f"train {CPU} --model_name_or_path=model", ("dataset_name is not set",)),
     Case("train unknown argument", f"{TRAIN} --learnign_rate=1", ("--learnign_rate=1",)),
     Case("train argument without a value", f"{TRAIN} --max_steps", ("--max_steps", "expected one argument")),
     Case("train text for a number", f"{TRAIN} --learning_rate=fast", ("--learning_rate", "fast")),
@@ -40,7 +42,7 @@ CASES = [
     Case("tree of no directory", "tree nowhere", ("nowhere has no folder 'trees'", "log_trees=10")),
     Case("tree of a file", "tree data.jsonl", ("data.jsonl has no folder 'trees'",)),
     Case("tree of no run", "tree .", ("has no folder 'trees'",)),
-    Case("tree unknown argument", "tree nowhere --step 1", ("--step",)),
+    Case("tree unknown argument", "tree nowhere --stages 1", ("--stages",)),
     Case("tree steps no number", "tree nowhere --steps one", ("--steps", "one")),
     Case("tree of two", "tree one two", ("two",)),
     Case(
@@ -116,6 +118,5 @@ CASES = [
     Case("recipe that extends a number", "train --config r.yaml", ("extends=3",), files={"r.yaml": "extends: 3"}),
     # As a shell sees it
     Case("a process of train", f"{TRAIN} --num_anchors=9", ("fr3e train: error:", "num_anchors=9"), is_process=True),
-    Case("a process of compare", f"{COMPARE} --num_evals=0", ("fr3e compare: error:", "--num"), is_process=True),
     Case("a process of nothing", "treee", ("fr3e: error:", "treee"), is_process=True),
 ]

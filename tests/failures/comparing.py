@@ -25,7 +25,7 @@ _held = []
 def hold() -> None:
     """As another process that works in the directory."""
     Path("out").mkdir(exist_ok=True)
-    file = Path("out/.lock").open("a+")
+    file = Path("out/.lock").open("a+")  # noqa: SIM115
     file.write("process 7 on there (fr3e compare)\n")
     file.flush()
     fcntl.flock(file, fcntl.LOCK_EX)
@@ -137,7 +137,9 @@ CASES = [
     Case(
         "pooled without runs", "pooled one", ("one/results.json is damaged", "runs"), files={"one/results.json": "{}"}
     ),
-    Case("pooled empty run", "pooled one", ("one/results.json is damaged", "arm"), files={"one/results.json": NO_RUNS}),
+    Case(
+        "pooled empty run", "pooled one", ("one/results.json is damaged", "cost"), files={"one/results.json": NO_RUNS}
+    ),
     Case("pooled file", "pooled data.jsonl", ("data.jsonl has no results.json",)),
     Case(
         "pooled without the reference",

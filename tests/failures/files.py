@@ -1,9 +1,11 @@
 """Files of earlier results that are damaged, or something else."""
 
-from .case import COMPARE, EVAL, TRAIN, Case, change, cut, remove, replace
+from .case import COMPARE, EVAL, TRAIN, Case, change, cut, replace
 
 LOGGED = f"{TRAIN} --log_trees=1"
 NO_LINE = "\n".join(['{"problem": 0}', ""])
+
+BARE = '{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}'
 
 CASES = [
     Case(
@@ -147,7 +149,7 @@ CASES = [
         "model without weights",
         f"{TRAIN} --model_name_or_path=bare",
         ("model_name_or_path='bare'",),
-        files={"bare/config.json": '{"model_type": "qwen3"}'},
+        files={"bare/config.json": BARE},
     ),
     Case(
         "model with cut config",
@@ -165,7 +167,7 @@ CASES = [
         "model without weights in eval",
         f"{EVAL} --model_name_or_path=bare",
         ("model_name_or_path='bare'",),
-        files={"bare/config.json": '{"model_type": "qwen3"}'},
+        files={"bare/config.json": BARE},
     ),
     Case(
         "empty directory for a model",
@@ -174,4 +176,3 @@ CASES = [
         files={"bare/notes": ""},
     ),
 ]
-_ = remove
