@@ -15,7 +15,7 @@ CASES = [
     Case("a directory for a lock of compare", COMPARE, (".lock", "directory"), files={"out/.lock/a": ""}),
     Case("no room for a report of compare", COMPARE, (FULL, "room"), setup=link("out/report.md", "/dev/full")),
     Case("no room for a dataset", EVAL, ("File too large", "room"), largest_file=100),
-    Case("no room for a run", COMPARE, ("File too large", "runs", "room"), largest_file=2000),
+    Case("no room for raw data", COMPARE, ("File too large", "out/results.json", "room"), largest_file=2000),
     Case(
         "a directory for completions",
         f"{EVAL} --output_dir=.",
