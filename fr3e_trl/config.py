@@ -758,6 +758,8 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     ),
     "active": (
         _is("max_completion_length", integer(least=1), "512"),
+        _is("per_device_train_batch_size", integer(least=1), "8"),
+        _is("gradient_accumulation_steps", integer(least=1), "8"),
         *(_is(name, one_of(*choices)) for name, choices in GRPO_CHOICES.items()),
         _is("temperature", number(above=0), "1.0"),
         _is("top_p", number(above=0, most=1), "1.0, which cuts nothing off"),

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 
 from fr3e_trl.bench.arms import make_config, make_trainer, whole_prompts
-from fr3e_trl.bench.compare import compare
+from fr3e_trl.bench.compare import compare, main
 from fr3e_trl.bench.compare_arguments import CompareArguments
 from fr3e_trl.bench.measures import batch_signal, sampled_states
 from fr3e_trl.bench.results import has_collapsed
@@ -38,6 +38,7 @@ from fr3e_trl.commands.statistics import (
     ratio_interval,
     t_quantile,
 )
+from fr3e_trl.commands.usage import UsageError
 from fr3e_trl.generation.generate import GenerateSampler
 
 ROOT = Path(__file__).parent.parent
@@ -519,6 +520,28 @@ def test_killed_comparison_goes_on_as_the_uncut_one(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in finished} == finished  # not run again
 
 
+def test_two_comparisons_at_once(tmp_path):
+    """The second is refused while the first, a process of its own, is under way; then it goes on from its runs."""
+    settings = {"seeds": [0, 1], "arms": {"grpo": GRPO}, "generated_tokens": 1500}
+    given = vars(arguments(output_dir="shared", **settings))
+    command = {name: value for name, value in given.items() if value is not None}
+    Path("config.yaml").write_text(yaml.safe_dump(command))
+    script = [sys.executable, ROOT / "tests" / "bench_task.py", "--config", "config.yaml"]
+    first = subprocess.Popen(script, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while not Path("shared/arguments.json").exists():
+        assert first.poll() is None
+        time.sleep(0.02)
+    before = Path("shared/arguments.json").read_text()
+    Path("other.yaml").write_text(yaml.safe_dump(command | {"generated_tokens": 400}))
+    with pytest.raises(UsageError, match=f"'shared' is in use by process {first.pid} on .*another output_dir"):
+        main(["--config", "other.yaml"])
+    assert Path("shared/arguments.json").read_text() == before
+    first.kill()
+    first.wait()
+    raw = run(output_dir="shared", **settings)  # what died holds nothing
+    assert {result["amount"] for result in raw["runs"]} == {1500}
+
+
 def test_other_arguments_for_the_same_directory():
     run(arms={"grpo": GRPO}, generated_tokens=100)
     with pytest.raises(ValueError, match=r"generated_tokens was 100 and is 200\. Use another"):
@@ -762,10 +785,36 @@ def test_unknown_subcommand(capsys):
     assert "fr3e cost: error: the following arguments are required: COMMAND" in capsys.readouterr().err
 
 
-def test_missing_extra(monkeypatch):
+def test_missing_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "rich", None)
     for name in ("compare", "progress"):
         monkeypatch.delitem(sys.modules, f"fr3e_trl.bench.{name}", raising=False)
     monkeypatch.delitem(sys.modules, "rich.console", raising=False)
-    with pytest.raises(SystemExit, match=r"needs rich.*fr3e-trl\[bench\]"):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compare"])
+    assert ended.value.code == 2
+    assert "error: rich is missing. Install it with: pip install 'fr3e-trl[bench]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments, shows", [([], False), (["--debug"], True)])
+def test_debug_shows_the_traceback(arguments, shows, capsys, monkeypatch):
+    for variable in ("", "1"):
+        monkeypatch.setenv("FR3E_DEBUG", variable)
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["pooled", "nowhere", *arguments])
+        told = capsys.readouterr().err
+        assert ended.value.code == 2
+        assert ("Traceback" in told) is (shows or bool(variable))
+        assert told.splitlines()[-1].startswith("fr3e pooled: error: nowhere has no results.json")
+
+
+def test_debug_of_the_trainers_stays():
+    arguments = ["train", "--debug", "underflow_overflow", "--debug"]
+    assert cli.without_debug(arguments) == (["train", "--debug", "underflow_overflow"], True)
+
+
+def test_a_mistake_in_the_code_keeps_its_traceback(monkeypatch):
+    """Nobody raised it: Python did."""
+    monkeypatch.setattr("fr3e_trl.bench.compare.main", lambda arguments: int("best"))
+    with pytest.raises(ValueError, match="invalid literal"):
         cli.main(["compare"])

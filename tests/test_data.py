@@ -128,7 +128,7 @@ def test_reward_in_a_file(tmp_path):
         "def score(completions, **kwargs):\n    return [Score(len(text)).value for text in completions]\n"
     )
     score = data.get_reward(f"{tmp_path / 'json.py'}:score")
-    assert data.call_reward(score, completions=["12", ""]) == [2, 0]
+    assert data.call_reward("score", score, completions=["12", ""]) == [2, 0]
     assert importlib.import_module("json").loads("1") == 1
 
 

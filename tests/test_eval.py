@@ -32,6 +32,10 @@ def digit(completions, solution, **kwargs):
     texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
     return [float(any(c in "01234" for c in text)) for text in texts]
 
+def odd_ones(completions, **kwargs):
+    return [float("nan") if "1" in str(kwargs["solution"][i]) else None if "2" in str(kwargs["solution"][i]) else 1.0
+            for i in range(len(completions))]
+
 async def length(completions, completion_ids, **kwargs):
     return [None if len(ids) == 99 else len(ids) / 10 for ids in completion_ids]
 """
@@ -299,7 +303,7 @@ def test_recipe(evaluate, name):
         ({"temperature": 0}, "temperature=0 samples the same completion num_samples=4 times"),
         ({"pass_at": 5}, "pass_at=[5] must be from 1 to num_samples=4"),
         ({"top_p": 0}, "top_p=0.0 must be above 0"),
-        ({"chat_template_kwargs": "x"}, "wrong arguments: Expecting value"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs='x' is no JSON: Expecting value"),
         ({"limit": 0}, "limit=0 must be a whole number of at least 1"),
         ({"answer_regex": "("}, "answer_regex='(' is no regular expression"),
         (
@@ -321,3 +325,17 @@ def test_completions_of_another_evaluation_are_refused(evaluate, capsys):
     with pytest.raises(SystemExit):
         evaluate(limit=1, temperature=0.5)
     assert "has results of other arguments: temperature was 1.0 and is 0.5. Use" in capsys.readouterr().err
+
+
+def test_completions_without_a_score_are_left_out_and_counted(evaluate, capsys):
+    """NaN as None: of three problems, the solution of the second is 2."""
+    results, lines = evaluate(reward_funcs="tests_of_eval.odd_ones")
+    of_reward = results["rewards"]["tests_of_eval.odd_ones"]
+    assert (of_reward["num_scored"], of_reward["num_unscored"]) == (2, 4)
+    assert of_reward["pass@1"]["mean"] == 1
+    assert "4 completions had no score (None or NaN). Their 1 problem(s) are left out." in capsys.readouterr().out
+    # Also of a file that has NaN in it
+    path = Path("out/completions.jsonl")
+    path.write_text(path.read_text().replace("null", "NaN"))
+    results, _ = evaluate(reward_funcs="tests_of_eval.odd_ones")
+    assert results["rewards"]["tests_of_eval.odd_ones"]["num_unscored"] == 4

@@ -77,6 +77,16 @@ def test_graded_rewards_and_distinct_completions(monkeypatch):
     assert len(set(highest)) > 1 and max(evaluation.num_distinct) > 1
 
 
+def test_prompts_without_a_score_are_left_out(monkeypatch):
+    """And counted. Not taken for wrong."""
+    monkeypatch.setattr(
+        Ones, "reward", lambda self, completions, right, **kwargs: [None, *[1.0] * (len(completions) - 1)]
+    )
+    evaluation = evaluate(make_model(), make_tokenizer(), Ones(), heldout(), num_samples=4, batch_size=24)
+    assert evaluation.rewards == [[1.0] * 4] * 5 and len(evaluation.num_distinct) == 5
+    assert evaluation.num_unscored == 1
+
+
 def most_logits_held(num_tokens):
     """The most logits that are in memory while a policy of `VOCAB_SIZE` decodes its next token, in numbers."""
     model, held = make_model(vocab_size=VOCAB_SIZE, eos_token_id=VOCAB_SIZE - 1), []

@@ -23,7 +23,7 @@ from fr3e_trl.commands.cli import main
 from fr3e_trl.page.callback import report
 from fr3e_trl.page.page import CHARTS, MAX_POINTS, MAX_TREES, charts, make_page
 from fr3e_trl.page.record import MAX_TREES as MAX_TREES_OF_STEP
-from fr3e_trl.page.record import METRICS, logged_steps, read_metrics, read_step, token_texts, write_step
+from fr3e_trl.page.record import METRICS, logged_steps, read_metrics, read_step, step_path, token_texts, write_step
 
 SIZES = {"per_device_train_batch_size": 32, "max_completion_length": 24, "max_steps": 3}
 DEMO_POLICY = Path(__file__).parents[1] / "examples" / "demo_policy"
@@ -213,6 +213,50 @@ def test_a_run_that_goes_on_leaves_no_steps_of_another():
     with Path("run/trees", METRICS).open("a") as file:
         file.write('{"loss": 0.')
     assert read_metrics(Path("run")) == trainer.state.log_history
+
+
+def test_a_run_anew_moves_what_is_there_aside(caplog):
+    make_trainer().train()
+    earlier = {path.name: path.read_bytes() for path in [*Path("run/trees").iterdir(), Path("run/trees.html")]}
+    for number in (1, 2):
+        caplog.clear()
+        make_trainer(max_steps=1).train()
+        (told,) = [message for message in caplog.messages if "earlier run" in message]
+        assert f"run/trees-{number}" in told
+        assert logged_steps(Path("run")) == [1]
+    assert {path.name: path.read_bytes() for path in Path("run/trees-1").iterdir()} == earlier
+
+
+def test_steps_after_the_checkpoint_are_moved_aside(caplog):
+    make_trainer(max_steps=4, save_strategy="steps", save_steps=2).train()
+    make_trainer(max_steps=3, save_strategy="no").train(resume_from_checkpoint="run/checkpoint-2")
+    assert sorted(path.name for path in Path("run/trees-1").iterdir()) == [
+        METRICS,
+        "step-3.json.gz",
+        "step-4.json.gz",
+    ]
+    assert logged_steps(Path("run")) == [1, 2, 3]
+    assert "logged after step 2 is in run/trees-1 now" in caplog.text
+
+
+@pytest.mark.parametrize("failure", ["damaged log", "full disk", "directory"])
+def test_what_is_shown_ends_no_run(failure, caplog):
+    """Where the trees of an earlier step are damaged, or there is no room, or nothing can be written at all."""
+    if failure == "damaged log":
+        make_trainer(max_steps=2, save_strategy="steps", save_steps=2).train()
+        step_path(Path("run"), 1).write_bytes(b"")
+    if failure == "full disk":
+        Path("run/trees").mkdir(parents=True)
+        Path("run/trees/step-2.json.gz.part").symlink_to("/dev/full")
+    if failure == "directory":
+        Path("run").mkdir()
+        Path("run/trees").write_text("a file")
+    trainer = make_trainer()
+    trainer.train(resume_from_checkpoint="run/checkpoint-2" if failure == "damaged log" else None)
+    assert trainer.state.global_step == 3
+    (told,) = [message for message in caplog.messages if "log_trees=1" in message]
+    assert "Training goes on" in told
+    assert {"damaged log": "step-1.json.gz", "full disk": "No space left", "directory": "run/trees"}[failure] in told
 
 
 def test_without_exploration_there_are_curves():

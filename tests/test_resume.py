@@ -168,6 +168,85 @@ def test_a_checkpoint_that_was_being_written_is_passed_over():
     assert json.loads(state.read_text())["global_step"] == 3
 
 
+@pytest.mark.parametrize("content", ["{}", "[]", "", '{"global_step": 3}'])
+def test_a_checkpoint_without_a_trainer_state_is_passed_over(content):
+    make_trainer(max_steps=3).train()
+    Path("output/checkpoint-3/trainer_state.json").write_text(content)
+    shutil.copytree("output/checkpoint-1", "output/checkpoint-best")
+    (Path("output") / "checkpoint-").mkdir()
+    assert last_complete_checkpoint("output") == "output/checkpoint-2"
+
+
+def test_a_checkpoint_without_its_state_is_told_of(caplog):
+    """That losses will differ; the run goes on."""
+    make_trainer(max_steps=2).train()
+    Path("output/checkpoint-2/grpo_state_0.pt").unlink()
+    resumed = make_trainer(max_steps=3)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
+    (told,) = [message for message in caplog.messages if "grpo_state_0.pt" in message]
+    assert "losses will differ" in told and "optimizer" in told
+
+
+def test_a_damaged_state_is_named():
+    make_trainer(max_steps=2).train()
+    state = Path("output/checkpoint-2/grpo_state_0.pt")
+    for content in (b"", state.read_bytes()[:1000]):
+        state.write_bytes(content)
+        with pytest.raises(ValueError, match=r"checkpoint-2/grpo_state_0\.pt is damaged .*checkpoint before it"):
+            make_trainer(max_steps=3).train(resume_from_checkpoint=True)
+
+
+REFILLED = {"max_refills": 3} | REJECTING
+
+
+@pytest.mark.parametrize(
+    "saved, present, told",
+    [
+        ({}, {"credit": "rollout"}, ["credit='tree' (now 'rollout')"]),
+        ({"num_anchors": 7}, {"num_anchors": 3}, ["num_anchors=7 (now 3)"]),
+        ({"value_tracker": True}, {}, ["value_tracker=True (now False)"]),
+        ({}, {"value_tracker": True}, ["value_tracker=False (now True)"]),
+        ({"value_tracker": True}, {"value_tracker": True, "seed": 7}, ["seed=42 (now 7)", "the tracked values"]),
+        (REFILLED, REFILLED | {"max_refills": 1}, ["max_refills=3 (now 1)", "order of prompts"]),
+        (REFILLED, REJECTING, ["max_refills=3 (now 0)"]),
+        ({}, {"num_anchors": 0}, ["num_anchors=", "(now 0)", "credit='tree' (now"]),
+        ({"num_anchors": 0}, {}, ["num_anchors=0 (now"]),
+        ({}, {"beta": 0.1}, ["beta=0.0 (now 0.1)"]),
+    ],
+)
+def test_settings_that_differ_from_the_checkpoints_are_told(saved, present, told, caplog):
+    """The run goes on with those that it has now."""
+    make_trainer(**saved, max_steps=2).train()
+    resumed = make_trainer(**present, max_steps=4, output_dir="resumed")
+    resumed.train(resume_from_checkpoint="output/checkpoint-2")
+    assert resumed.state.global_step == 4
+    (message,) = [message for message in caplog.messages if "other settings" in message]
+    assert all(words in message for words in [*told, "From here on the present ones hold", "its optimizer"])
+
+
+def test_the_same_settings_are_not_told_of(caplog):
+    make_trainer(max_steps=2).train()
+    make_trainer(max_steps=3, output_dir="resumed", logging_steps=2).train(resume_from_checkpoint="output/checkpoint-2")
+    assert "other settings" not in caplog.text
+
+
+def test_a_smaller_dataset_with_refills(caplog):
+    """Rows that are left over have no example any more: they are dropped, and it is told."""
+    whole = make_trainer(**REFILLED)
+    whole.train()
+    entry = next(entry for entry in whole.state.log_history if num_left_over_before(entry) > 0)
+    resumed = factory.make_trainer(
+        FR3ETrainer,
+        reward_funcs=parity,
+        dataset=make_dataset(2),
+        **SAVING | REFILLED | {"output_dir": "resumed", "max_steps": entry["step"]},
+    )
+    resumed.train(resume_from_checkpoint=f"output/checkpoint-{entry['step'] - 1}")
+    assert resumed.state.global_step == entry["step"]
+    assert "examples of train_dataset=6 (now 2)" in caplog.text
+
+
 def test_a_run_that_is_done_is_not_trained_further():
     whole = make_trainer(max_steps=2)
     whole.train()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from trl import ModelConfig
 
-from ..commands.data import FR3EScriptArguments
+from ..commands.data import FR3EScriptArguments, check_reward_columns
 from ..commands.usage import usage_errors
 from .arms import check_settings, make_config, read_settings, whole_prompts
 from .own_task import OwnTask
@@ -85,8 +85,9 @@ class ArmsArguments(FR3EScriptArguments, ModelConfig):
             raise ValueError(f"task={self.task!r} must be one of {', '.join(TASKS)}.")
         elif self.dataset_name is not None or self.model_name_or_path is not None:
             raise ValueError(f"task={self.task!r} has a dataset and a model. Leave it out for a task of your own.")
-        self.base = read_settings(self.base)
-        self.arms = {name: read_settings(settings) for name, settings in read_settings(self.arms).items()}
+        self.base = read_settings(self.base, "base")
+        arms = read_settings(self.arms, "arms")
+        self.arms = {name: read_settings(settings, f"arms.{name}") for name, settings in arms.items()}
         if self.policy is not None and not (Path(self.policy) / "config.json").is_file():
             raise ValueError(
                 f"policy={self.policy!r} must be the directory of a model, with its config.json. Leave it out for the "
@@ -109,7 +110,7 @@ class ArmsArguments(FR3EScriptArguments, ModelConfig):
             raise ValueError(f"policy={self.policy!r} is of a task of the bench. Use model_name_or_path.")
         if self.dataset_streaming:
             raise ValueError("dataset_streaming=True cannot be: runs draw from all of the dataset.")
-        given = read_settings({} if self.base is None else self.base)
+        given = read_settings({} if self.base is None else self.base, "base")
         tried = [setting for setting, name in GRIDS.items() if getattr(self, name, None) is not None]
         base = {name: value for name, value in OWN_BASE.items() if name not in tried}
         if self.use_peft and "learning_rate" in base:
@@ -131,7 +132,10 @@ class ArmsArguments(FR3EScriptArguments, ModelConfig):
             return task, Path(self.policy) if self.policy is not None else starting_policy(task)
         own = OwnTask(self, num_heldout)
         num_examples = len(own.splits["train"])
-        assert own.rewards and isinstance(self.base, dict)
+        rewards = dict(zip(self.reward_funcs, own.rewards, strict=True))
+        for split in own.splits.values():
+            check_reward_columns(rewards, split)
+        assert isinstance(self.base, dict)
         self.base.setdefault("num_train_examples", num_examples)
         with usage_errors(f"dataset_name={self.dataset_name!r}", "Change the base, or the arms.", ValueError):
             self.check_arms()

@@ -157,11 +157,14 @@ def whole_prompts(wanted: float, settings: dict[str, Any]) -> int:
     return unit * max(1, min(round(wanted / unit), most))
 
 
-def read_settings(value: dict[str, Any] | str | None) -> dict[str, Any]:
+def read_settings(value: dict[str, Any] | str | None, name: str = "settings") -> dict[str, Any]:
     """Settings as a configuration file or, in JSON, the command line has them, with numbers for texts such as 1e-3."""
-    settings = yaml.safe_load(value) if isinstance(value, str) else value
+    try:
+        settings = yaml.safe_load(value) if isinstance(value, str) else value
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name}={value!r} cannot be read: {' '.join(str(error).split())}.") from None
     if not isinstance(settings, dict):
-        raise ValueError(f"{value!r} must be a mapping of names to settings.")
+        raise ValueError(f"{name}={value!r} must be a mapping of names to settings.")
     return {name: _with_numbers(setting) for name, setting in settings.items()}
 
 

@@ -21,13 +21,14 @@ Every run is a file in `output_dir/runs` (or `screening` and `tuning`), written 
 same command goes on from these files. Once a comparison is complete, the command writes its report anew.
 """
 
+import dataclasses
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..commands.outputs import check_same, read_json, resumable, write_json
+from ..commands.outputs import check_same, read_object, resumable, write_json
 from ..commands.recipe import RecipeParser, parse_arguments
 from .arms import whole_prompts
 from .compare_arguments import CompareArguments
@@ -35,7 +36,7 @@ from .own_task import OwnTask
 from .progress import CONSOLE
 from .report import write_report
 from .results import BUDGETS, Results, mean_accuracy
-from .runs import Run, be_quiet, tokens_per_prompt
+from .runs import Run, be_quiet, read_result, tokens_per_prompt
 from .tasks import Task
 from .tuning import TUNED, grid, ranked
 from .worker import execute_all
@@ -82,9 +83,9 @@ def compare(args: CompareArguments, command: str) -> None:
         args.num_heldout = min(args.num_heldout, len(task.splits["heldout"]))
     fixed = {name: value for name, value in asdict(args).items() if name not in FREE} | {"policy": policy.name}
     has_runs = any(output_dir.glob("*/*.json"))
-    if check_same(output_dir, fixed, has_runs, growing="arms"):
-        (output_dir / TOKENS_FILE).unlink(missing_ok=True)  # it was measured for other arguments
     comparison = Comparison(args, task, policy)
+    if check_same(output_dir, fixed, has_runs, growing="arms", check_results=comparison.check_finished):
+        (output_dir / TOKENS_FILE).unlink(missing_ok=True)  # it was measured for other arguments
     arms, screening, tuning = comparison.tuned_arms()
     runs = list(comparison.final_runs(arms))
     execute_all(runs, args.num_workers)
@@ -92,9 +93,9 @@ def compare(args: CompareArguments, command: str) -> None:
         arguments=asdict(args),
         command=command,
         arms=arms,
-        runs=[read_json(run.path) for run in runs],
-        screening=[read_json(run.path) for run in screening],
-        tuning=[read_json(run.path) for run in tuning],
+        runs=[read_result(run) for run in runs],
+        screening=[read_result(run) for run in screening],
+        tuning=[read_result(run) for run in tuning],
     )
     write_report(results, output_dir)
     CONSOLE.print(f"Report: {output_dir / 'report.md'}", highlight=False, soft_wrap=True)
@@ -121,6 +122,19 @@ class Comparison:
     args: CompareArguments
     task: Task | OwnTask
     policy: Path
+
+    def check_finished(self) -> None:
+        """Raise a `UsageError` if a run that is there is not of this comparison, by what its file says of itself."""
+        amounts = {"runs": None, "tuning": None, "screening": self.args.tuning_tokens}
+        for folder, amount in amounts.items():
+            for path in sorted((Path(self.args.output_dir) / folder).glob("*.json")):
+                result = read_object(path)
+                arm = result.get("arm")
+                if arm not in (self.args.arms or {}):
+                    continue  # it is of arms that this call does not name
+                tuned = {name: value for name, value in result.get("settings", {}).items() if name in TUNED}
+                run = self.make_run(arm, tuned | self.args.settings_of(arm), result.get("seed", 0), amount, folder)
+                read_result(dataclasses.replace(run, path=str(path)))
 
     def tuned_arms(self) -> tuple[dict[str, Settings], list[Run], list[Run]]:
         """
@@ -152,7 +166,7 @@ class Comparison:
     def tokens_per_prompt(self, arm: str) -> float:
         """Tokens that an arm generates for each prompt, measured once."""
         path = Path(self.args.output_dir) / TOKENS_FILE
-        measured: dict[str, float] = read_json(path) if path.exists() else {}
+        measured: dict[str, float] = read_object(path) if path.exists() else {}
         if arm not in measured:
             measured[arm] = tokens_per_prompt(self.args.settings_of(arm), self.policy, self.task)
             write_json(path, measured)
@@ -201,4 +215,4 @@ def best_points(arm: str, points: list[Settings], runs: list[Run]) -> list[Setti
     """Points of an arm's grid, the one with the highest mean of held-out pass@1 along its runs first."""
     if len(points) == 1:
         return points
-    return ranked(points, [(run.settings, mean_accuracy(read_json(run.path))) for run in runs if run.arm == arm])
+    return ranked(points, [(run.settings, mean_accuracy(read_result(run))) for run in runs if run.arm == arm])

@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..commands.completions import columns_of, complete, reward_arguments, texts_of
+from ..commands.usage import UsageError
 from ..trl_adapter.prompts import tokenize
 from ..trl_adapter.tools import converse
 from .own_task import OwnTask
@@ -22,20 +23,23 @@ class Evaluation:
 
     Args:
         rewards (`list[list[float]]`):
-            Rewards of the completions sampled of each prompt.
+            Rewards of the completions sampled of each prompt. A prompt is left out if one of them has no score.
         num_distinct (`list[int]`):
-            How many different completions have the highest reward among those of the prompt, for each prompt; 0 where
-            that is 0. With rewards of 0 and 1, the distinct right ones.
+            How many different completions have the highest reward among those of the prompt, for each of these prompts;
+            0 where that is 0. With rewards of 0 and 1, the distinct right ones.
         entropy (`float`):
             Mean entropy of the distributions that the sampled tokens were drawn from, in nats.
         completion_length (`float`):
             Mean length of the sampled completions, in tokens. What tools answer is not counted.
+        num_unscored (`int`):
+            Completions without a score.
     """
 
     rewards: list[list[float]]
     num_distinct: list[int]
     entropy: float
     completion_length: float
+    num_unscored: int = 0
 
 
 def evaluate(
@@ -90,11 +94,18 @@ def evaluate(
     starts = range(0, len(sampled.rewards), num_samples)
     rewards = [sampled.rewards[start : start + num_samples] for start in starts]
     texts = [sampled.texts[start : start + num_samples] for start in starts]
+    scored = [i for i, of_prompt in enumerate(rewards) if None not in of_prompt]
+    if not scored:
+        raise UsageError(
+            f"The reward functions left a completion of each of the {len(rewards)} held-out prompts without a score "
+            "(None or NaN), so that nothing can be compared. Mend them, or the solutions."
+        )
     return Evaluation(
-        rewards=rewards,
-        num_distinct=[_num_distinct(*of_prompt) for of_prompt in zip(rewards, texts, strict=True)],
+        rewards=[rewards[i] for i in scored],
+        num_distinct=[_num_distinct(rewards[i], texts[i]) for i in scored],
         entropy=sampled.entropy_sum / sampled.num_tokens,
         completion_length=sampled.num_tokens / len(sampled.rewards),
+        num_unscored=sampled.rewards.count(None),
     )
 
 
@@ -106,7 +117,7 @@ def _num_distinct(rewards: list[float], texts: list[str]) -> int:
 
 @dataclass
 class _Completions:
-    rewards: list[float]
+    rewards: list[Any]  # numbers, or `None`
     texts: list[str]
     num_tokens: int = 0
     entropy_sum: float = 0.0

@@ -96,10 +96,14 @@ class OwnTask:
         dataset = self.splits[split].shuffle(seed=seed)
         return dataset.select([i % len(dataset) for i in range(size)])
 
-    def reward(self, completions: list[Any], **columns: Any) -> list[float]:
-        """The sum of the reward functions' scores, as TRL's with weights of 1: what one does not score counts 0."""
-        scores = [call_reward(reward, completions=completions, **columns) for reward in self.rewards]
-        return [sum(score or 0.0 for score in of_completion) for of_completion in zip(*scores, strict=True)]
+    def reward(self, completions: list[Any], **columns: Any) -> list[float | None]:
+        """The sum of the reward functions' scores, as TRL's with weights of 1. `None` where none gives a score."""
+        scores = [
+            call_reward(name, reward, completions=completions, **columns)
+            for name, reward in zip(self.args.reward_funcs, self.rewards, strict=True)
+        ]
+        of_completions = [[score for score in of_one if score is not None] for of_one in zip(*scores, strict=True)]
+        return [sum(of_one) if of_one else None for of_one in of_completions]
 
     def trainer_arguments(self) -> dict[str, Any]:
         """What a trainer starts from, in the place of a task's policy."""

@@ -10,8 +10,11 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM, set_seed
-from trl import SFTConfig, SFTTrainer, TrlParser
+from trl import SFTConfig, SFTTrainer
 
+from ..commands.outputs import check_directory
+from ..commands.recipe import RecipeParser, parse_arguments
+from ..commands.usage import UsageError
 from .tasks import TASKS, Task
 
 SEED = 0  # of the problems, the demonstrator's slips and the training
@@ -47,10 +50,18 @@ def starting_policy(task: Task, directory: Path | None = None) -> Path:
         directory (`Path`, *optional*):
             Where the policy is, or is put. If `None`, a directory in the user's cache of which the name depends on
             everything that makes the policy, so that it is made anew when any of that changes.
+
+    Raises:
+        UsageError: There is something else, a file or another directory.
     """
     directory = directory or _cached(task)
-    if directory.exists():
+    check_directory(directory)
+    if (directory / "config.json").is_file():
         return directory
+    if directory.exists() and any(directory.iterdir()):
+        raise UsageError(
+            f"output_dir={str(directory)!r} has files, and no policy's config.json. Name an empty or a new directory."
+        )
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as partial:
         made = Path(partial) / "policy"
@@ -58,7 +69,7 @@ def starting_policy(task: Task, directory: Path | None = None) -> Path:
         try:
             made.rename(directory)  # whole or not at all
         except OSError:
-            if not directory.exists():  # or else another process was faster: its policy is the same
+            if not (directory / "config.json").is_file():  # or else another process was faster: its policy is the same
                 raise
     return directory
 
@@ -141,5 +152,5 @@ class MakePolicyArguments:
 
 def main(argv: list[str]) -> None:
     """Make a starting policy, if it is not there yet, and print its directory."""
-    (args,) = TrlParser([MakePolicyArguments]).parse_args_and_config(argv)
+    (args,) = parse_arguments(RecipeParser([MakePolicyArguments]), argv)
     print(starting_policy(TASKS[args.task], Path(args.output_dir) if args.output_dir else None))

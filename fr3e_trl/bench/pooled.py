@@ -9,13 +9,13 @@ interval by Student's t. The interval is about these tasks, not about tasks at l
 """
 
 import argparse
-import json
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean
 
+from ..commands.outputs import damaged, read_object
 from ..commands.statistics import mean_interval
-from ..commands.usage import UsageError
+from ..commands.usage import Parser, UsageError
 from .results import mean_accuracy
 from .tables import signed
 
@@ -25,7 +25,7 @@ GRPO = ["grpo_4", "grpo_8", "grpo_dapo"]
 
 def main(argv: list[str]) -> None:
     """Print the differences."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directories", nargs="+", type=Path, help="output directories of comparisons")
     parser.add_argument("--reference", nargs="+", default=GRPO, help=f"an arm, or several (default: {' '.join(GRPO)})")
     options = parser.parse_args(argv)
@@ -37,6 +37,11 @@ def main(argv: list[str]) -> None:
             name: [arms[arm][seed] - value for seed, value in arms[references[name]].items() if seed in arms[arm]]
             for name, arms in comparisons.items()
         }
+        for name, of_one in differences.items():
+            if not of_one:
+                raise UsageError(
+                    f"{name}: {arm} and {references[name]} have no seed in common. Run both with the same seeds."
+                )
         pooled = [difference for of_one in differences.values() for difference in of_one]
         ahead = sum(difference > 0 for difference in pooled)
         print(f"{arm}: {signed(mean_interval(pooled))} pooled, ahead in {ahead} of {len(pooled)}")
@@ -50,8 +55,12 @@ def means_of(directory: Path) -> dict[str, dict[int, float]]:
     if not path.is_file():
         raise UsageError(f"{directory} has no results.json. Run fr3e compare with output_dir={directory} first.")
     means: dict[str, dict[int, float]] = defaultdict(dict)
-    for run in json.loads(path.read_text())["runs"]:
-        means[run["arm"]][run["seed"]] = mean_accuracy(run)
+    results = read_object(path)
+    try:
+        for run in results["runs"]:
+            means[run["arm"]][run["seed"]] = mean_accuracy(run)
+    except (KeyError, IndexError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise damaged(path, f"{type(error).__name__}: {error}") from error
     return means
 
 

@@ -31,6 +31,7 @@ def render(results: Results, plots: dict[str, str]) -> str:
         f"**{verdict(results)}**",
         tables.verdict_table(results),
         _legend(results),
+        *_unscored(results),
         *(f"![{title}]({file})" for title, file in plots.items()),
         "## Until pass@1 has come so far",
         tables.levels_table(results),
@@ -148,3 +149,14 @@ def _settings(results: Results) -> dict[str, Any]:
     }
     told = {name: value for name, value in results.arguments.items() if name not in usual or value != usual[name]}
     return told | {"arms": chosen}
+
+
+def _unscored(results: Results) -> list[str]:
+    """How many completions had no score, if any."""
+    counts = [evaluation.get("num_unscored", 0) for run in results.runs for evaluation in run["evaluations"]]
+    if not any(counts):
+        return []
+    return [
+        f"{sum(counts)} held-out completions had no score (None or NaN), up to {max(counts)} in an evaluation. Their "
+        "prompts are left out of it."
+    ]

@@ -10,7 +10,8 @@ from typing import Any
 import datasets
 import transformers
 
-from ..commands.outputs import write_json
+from ..commands.outputs import as_json, damaged, read_object, write_json
+from ..commands.usage import UsageError
 from .arms import make_trainer
 from .evaluation import evaluate
 from .measures import now
@@ -65,6 +66,45 @@ class Run:
     num_samples: int
     eval_batch_size: int
     path: str
+
+    @property
+    def what_it_is(self) -> dict[str, Any]:
+        """What its file says of itself, with names for the task and the policy."""
+        named = {
+            "task": repr(self.task) if isinstance(self.task, OwnTask) else self.task.name,
+            "policy": Path(self.policy).name,
+        }
+        names = (
+            "arm",
+            "settings",
+            "seed",
+            "cost",
+            "amount",
+            "num_evals",
+            "num_heldout",
+            "num_samples",
+            "eval_batch_size",
+        )
+        return as_json({name: getattr(self, name) for name in names} | named)
+
+
+def read_result(run: Run) -> dict[str, Any]:
+    """
+    The result of a run that is done.
+
+    Raises:
+        UsageError: The file is damaged, or says that it is of another run. Files of earlier versions say less.
+    """
+    result = read_object(run.path)
+    for name, value in run.what_it_is.items():
+        if result.get(name, value) != value:
+            raise UsageError(
+                f"{run.path} is of another comparison: {name} was {result[name]!r} and is {value!r}. Use another "
+                "output_dir, or remove that one."
+            )
+    if not result.get("evaluations"):
+        raise damaged(run.path, "it has no evaluations")
+    return result
 
 
 # Is told how much a run has spent
@@ -130,7 +170,7 @@ def execute(run: Run, report: Report) -> None:
         trainer.add_callback(course)
         trainer.train()
     result = {
-        **{name: getattr(run, name) for name in ("arm", "settings", "seed", "cost", "amount")},
+        **run.what_it_is,
         "evaluations": course.evaluations,
         "evaluation_seconds": course.evaluation_seconds,
         "batches": trainer.batches,

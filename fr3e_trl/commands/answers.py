@@ -1,5 +1,6 @@
 """pass@k and maj@k of sampled completions: the answers in them, and which answers are the same."""
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -32,12 +33,14 @@ def measures(
     result = {}
     for name in reward_funcs:
         values: dict[str, list[float]] = {}
-        num_unscored = 0
+        num_scored = num_unscored = 0
         for lines, answers in zip(of_problems, groups, strict=True):
             rewards = [line["rewards"][name] for line in lines]
-            if None in rewards:  # the solution cannot be read, for one
-                num_unscored += 1
+            unscored = [reward for reward in rewards if reward is None or not math.isfinite(reward)]
+            num_unscored += len(unscored)
+            if unscored:  # the solution cannot be read, for one
                 continue
+            num_scored += 1
             votes = [(len(members), mean([rewards[i] for i in members])) for members in answers]
             num_without = len(lines) - sum(count for count, _ in votes)
             for k in ks:
@@ -46,7 +49,8 @@ def measures(
                 if k > 1:
                     values.setdefault(f"maj@{k}", []).append(majority_of_k(votes, num_without, k))
         result[name] = {
-            "num_scored": len(of_problems) - num_unscored,
+            "num_scored": num_scored,
+            "num_unscored": num_unscored,
             **{measure: with_interval(of_measure) for measure, of_measure in values.items()},
         }
     return result

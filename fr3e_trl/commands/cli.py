@@ -1,12 +1,18 @@
-"""The `fr3e` command."""
+"""
+The `fr3e` command.
 
-import argparse
+What a user can mend ends a command with one line that says what was wrong, and exit code 2. With `--debug`, or
+`FR3E_DEBUG=1`, its traceback comes too.
+"""
+
 import importlib
 import logging
+import os
 import sys
+import traceback
 from typing import Any
 
-from .usage import UsageError
+from .usage import Parser, explain
 
 # It warns while it is imported, of what does not matter here
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -26,45 +32,58 @@ COMMANDS: dict[str, tuple[str, Any]] = {
     "eval": ("Evaluate a model: pass@1, pass@k and maj@k on any dataset with answers.", "fr3e_trl.commands.eval"),
     "compare": ("Train arms at equal generated tokens, and report which is best.", "fr3e_trl.bench.compare"),
     "pooled": ("Pool the differences between arms over several comparisons.", "fr3e_trl.bench.pooled"),
-    "tree": ("Make a page that shows the trees which a run logged.", "fr3e_trl.page.page"),
+    "tree": ("Make a page that shows the trees which a run logged.", "fr3e_trl.commands.tree"),
     "cost": ("Measure what FR3E costs.", COSTS),
     "make-policy": ("Make the starting policy of a task.", "fr3e_trl.bench.policies"),
 }
 
-# The extra that brings a package
-EXTRAS = {"matplotlib": "bench", "peft": "peft", "reasoning_gym": "bench", "rich": "bench"}
+# Values of TrainingArguments' own setting `debug`
+DEBUG_OPTIONS = ("underflow_overflow", "tpu_metrics_debug")
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command that the arguments name, with those that follow."""
-    run("fr3e", "FR3E for TRL: training, evaluation, and a bench.", COMMANDS, sys.argv[1:] if argv is None else argv)
+    arguments, debug = without_debug(sys.argv[1:] if argv is None else argv)
+    prog, what_it_does, commands = "fr3e", "FR3E for TRL: training, evaluation, and a bench.", COMMANDS
+    try:
+        while True:
+            command = read_command(prog, what_it_does, commands, arguments)
+            (what_it_does, implementation), arguments = commands[command], arguments[1:]
+            prog = f"{prog} {command}"
+            if isinstance(implementation, str):
+                break
+            commands = implementation
+        sys.argv[0] = prog
+        importlib.import_module(implementation).main(arguments)
+    except Exception as error:
+        line = explain(error)
+        if line is None:
+            raise
+        if debug:
+            traceback.print_exc()
+        print(f"{prog}: error: {line}", file=sys.stderr)
+        sys.exit(2)
 
 
-def run(prog: str, description: str, commands: dict[str, tuple[str, Any]], arguments: list[str]) -> None:
-    """Run one of `commands`, which may have others below it."""
-    parser = argparse.ArgumentParser(prog=prog, description=description)
+def read_command(prog: str, description: str, commands: dict[str, tuple[str, Any]], arguments: list[str]) -> str:
+    """Which of `commands` the first argument names."""
+    parser = Parser(prog=prog, description=description)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (what_it_does, _) in commands.items():
         # Its own parser has the help: importing it takes seconds
         subparsers.add_parser(name, help=what_it_does, add_help=False)
-    command = parser.parse_args(arguments[:1]).command
-    what_it_does, implementation = commands[command]
-    if isinstance(implementation, dict):
-        run(f"{prog} {command}", what_it_does, implementation, arguments[1:])
-        return
-    try:
-        module = importlib.import_module(implementation)
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in EXTRAS:
-            raise
-        sys.exit(f"{prog} {command} needs {package}. Install it with: pip install 'fr3e-trl[{EXTRAS[package]}]'")
-    sys.argv[0] = f"{prog} {command}"
-    try:
-        module.main(arguments[1:])
-    except UsageError as error:
-        print(f"{prog} {command}: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    return parser.parse_args(arguments[:1]).command
+
+
+def without_debug(arguments: list[str]) -> tuple[list[str], bool]:
+    """The arguments without our `--debug`, and whether it was there. With a value, it is a setting of the trainer."""
+    following = [*arguments, ""][1:]
+    is_ours = [
+        argument == "--debug" and value not in DEBUG_OPTIONS
+        for argument, value in zip(arguments, following, strict=True)
+    ]
+    others = [argument for argument, ours in zip(arguments, is_ours, strict=True) if not ours]
+    return others, any(is_ours) or os.environ.get("FR3E_DEBUG", "0") not in ("", "0")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 import asyncio
 import importlib.util
 import inspect
+import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,17 @@ REWARDS = {
     "accuracy_reward": "trl.rewards.accuracy_reward",
     "reasoning_accuracy_reward": "trl.rewards.reasoning_accuracy_reward",
     "think_format_reward": "trl.rewards.think_format_reward",
+}
+
+# What reward functions are given beside the columns of the dataset
+GIVEN_TO_REWARDS = {
+    "prompts",
+    "completions",
+    "completion_ids",
+    "environments",
+    "log_extra",
+    "log_metric",
+    "trainer_state",
 }
 
 # Formats of a local dataset, by the suffix of its file
@@ -118,17 +130,70 @@ def import_file(path: str) -> Any:
     return module
 
 
-def call_reward(reward: Callable[..., Any], **arguments: Any) -> list[float | None]:
-    """What a reward function, asynchronous or not, says of each completion."""
+def check_reward_columns(rewards: dict[str, Callable[..., Any]], dataset: Dataset | IterableDataset) -> None:
+    """Raise a `UsageError` if a reward function takes a column that the dataset has not."""
+    columns = {*next(iter(dataset))}
+    for name, reward in rewards.items():
+        try:
+            parameters = inspect.signature(reward).parameters.values()
+        except (TypeError, ValueError):
+            continue  # of what is not written in Python
+        for parameter in parameters:
+            is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if is_variable or parameter.default is not parameter.empty or parameter.name in GIVEN_TO_REWARDS | columns:
+                continue
+            remedy = "Name the one with the answer as answer_column" if parameter.name == "solution" else "Add it"
+            raise UsageError(
+                f"reward_funcs={name!r} needs a column {parameter.name!r}. The dataset has the columns "
+                f"{', '.join(sorted(columns))}. {remedy}, or use another reward function."
+            )
+
+
+def call_reward(name: str, reward: Callable[..., Any], /, **arguments: Any) -> list[float | None]:
+    """
+    What a reward function, asynchronous or not, says of each completion. `None` where it gives no score, or NaN.
+
+    Raises:
+        UsageError: It does not return a number or `None` for each.
+    """
     rewards = reward(**arguments)
-    return list(asyncio.run(rewards) if inspect.iscoroutine(rewards) else rewards)
+    rewards = asyncio.run(rewards) if inspect.iscoroutine(rewards) else rewards
+    number = len(arguments["completions"])
+    if not isinstance(rewards, Iterable) or isinstance(rewards, str) or len(rewards := list(rewards)) != number:
+        what = f"{len(rewards)} values" if isinstance(rewards, list) else f"{rewards!r}"
+        raise UsageError(
+            f"reward_funcs={name!r} returned {what[:200]} for {number} completions. It must return a list with a "
+            "number or None for each."
+        )
+    return [_as_score(name, score) for score in rewards]
 
 
-def map_columns(example: dict[str, Any], args: FR3EScriptArguments) -> dict[str, Any]:
-    """The `prompt` and the `solution` of an example, of the columns that `args` names."""
+def _as_score(name: str, score: Any) -> float | None:
+    if score is None:
+        return None
+    try:
+        if isinstance(score, str):
+            raise TypeError
+        number = float(score)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"reward_funcs={name!r} returned {str(score)[:200]!r} for a completion. It must be a number, or None for "
+            "one that cannot be scored."
+        ) from None
+    return number if math.isfinite(number) else None
+
+
+def map_columns(example: dict[str, Any], args: FR3EScriptArguments, row: int | None = None) -> dict[str, Any]:
+    """The `prompt` and the `solution` of an example, of the columns that `args` names. Errors name its row."""
     for column in (args.prompt_column, args.answer_column):
         if column is not None and column not in example:
             raise UsageError(f"The dataset has no column {column!r}. Its columns are {', '.join(sorted(example))}.")
+    for column in (args.prompt_column, args.answer_column):
+        if column is not None and (example[column] is None or (column == args.prompt_column and not example[column])):
+            raise UsageError(
+                f"dataset_name={args.dataset_name!r}, row {row}: column {column!r} is {example[column]!r}. Fill it in, "
+                "or leave such rows out."
+            )
     mapped: dict[str, Any] = {}
     if args.prompt_column is not None:
         system = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
@@ -163,7 +228,8 @@ def load_examples(
     with usage_errors(argument, remedy, DatasetsError, OSError, ValueError, StopIteration):
         dataset = load_dataset(**source, split=split, streaming=args.dataset_streaming)
     if args.prompt_column is not None or args.answer_column is not None:
-        dataset = dataset.map(map_columns, fn_kwargs={"args": args})
+        dataset = dataset.map(lambda example, row: map_columns(example, args, row), with_indices=True)
+    dataset = without_empty_prompts(dataset, args)
     if args.max_prompt_length is not None:
         dataset = dataset.filter(
             has_short_prompt, fn_kwargs={"tokenizer": tokenizer, "max_length": args.max_prompt_length}
@@ -173,9 +239,33 @@ def load_examples(
         raise UsageError(f"{argument}, max_prompt_length={args.max_prompt_length}: no example is left.")
     if "prompt" not in example:
         raise UsageError(
-            f"The dataset has no column 'prompt'. Its columns are {', '.join(sorted(example))}: name the one with the "
-            "question as prompt_column."
+            f"{argument}: there is no column 'prompt'. Its columns are {', '.join(sorted(example))}: name the one with "
+            "the question as prompt_column."
         )
+    return dataset
+
+
+def without_empty_prompts(dataset: Dataset | IterableDataset, args: FR3EScriptArguments) -> Dataset | IterableDataset:
+    """The dataset. A prompt or a message that is null raises a `UsageError` with its row; streamed, when it comes."""
+
+    def check(prompt: Any, row: int) -> dict[str, Any]:
+        reason = None
+        if prompt is None or prompt == "" or prompt == []:
+            reason = f"the prompt is {prompt!r}"
+        elif isinstance(prompt, list):
+            for message in prompt:
+                if isinstance(message, dict) and message.get("content") is None and not message.get("tool_calls"):
+                    reason = f"a message has no content: {message!r}"
+        if reason is not None:
+            raise UsageError(
+                f"dataset_name={args.dataset_name!r}, row {row}: {reason[:200]}. Fill it in, or leave such rows out."
+            )
+        return {}
+
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(lambda example, row: check(example.get("prompt", "?"), row), with_indices=True)
+    for row, prompt in enumerate(dataset["prompt"] if "prompt" in dataset.column_names else []):
+        check(prompt, row)
     return dataset
 
 

@@ -24,12 +24,12 @@ from trl import ModelConfig, is_conversational, maybe_apply_chat_template
 
 from .answers import mean, measures
 from .completions import reward_arguments, texts_of
-from .data import call_reward, get_reward, load_examples, load_tokenizer, test_split
+from .data import call_reward, check_reward_columns, get_reward, load_examples, load_tokenizer, test_split
 from .eval_arguments import EvalArguments
 from .eval_samplers import Key, local_sampler, server_sampler
 from .outputs import check_same, resumable
 from .recipe import RecipeParser, parse_arguments
-from .usage import require_argument
+from .usage import UsageError, require_argument
 
 RECIPE = "recipes/eval/gsm8k.yaml"
 
@@ -71,7 +71,9 @@ def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict
     require_argument(args, "dataset_name", RECIPE)
     tokenizer = load_tokenizer(model_args, args.trust_remote_code)
     rewards = {name: get_reward(name) for name in args.reward_funcs}
-    examples = list(islice(load_examples(args, test_split(args), tokenizer), args.limit))
+    dataset = load_examples(args, test_split(args), tokenizer)
+    check_reward_columns(rewards, dataset)
+    examples = list(islice(dataset, args.limit))
     output_dir = Path(args.output_dir)
     path = output_dir / "completions.jsonl"
     lines = read_lines(path)
@@ -100,6 +102,13 @@ def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict
         "share_finished": mean([line["is_finished"] for lines in of_problems for line in lines]),
         "rewards": measures(of_problems, args.reward_funcs, args.pass_at or [], args.answer_regex),
     }
+    for name, of_reward in results["rewards"].items():
+        if of_reward["num_scored"] == 0:
+            raise UsageError(
+                f"reward_funcs={name!r} left a completion of each of the {len(examples)} problems without a score "
+                f"(None or NaN), so that there is nothing to report. The completions are in {path}. Mend it, and use "
+                "another output_dir."
+            )
     (output_dir / "results.json").write_text(json.dumps(results, indent=2))
     report = as_markdown(results)
     (output_dir / "results.md").write_text(report)
@@ -130,7 +139,7 @@ def sampled_lines(
     for keys, completions in sample(missing, prompt_ids):
         texts = texts_of(completions, tokenizer)
         arguments = reward_arguments([examples[problem] for problem, _ in keys], completions, texts)
-        scores = {name: call_reward(reward, **arguments) for name, reward in rewards.items()}
+        scores = {name: call_reward(name, reward, **arguments) for name, reward in rewards.items()}
         yield [
             {
                 "problem": problem,
@@ -139,14 +148,10 @@ def sampled_lines(
                 "completion": text,
                 "num_tokens": len(completion.token_ids),
                 "is_finished": completion.is_finished,
-                "rewards": {name: _as_float(of_reward[i]) for name, of_reward in scores.items()},
+                "rewards": {name: of_reward[i] for name, of_reward in scores.items()},
             }
             for i, ((problem, sample_number), completion, text) in enumerate(zip(keys, completions, texts, strict=True))
         ]
-
-
-def _as_float(score: float | None) -> float | None:
-    return None if score is None else float(score)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -157,7 +162,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         path.write_text(whole)
-    return [json.loads(line) for line in whole.splitlines()]
+    lines = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            lines.append(json.loads(line))
+            _ = {name: lines[-1][name] for name in ("problem", "sample", "completion", "num_tokens", "rewards")}
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"{path}, line {number}, is damaged: {error}. Remove that line; its completion is then sampled anew."
+            ) from error
+    return lines
 
 
 def as_markdown(results: dict[str, Any]) -> str:
@@ -173,9 +187,16 @@ def as_markdown(results: dict[str, Any]) -> str:
     for name, of_reward in results["rewards"].items():
         lines += ["", f"| {name} | mean of {of_reward['num_scored']} problems | 95% interval |", "|---|---|---|"]
         for measure, value in of_reward.items():
-            if measure != "num_scored":
+            if not measure.startswith("num_"):
                 interval = f"{value['low']:.1%} to {value['high']:.1%}" if "low" in value else ""
                 lines.append(f"| {measure} | {value['mean']:.1%} | {interval} |")
+        if of_reward["num_unscored"]:
+            num_out = results["num_problems"] - of_reward["num_scored"]
+            lines += [
+                "",
+                f"{of_reward['num_unscored']} completions had no score (None or NaN). Their {num_out} problem(s) are "
+                "left out.",
+            ]
     lines += [
         "",
         "Intervals are of problems drawn anew (bootstrap): they say how far another set of such problems might be off, "

@@ -83,7 +83,15 @@ class EvalArguments(FR3EScriptArguments):
         if not self.pass_at or not 1 <= min(self.pass_at) <= max(self.pass_at) <= self.num_samples:
             raise ValueError(f"pass_at={self.pass_at} must be from 1 to num_samples={self.num_samples}.")
         if isinstance(self.chat_template_kwargs, str):
-            self.chat_template_kwargs = json.loads(self.chat_template_kwargs)
+            try:
+                self.chat_template_kwargs = json.loads(self.chat_template_kwargs)
+            except ValueError as error:
+                raise ValueError(f"chat_template_kwargs={self.chat_template_kwargs!r} is no JSON: {error}.") from None
+        if not isinstance(self.chat_template_kwargs, dict | None):
+            raise ValueError(
+                f"chat_template_kwargs={self.chat_template_kwargs!r} must be a mapping, for example "
+                '{"enable_thinking": false}.'
+            )
         if self.answer_regex is not None:
             try:
                 re.compile(self.answer_regex)

@@ -1,17 +1,61 @@
 """Directories of results that a command goes on from when it is called again."""
 
 import contextlib
+import fcntl
 import json
 import os
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from .usage import UsageError
 
+LOCK = ".lock"
 
-def check_same(output_dir: Path, settings: dict[str, Any], has_results: bool, growing: str | None = None) -> bool:
+
+def check_directory(output_dir: str | Path, name: str = "output_dir") -> None:
+    """Raise a `UsageError` if a directory of results is, or lies below, a file."""
+    path = Path(output_dir)
+    for part in (path, *path.parents):
+        if part.exists() and not part.is_dir():
+            raise UsageError(f"{name}={str(output_dir)!r}: {str(part)!r} is a file. Name a directory.")
+
+
+@contextlib.contextmanager
+def locked(output_dir: str | Path) -> Iterator[None]:
+    """
+    Keep a directory of results to this process. It is free again when the process ends, however it does.
+
+    Raises:
+        UsageError: Another process has it.
+    """
+    check_directory(output_dir)
+    path = Path(output_dir) / LOCK
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UsageError(
+                f"output_dir={str(output_dir)!r} is in use by {file.read().strip() or 'another process'}. Wait for it "
+                "to end, or use another output_dir."
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename} ({shlex.join(sys.argv[:1])})\n")
+        file.flush()
+        yield
+
+
+def check_same(
+    output_dir: Path,
+    settings: dict[str, Any],
+    has_results: bool,
+    growing: str | None = None,
+    check_results: Callable[[], None] | None = None,
+) -> bool:
     """
     Hold a call to the settings of the results that are there, and write its settings to `arguments.json`.
 
@@ -24,6 +68,9 @@ def check_same(output_dir: Path, settings: dict[str, Any], has_results: bool, gr
             Whether there are results. If not, settings may change.
         growing (`str`, *optional*):
             A setting that is a mapping, and may gain or lose entries. Those that stay must not change.
+        check_results (`Callable`, *optional*):
+            Raises a `UsageError` if a result, by what its own file says, is not of these settings. Called before
+            anything is written.
 
     Returns:
         `bool`: Whether settings have changed.
@@ -31,9 +78,9 @@ def check_same(output_dir: Path, settings: dict[str, Any], has_results: bool, gr
     Raises:
         UsageError: They have, and there are results.
     """
-    settings = json.loads(json.dumps(settings, default=str))  # as JSON has them: a tuple is a list
+    settings = as_json(settings)
     path = output_dir / "arguments.json"
-    earlier = read_json(path) if path.exists() else {}
+    earlier = read_object(path) if path.exists() else {}
     was, now = _with_entries(earlier, growing), _with_entries(settings, growing)
     changed = [name for name, value in now.items() if was.get(name, value) != value]
     if changed and has_results:
@@ -42,6 +89,8 @@ def check_same(output_dir: Path, settings: dict[str, Any], has_results: bool, gr
             f"output_dir={str(output_dir)!r} has results of other arguments: {differences}. Use another output_dir, or "
             "remove that one."
         )
+    if check_results is not None:
+        check_results()
     if growing is not None and not changed:
         settings[growing] = earlier.get(growing, {}) | settings[growing]
     write_json(path, settings)
@@ -54,24 +103,51 @@ def _with_entries(settings: dict[str, Any], growing: str | None) -> dict[str, An
     return {name: value for name, value in settings.items() if name != growing} | entries
 
 
+def as_json(content: Any) -> Any:
+    """What a JSON file would give back: a tuple is a list there."""
+    return json.loads(json.dumps(content, default=str))
+
+
 def read_json(path: str | Path) -> Any:
-    """The content of a JSON file."""
-    return json.loads(Path(path).read_text())
+    """The content of a JSON file. A `UsageError` names one that is damaged."""
+    try:
+        return json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise damaged(path, error) from error
+
+
+def read_object(path: str | Path) -> dict[str, Any]:
+    """The same of a file that holds a mapping."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise damaged(path, f"{str(content)[:50]!r} is no mapping")
+    return content
+
+
+def damaged(path: str | Path, reason: object) -> UsageError:
+    """The error of a file of results that cannot be read."""
+    return UsageError(f"{path} is damaged: {reason}. Move it away; what it told is then found anew.")
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file that is there as a whole, or not at all, whenever the process is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content))
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps(content))
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)  # a write does not know it
+        raise
 
 
 @contextlib.contextmanager
 def resumable(output_dir: str) -> Iterator[None]:
-    """End on Ctrl-C with exit code 130, and say how to go on."""
+    """Keep the directory to this process. On Ctrl-C, end with exit code 130, and say how to go on."""
     try:
-        yield
+        with locked(output_dir):
+            yield
     except KeyboardInterrupt:
         print(f"\nCut. The same command goes on from what is in {output_dir}.", file=sys.stderr)
         sys.exit(130)

@@ -3,13 +3,13 @@
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from trl import TrlParser
 
 from ..config import with_preset
-from .usage import usage_errors
+from .usage import UsageError, usage_errors
 
 
 class RecipeParser(TrlParser):
@@ -24,17 +24,34 @@ class RecipeParser(TrlParser):
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, **kwargs: Any) -> tuple[Any, ...]:
         args = list(sys.argv[1:] if args is None else args)
-        recipe = args[args.index("--config") + 1 :][:1] if "--config" in args else []
-        self._folder = Path(*recipe).parent
-        return super().parse_args_and_config(args, **kwargs)
+        for i, argument in enumerate(args):
+            if argument.startswith("--config="):
+                args[i : i + 1] = ["--config", argument.removeprefix("--config=")]
+        recipe = args[args.index("--config") + 1 :][:1] if "--config" in args else None
+        if recipe == []:
+            raise UsageError("--config needs the file of a recipe, for example --config recipes/smoke.yaml.")
+        self._folder = Path(*recipe or []).parent
+        try:
+            return super().parse_args_and_config(args, **kwargs)
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"--config {' '.join(recipe or [])}: it, or what it extends, is no text: {error}."
+            ) from error
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}. See --help.")
 
     def set_defaults_with_config(self, **settings: Any) -> list[str]:
-        return super().set_defaults_with_config(**with_preset(extended(settings, self._folder)))
+        unknown = super().set_defaults_with_config(**with_preset(extended(settings, self._folder)))
+        if unknown:  # before what is set is checked
+            raise ValueError(f"Unknown arguments from config file: {unknown}. Remove them, or mend their names.")
+        return unknown
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """The arguments of a recipe, with those of the recipes that it extends."""
-    settings = yaml.safe_load(path.read_text())
+    with path.open() as file:  # of which YAML's errors have the name
+        settings = yaml.safe_load(file)
     if not isinstance(settings, dict):
         raise ValueError(f"{path} must have a mapping of arguments to values.")
     return extended(settings, path.parent)
@@ -45,7 +62,13 @@ def extended(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     settings = dict(settings)
     if "extends" not in settings:
         return settings
-    merged = read_recipe(folder / settings.pop("extends"))
+    other = settings.pop("extends")
+    if not isinstance(other, str):
+        raise ValueError(f"extends={other!r} must be the file of a recipe, for example other.yaml.")
+    try:
+        merged = read_recipe(folder / other)
+    except RecursionError:
+        raise ValueError(f"extends={other!r}: the recipes extend each other in a circle.") from None
     for name, value in settings.items():
         below = merged.get(name)
         merged[name] = below | value if isinstance(below, dict) and isinstance(value, dict) else value

@@ -11,12 +11,25 @@ the rewards, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and qua
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import safetensors
+import torch
+from safetensors import SafetensorError
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from ..config import FR3EConfig
 from ..trainer import FR3ETrainer
-from .data import FR3EScriptArguments, get_reward, load_examples, load_tokenizer, model_argument
+from ..trl_adapter.checks import check_dataset
+from ..trl_adapter.resume import TRAINER_STATE_FILE, is_complete, last_complete_checkpoint
+from .data import (
+    FR3EScriptArguments,
+    check_reward_columns,
+    get_reward,
+    load_examples,
+    load_tokenizer,
+    model_argument,
+)
+from .outputs import check_directory
 from .recipe import RecipeParser, parse_arguments
 from .usage import UsageError, require_argument, usage_errors
 
@@ -53,11 +66,15 @@ def train(script_args: TrainArguments, training_args: FR3EConfig, model_args: Mo
     """Train, save the model, and push it to the hub if asked."""
     require_argument(model_args, "model_name_or_path", RECIPE)
     require_argument(script_args, "dataset_name", RECIPE)
+    check_directory(training_args.output_dir)
     checkpoint = checkpoint_to_resume(training_args)
     set_model_init(training_args, model_args)
     tokenizer = load_tokenizer(model_args, training_args.trust_remote_code)
     rewards = [get_reward(name) for name in script_args.reward_funcs]
     train_dataset = load_examples(script_args, script_args.dataset_train_split, tokenizer)
+    check_reward_columns(dict(zip(script_args.reward_funcs, rewards, strict=True)), train_dataset)
+    if not training_args.is_plain_grpo:
+        check_dataset(train_dataset, training_args)
     evaluates = training_args.eval_strategy != "no"
     eval_dataset = load_examples(script_args, script_args.dataset_test_split, tokenizer) if evaluates else None
     if script_args.dry_run:
@@ -78,7 +95,12 @@ def train(script_args: TrainArguments, training_args: FR3EConfig, model_args: Mo
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
         )
-    trainer.train(resume_from_checkpoint=checkpoint)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except Exception as error:
+        if checkpoint is not False:
+            name_damaged_file(checkpoint, training_args.output_dir, error)
+        raise
     trainer.save_model(training_args.output_dir)
     trainer.accelerator.print(f"Model saved to {training_args.output_dir}.")
     if training_args.push_to_hub:
@@ -112,4 +134,27 @@ def checkpoint_to_resume(args: FR3EConfig) -> str | bool:
             f"resume_from_checkpoint={checkpoint!r} must be the directory of a checkpoint, or true for the last one of "
             f"output_dir={args.output_dir!r}."
         )
+    if isinstance(checkpoint, str) and not is_complete(checkpoint):
+        raise UsageError(
+            f"resume_from_checkpoint={checkpoint!r} has no whole {TRAINER_STATE_FILE}, as if it had been cut while it "
+            "was written. Use the checkpoint before it."
+        )
     return checkpoint
+
+
+def name_damaged_file(checkpoint: str | bool, output_dir: str, error: Exception) -> None:
+    """Raise a `UsageError` if a file of the checkpoint cannot be read: a likely reason that a run does not go on."""
+    directory = last_complete_checkpoint(output_dir) if isinstance(checkpoint, bool) else checkpoint
+    for path in sorted(Path(directory).iterdir()):
+        try:
+            if path.suffix in (".pt", ".pth"):
+                torch.load(path, map_location="meta", weights_only=True)
+            elif path.suffix == ".safetensors":
+                with safetensors.safe_open(path, "pt") as file:
+                    file.keys()
+        except (EOFError, OSError, RuntimeError, SafetensorError) as reason:
+            raise UsageError(
+                f"{path} is damaged: {' '.join(str(reason).split())}. Use the checkpoint before it."
+            ) from error
+        except Exception:  # of what it holds, not of the file
+            continue

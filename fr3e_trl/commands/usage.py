@@ -1,12 +1,42 @@
 """Errors of those who use the commands: told in one line, without a traceback."""
 
+import argparse
 import contextlib
+import errno
+import linecache
+import os
+import traceback
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
+
+# The extra that brings a package
+EXTRAS = {
+    "math_verify": "math",
+    "matplotlib": "bench",
+    "peft": "peft",
+    "reasoning_gym": "bench",
+    "rich": "bench",
+    "vllm": "vllm",
+}
+
+# Packages whose refusals are of what the user set, such as lora_r=0
+LIBRARIES = ("accelerate", "datasets", "peft", "transformers", "trl")
+
+# What a disk that is full, or a limit on files, makes of a write. PyTorch and safetensors tell it in words
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL_IN_WORDS = ("No space left on device", "Disk quota exceeded", "File too large", "PytorchStreamWriter failed")
 
 
 class UsageError(ValueError):
     """What was asked for cannot be done. A command ends with its message alone, and exit code 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that tells what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}. See {self.prog} --help.")
 
 
 @contextlib.contextmanager
@@ -17,7 +47,12 @@ def usage_errors(argument: str, remedy: str, *kinds: type[Exception]) -> Iterato
     except UsageError:
         raise
     except kinds as error:
-        reason = " ".join(str(error.__cause__ or error).split()) or "it is empty"
+        if isinstance(error, OSError) and error.errno is not None and OSError in kinds and error.filename is None:
+            raise  # of a disk or a connection, and not of the argument
+        if _of_disk(error) is not None:
+            raise
+        told = error if isinstance(error, RuntimeError) else error.__cause__ or error  # ours have whole messages
+        reason = one_line(told) or "it is empty"
         raise UsageError(f"{argument}: {reason.rstrip('.!')}. {remedy}") from error
 
 
@@ -25,3 +60,71 @@ def require_argument(arguments: Any, name: str, recipe: str) -> None:
     """Raise a `UsageError` unless an argument is set. It names a recipe that has one."""
     if getattr(arguments, name) is None:
         raise UsageError(f"{name} is not set. Use a recipe, for example --config {recipe}, or --{name}.")
+
+
+def explain(error: Exception) -> str | None:
+    """
+    What to tell of an error that ends a command, in one line.
+
+    Returns:
+        `str`, *optional*: `None` for an error that nobody foresaw: its traceback says where the mistake is.
+    """
+    if isinstance(error, UsageError):
+        return _with_notes(error, one_line(error))
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package in EXTRAS:
+        return f"{package} is missing. Install it with: pip install 'fr3e-trl[{EXTRAS[package]}]'"
+    of_disk = _of_disk(error)
+    if of_disk is not None:
+        return _with_notes(error, f"{_without_number(of_disk)}. Free some room, or name a directory elsewhere.")
+    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+        return _with_notes(error, f"{_without_number(error)}.")
+    raiser = _raised_by(error)
+    if raiser == "fr3e_trl":
+        return _with_notes(error, one_line(error))
+    if raiser in LIBRARIES and isinstance(error, (ValueError, TypeError, ImportError, NotImplementedError, OSError)):
+        return _with_notes(error, f"{one_line(error).rstrip('.')}. ({raiser} refused it; --debug shows where.)")
+    return None
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error, with spaces for the ends of its lines."""
+    return " ".join(str(error).split())
+
+
+def _of_disk(error: BaseException | None) -> BaseException | None:
+    """The error, or the one that it came from, that says that there is no more room for a file."""
+    while error is not None:
+        is_numbered = isinstance(error, OSError) and error.errno is not None
+        if error.errno in FULL if is_numbered else any(words in str(error) for words in FULL_IN_WORDS):
+            return error
+        error = error.__cause__
+    return None
+
+
+def _without_number(error: BaseException) -> str:
+    """`No space left on device: 'out/model.safetensors'`, without the number that Python puts before it."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return one_line(error).rstrip(".")
+    return (error.strerror or os.strerror(error.errno)) + (f": {str(error.filename)!r}" if error.filename else "")
+
+
+def _with_notes(error: BaseException, line: str) -> str:
+    """With what was added to the error on its way, such as where a checkpoint was saved."""
+    return " ".join([line, *(" ".join(note.split()) for note in getattr(error, "__notes__", []))])
+
+
+def _raised_by(error: BaseException) -> str | None:
+    """
+    The package that raised an error by a `raise` of its own.
+
+    `None` for what Python raised there, such as an index that is out of range: that is a mistake in the code.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if not frames:
+        return None
+    frame, line = frames[-1]
+    path = Path(frame.f_code.co_filename)
+    if not linecache.getline(str(path), line).lstrip().startswith("raise "):
+        return None
+    return next((name for name in ("fr3e_trl", *LIBRARIES) if name in path.parts), None)

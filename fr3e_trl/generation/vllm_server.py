@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# What each choice of a completion has, with `return_token_ids`
+CHOICE = {"index", "finish_reason", "token_ids"}
+
 MAX_FAULTS = 5  # in a row, before a server that is up is given up
 MAX_IN_FLIGHT = 512  # requests; more than a server decodes at once
 CONTROL_TIMEOUT = 120.0  # seconds for a request that generates nothing
@@ -134,7 +137,7 @@ class VLLMServer:
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text by the server's tokenizer, without special tokens added."""
         payload = {"model": self.base_model, "prompt": text, "add_special_tokens": False}
-        return self._retry(lambda: self._checked(self._request("POST", "/tokenize", json=payload)).json()["tokens"])
+        return self._retry(lambda: self._read(self._request("POST", "/tokenize", json=payload), "tokens"))
 
     def prefix_cache_counters(self) -> tuple[float, float]:
         """Tokens that were looked for in the prefix cache since the server started, and those that were there."""
@@ -184,9 +187,12 @@ class VLLMServer:
         def send(i: int) -> Iterable[int]:
             named = {**payloads[i], "model": self.model, "return_token_ids": True}
             response = self._request("POST", "/v1/completions", timeout=self.request_timeout, json=named)
-            body = self._checked(response).json()
-            body["choices"].sort(key=lambda choice: choice["index"])
-            if any(choice["finish_reason"] == "abort" for choice in body["choices"]):
+            choices = self._read(response, "choices")
+            if not choices or not all(isinstance(choice, dict) and choice.keys() >= CHOICE for choice in choices):
+                raise self._not_understood(response)
+            choices.sort(key=lambda choice: choice["index"])
+            body = {"choices": choices}
+            if any(choice["finish_reason"] == "abort" for choice in choices):
                 raise ServerFault("it aborted the request")
             result = read(i, body)
             with lock:
@@ -247,6 +253,19 @@ class VLLMServer:
             raise ServerFault(what)
         raise VLLMServerError(f"The vLLM server at {self.base_url} refused a request: {what}")
 
+    def _read(self, response: requests.Response, name: str) -> Any:
+        """What a response has under a name."""
+        try:
+            return self._checked(response).json()[name]
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._not_understood(response) from error
+
+    def _not_understood(self, response: requests.Response) -> VLLMServerError:
+        return VLLMServerError(
+            f"The server at {self.base_url} answered {response.request.path_url} with {response.text[:200]!r}, which "
+            "no vLLM server of a version that is supported does. Is another service at this address?"
+        )
+
     def _retry(self, action: Callable[[], T]) -> T:
         """Call `action` until no fault stops it."""
         for number in range(1, MAX_FAULTS + 1):
@@ -285,11 +304,14 @@ class VLLMServer:
                 f"The vLLM server at {self.base_url} does not tell its configuration: it was started without "
                 f"VLLM_SERVER_DEV_MODE=1. Start it with:\n{self.start_command}"
             )
-        info = self._checked(response).json()
-        self.config, self.environment = info["vllm_config"], info["vllm_env"]
+        self.config, self.environment = self._read(response, "vllm_config"), self._read(response, "vllm_env")
 
     def _models(self) -> list[dict[str, Any]]:
-        return self._checked(self._request("GET", "/v1/models")).json()["data"]
+        response = self._request("GET", "/v1/models")
+        models = self._read(response, "data")
+        if not isinstance(models, list) or not models or not all(isinstance(m, dict) and "id" in m for m in models):
+            raise self._not_understood(response)
+        return models
 
     def _load_adapter(self) -> None:
         """Load the adapter, unless the server has it."""

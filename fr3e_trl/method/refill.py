@@ -157,9 +157,15 @@ class Refill:
         }
 
     def resume(self, state: dict[str, Any], num_processes: int) -> None:
-        """Go on from what [`state`] returned: with the rows left over if as many processes are there to hold them."""
+        """
+        Go on from what [`state`] returned.
+
+        The rows left over are dropped if there are other processes to hold them, or the training set has become too
+        small to have their examples.
+        """
         self.prompts.go_to(state["num_drawn"])
-        if state["num_processes"] == num_processes:
+        has_examples = all(row["index"] < len(self.train_dataset) for row in state["leftovers"])
+        if state["num_processes"] == num_processes and has_examples:
             self.leftovers = [row_from(row, self.train_dataset) for row in state["leftovers"]]
 
 

@@ -1,8 +1,10 @@
 """Logs trees while a run trains."""
 
+import functools
 import importlib
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,39 @@ from ..config import FR3EConfig
 from ..method.rows import Row
 from ..method.tree import Tree
 from ..processes import in_every_process, on_main_process
-from .page import PAGE, make_page
-from .record import FOLDER, METRICS, logged_steps, merged, record_trees, step_path, write_step, write_whole
+from .page import make_page
+from .record import FOLDER, METRICS, PAGE, merged, record_trees, set_aside, write_step, write_whole
 
 logger = logging.getLogger(__name__)
+
+
+def _ends_no_run(method: Callable[..., None]) -> Callable[..., None]:
+    """Have a run go on when what it shows cannot be written. The first error is told, in a warning."""
+
+    @functools.wraps(method)
+    def guarded(self: "TreeLog", *args: Any, **kwargs: Any) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:
+            if not self._has_failed and self.accelerator.is_main_process:
+                logger.warning(
+                    "log_trees=%d: trees or metrics could not be written (%s: %s). Training goes on. What fails from "
+                    "here on is not told.",
+                    self.every,
+                    type(error).__name__,
+                    error,
+                )
+            self._has_failed = True
+
+    return guarded
 
 
 class TreeLog(TrainerCallback):
     """
     Writes a run's trees and metrics, and the page that shows them. The trainer passes the trees.
+
+    No error here ends a run: a full disk or a damaged file is told in one warning. What an earlier run has logged in
+    the same directory is moved to `trees-1`, or the next number.
 
     Args:
         every (`int`):
@@ -43,7 +69,9 @@ class TreeLog(TrainerCallback):
         self.accelerator = accelerator
         self._last: int | None = None  # the step that was logged last
         self._has_begun = False
+        self._has_failed = False
 
+    @_ends_no_run
     def write(self, trees: list[Tree], rows: list[Row], args: FR3EConfig, step: int) -> None:
         """
         Log the trees of a batch, if it is the first in `every` steps or the first of the run. All processes call it.
@@ -70,29 +98,35 @@ class TreeLog(TrainerCallback):
         }
         on_main_process(self.accelerator, lambda: write_step(Path(args.output_dir), record))
 
+    @_ends_no_run
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._last, self._has_begun = None, True
         if not state.is_world_process_zero:
             return
         run = Path(args.output_dir)
-        (run / FOLDER).mkdir(parents=True, exist_ok=True)
         # Steps after this run's checkpoint are of an earlier run that had come further
-        for step in logged_steps(run):
-            if step > state.global_step:
-                step_path(run, step).unlink()
+        folder = set_aside(run, state.global_step)
+        if folder is not None:
+            logger.warning(
+                "What an earlier run in %s logged after step %d is in %s now.", run, state.global_step, folder
+            )
+        (run / FOLDER).mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(entry) + "\n" for entry in state.log_history]
         write_whole(run / FOLDER / METRICS, "".join(lines).encode())
 
+    @_ends_no_run
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # An evaluation before training does not belong to the run. Its directory may hold an earlier run
         if state.is_world_process_zero and self._has_begun:
             with (Path(args.output_dir) / FOLDER / METRICS).open("a") as file:
                 file.write(json.dumps(state.log_history[-1]) + "\n")
 
+    @_ends_no_run
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             make_page(Path(args.output_dir), Path(args.output_dir) / PAGE)
 
+    @_ends_no_run
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.on_save(args, state, control)
         if state.is_world_process_zero:

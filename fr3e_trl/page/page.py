@@ -1,20 +1,17 @@
 """One file that shows a run: its trees and its curves."""
 
-import argparse
 import base64
 import gzip
 import json
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from .record import FOLDER, logged_steps, read_metrics, read_step, write_whole
+from .record import logged_steps, read_metrics, read_step, write_whole
 
-PAGE = "trees.html"
 MAX_TREES = 200  # of a page whose steps are not chosen
 MAX_POINTS = 500  # of a curve
 MAX_PROMPT = 2000  # characters of a prompt that a search looks through
@@ -137,39 +134,3 @@ def _points(log: list[dict[str, Any]], name: str) -> list[list[float]]:
     size = math.ceil(len(points) / MAX_POINTS) or 1
     windows = [points[start : start + size] for start in range(0, len(points), size)]
     return [[window[-1][0], float(f"{sum(value for _, value in window) / len(window):.4g}")] for window in windows]
-
-
-def main(arguments: list[str]) -> None:
-    """The command `fr3e tree`."""
-    parser = argparse.ArgumentParser(
-        description="Make one HTML file, which needs no network, of the trees and metrics that a run logged with "
-        "log_trees: completions coloured by entropy or credit, with their branches unfolded where they leave."
-    )
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="output directory of the run")
-    parser.add_argument("--output", type=Path, help=f"where the page goes (default: {PAGE} in RUN_DIR)")
-    parser.add_argument(
-        "--steps",
-        type=int,
-        nargs="+",
-        help=f"steps whose trees to show (default: all, or evenly spread ones with about {MAX_TREES} trees together)",
-    )
-    options = parser.parse_args(arguments)
-    if not (options.run / FOLDER).is_dir():
-        parser.error(
-            f"{options.run} has no folder '{FOLDER}'. Train with log_trees, for example log_trees=10, to have one."
-        )
-    steps = logged_steps(options.run)
-    for step in options.steps or []:
-        if step not in steps:
-            known = ", ".join(map(str, steps)) or "none"
-            parser.error(f"--steps: trees of step {step} were not logged. Those of these were: {known}.")
-    output = options.output or options.run / PAGE
-    try:
-        num_trees = make_page(options.run, output, options.steps)
-    except OSError as error:
-        parser.error(f"{error}. Give another file by --output.")
-    print(f"{output}: {num_trees} trees, {output.stat().st_size / 1e3:,.0f} kB")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -35,8 +35,9 @@ import gzip
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from ..method.tree import Rollout, TokenIds, Tree
 
 FOLDER = "trees"
 METRICS = "metrics.jsonl"
+PAGE = "trees.html"
 MAX_TREES = 16  # of a step
 
 # Tokens of the longest character. More bytes than that are shown as they are
@@ -218,14 +220,42 @@ def write_step(run: Path, record: dict[str, Any]) -> None:
 
 
 def read_step(run: Path, step: int) -> dict[str, Any]:
-    return json.loads(gzip.decompress(step_path(run, step).read_bytes()))
+    """
+    The trees of a step.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    path = step_path(run, step)
+    data = path.read_bytes()
+    try:
+        record = json.loads(gzip.decompress(data))
+        _ = record["trees"], record["reward_funcs"]
+    except (EOFError, KeyError, OSError, TypeError, ValueError, zlib.error) as error:
+        raise ValueError(
+            f"{path} is no whole tree log ({type(error).__name__}: {error}). Move it away: the page is made without it."
+        ) from error
+    return record
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """What the trainer logged, without an unfinished line."""
+    """
+    What the trainer logged, without an unfinished line.
+
+    Raises:
+        ValueError: A line is damaged.
+    """
     path = run / FOLDER / METRICS
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    entries = []
+    for number, line in enumerate(lines, 1):
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            entries.append({**json.loads(line)})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}, line {number}, is no entry of a log ({error}). Remove that line.") from error
+    return entries
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -233,3 +263,35 @@ def write_whole(path: Path, data: bytes) -> None:
     part = path.with_name(f"{path.name}.part")
     part.write_bytes(data)
     os.replace(part, path)
+
+
+def set_aside(run: Path, step: int) -> Path | None:
+    """
+    Move what a directory has of an earlier run, after a step, to a folder of its own: `trees-1`, or the next number.
+
+    Args:
+        run (`Path`):
+            Output directory.
+        step (`int`):
+            The step that a run goes on from. After step 0, all of it is an earlier run's, its page too.
+
+    Returns:
+        `Path`, *optional*: The folder, if there was anything to move.
+    """
+    moved = [step_path(run, logged) for logged in logged_steps(run) if logged > step]
+    moved += [run / FOLDER / METRICS] if _has_metrics_after(run, step) else []
+    moved += [run / PAGE] if step == 0 and (run / PAGE).exists() else []
+    if not moved:
+        return None
+    folder = next(path for i in count(1) if not (path := run / f"{FOLDER}-{i}").exists())
+    folder.mkdir()
+    for path in moved:
+        path.rename(folder / path.name)
+    return folder
+
+
+def _has_metrics_after(run: Path, step: int) -> bool:
+    try:
+        return any(entry.get("step", 0) > step for entry in read_metrics(run))
+    except ValueError:
+        return True  # whose they are, nobody can tell

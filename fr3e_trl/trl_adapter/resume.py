@@ -2,14 +2,17 @@
 
 import json
 import logging
-from collections.abc import Iterator
+import pickle
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOConfig
 
 from .overriding import overridden
 
@@ -30,6 +33,10 @@ SIZES = (
     "world_size",
 )
 
+# Settings of TRL's by which a run that goes on is another, and those of FR3E's by which it is not
+DECISIVE = ("seed", "beta", "loss_type", "epsilon", "epsilon_high", "scale_rewards", "temperature", "learning_rate")
+NOT_DECISIVE = ("log_trees", "share_prefixes", "tool_timeout")
+
 
 @contextmanager
 def exact_resume(trainer: Any) -> Iterator[None]:
@@ -40,7 +47,8 @@ def exact_resume(trainer: Any) -> Iterator[None]:
     place within it, metrics that were not yet logged, the order of the data in later epochs, and what the trainer's
     `state_to_resume` returns.
 
-    With other batch sizes, or another number of processes, what was left of the batch is dropped, with a warning.
+    With other batch sizes, or another number of processes, what was left of the batch is dropped, with a warning. A
+    warning also names settings that have changed, or a checkpoint that lacks all this.
 
     Args:
         trainer (`GRPOTrainer`):
@@ -103,6 +111,7 @@ class _Resume:
         is_batch_used_up = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
         state = {name: getattr(trainer, name) for name in STATE}
         state["sizes"] = _sizes(trainer)
+        state["settings"] = _settings(trainer)
         state["buffered_inputs"] = None if is_batch_used_up else trainer._buffered_inputs
         state["metrics"] = dict(trainer._metrics["train"])
         state["of_method"] = trainer.state_to_resume()
@@ -110,13 +119,23 @@ class _Resume:
 
     def load_state(self, checkpoint: str | None) -> None:
         self._load_rng_state(checkpoint)
-        if checkpoint is None or not _state_file(checkpoint, 0).exists():
-            return  # a checkpoint of GRPOTrainer's
         trainer = self.trainer
+        if checkpoint is None:
+            return
+        if not _state_file(checkpoint, 0).exists():
+            _warn(
+                trainer,
+                "%s has no %s, as a checkpoint of GRPOTrainer's. Its weights, its optimizer and its place in the data "
+                "are kept. The batch that was in use, the value tracker, rows left over and the anchors' threshold "
+                "begin anew: losses will differ from those of the run that was not cut.",
+                checkpoint,
+                _state_file(checkpoint, 0).name,
+            )
+            return
         file = _state_file(checkpoint, trainer.args.process_index)
         if not file.exists():
             file = _state_file(checkpoint, 0)  # there were fewer processes
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        state = _read_state(file)
         for name in STATE:
             setattr(trainer, name, send_to_device(state[name], trainer.args.device))
         trainer._buffered_inputs = send_to_device(state["buffered_inputs"], trainer.args.device)
@@ -124,6 +143,7 @@ class _Resume:
         trainer.resume_from_state(state["of_method"])
         if state["sizes"] != _sizes(trainer):
             _begin_new_batch(trainer, state["sizes"])
+        _warn_of_settings(trainer, state.get("settings", {}))
 
     # The weights. transformers saves those of some models, of most that see, under other names than it looks for here,
     # and would go on from those that the run began with.
@@ -144,6 +164,55 @@ class _Resume:
 
 def _sizes(trainer: Any) -> dict[str, int]:
     return {name: getattr(trainer.args, name) for name in SIZES}
+
+
+def _settings(trainer: Any) -> dict[str, Any]:
+    """What decides how a run goes on, beside the sizes, in plain values."""
+    args = trainer.args
+    names = [field.name for field in fields(args) if field.name not in GRPOConfig.__dataclass_fields__]
+    names = [name for name in names if name not in NOT_DECISIVE and not name.startswith("vllm_")]
+    settings = {name: getattr(args, name, None) for name in (*names, *DECISIVE)}
+    plain = {name: value for name, value in settings.items() if isinstance(value, bool | int | float | str | None)}
+    has_length = isinstance(trainer.train_dataset, Sized)
+    return plain | ({"examples of train_dataset": len(trainer.train_dataset)} if has_length else {})
+
+
+def _read_state(file: Path) -> dict[str, Any]:
+    """What a process saved. A `ValueError` names a file that is damaged."""
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        _ = {name: state[name] for name in (*STATE, "sizes", "buffered_inputs", "metrics", "of_method")}
+        _ = {name: state["sizes"][name] for name in SIZES}
+    except (EOFError, KeyError, RuntimeError, TypeError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{file} is damaged ({type(error).__name__}: {error}). Resume from the checkpoint before it. Or remove the "
+            "file, and the run goes on with a new batch, as from a checkpoint of GRPOTrainer's."
+        ) from error
+    return state
+
+
+def _warn_of_settings(trainer: Any, saved: dict[str, Any]) -> None:
+    """Name the settings that the checkpoint was saved with other values of, and what of it is kept."""
+    present = _settings(trainer)
+    changed = [name for name in saved.keys() & present.keys() if saved[name] != present[name]]
+    if not changed:
+        return
+    kept = ["its weights, its optimizer and its place in the data"]
+    if saved.get("value_tracker") and present["value_tracker"]:
+        kept.append("the tracked values")
+    if saved.get("max_refills") and present["max_refills"]:
+        kept.append("the place in the order of prompts that refill draws from")
+    _warn(
+        trainer,
+        "The checkpoint was saved with other settings: %s. From here on the present ones hold. Kept from it are %s.",
+        ", ".join(f"{name}={saved[name]!r} (now {present[name]!r})" for name in sorted(changed)),
+        " and ".join(kept),
+    )
+
+
+def _warn(trainer: Any, message: str, *arguments: Any) -> None:
+    if trainer.accelerator.is_main_process:
+        logger.warning(message, *arguments)
 
 
 def _begin_new_batch(trainer: Any, saved_sizes: dict[str, int]) -> None:
@@ -184,15 +253,25 @@ def last_complete_checkpoint(output_dir: str) -> str:
     Raises:
         ValueError: There is none.
     """
-    checkpoints = sorted(
-        Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: int(path.name.rpartition("-")[2])
-    )
-    for checkpoint in reversed(checkpoints):
-        try:
-            json.loads((checkpoint / TRAINER_STATE_FILE).read_text())  # what is written last
+    checkpoints = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step_of(path) is not None]
+    for checkpoint in sorted(checkpoints, key=_step_of, reverse=True):
+        if is_complete(checkpoint):
             return str(checkpoint)
-        except (OSError, ValueError):
-            continue
     raise ValueError(
         f"There is no complete checkpoint in {output_dir!r} to resume from. Train without resume_from_checkpoint."
     )
+
+
+def is_complete(checkpoint: str | Path) -> bool:
+    """Whether a checkpoint was written to its end: the state of the trainer is the last of it."""
+    try:
+        state = json.loads((Path(checkpoint) / TRAINER_STATE_FILE).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(state, dict) and {"global_step", "log_history", "max_steps"} <= state.keys()
+
+
+def _step_of(checkpoint: Path) -> Any:
+    """The step in the name of a checkpoint, `None` of another directory such as `checkpoint-best`."""
+    number = checkpoint.name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else None

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from ...commands.usage import Parser
 from ..arguments import ArmsArguments
 from ..policies import starting_policy
 from ..tasks import TASKS
@@ -24,7 +25,7 @@ SETTINGS: dict[str, Any] = {
 
 def make_parser(description: str | None, **counts: tuple[int, str]) -> argparse.ArgumentParser:
     """Parser of options that are whole numbers of at least 1: their names, each with its default and help."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, (default, meaning) in counts.items():
         parser.add_argument(f"--{name}", type=count, default=default, help=f"{meaning} (default: {default})")
     return parser
@@ -32,8 +33,8 @@ def make_parser(description: str | None, **counts: tuple[int, str]) -> argparse.
 
 def count(text: str) -> int:
     """A whole number of at least 1, of the command line."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return int(text)
 
 

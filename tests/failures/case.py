@@ -1,0 +1,119 @@
+"""What a case of the corpus is, and the commands that cases are made of."""
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Setup = Callable[[], Any]
+
+# Commands that work in the directory of a case. What follows overrides an argument that is there
+TRAIN = (
+    "train --model_name_or_path=model --dataset_name=data.jsonl --reward_funcs=rewards.py:digit --output_dir=out "
+    "--bf16=false --use_cpu=true --num_generations=4 --per_device_train_batch_size=8 --max_completion_length=4 "
+    "--max_steps=2 --save_strategy=no --report_to=none --disable_tqdm=true --learning_rate=1e-3"
+)
+EVAL = (
+    "eval --model_name_or_path=model --dataset_name=data.jsonl --reward_funcs=rewards.py:digit --output_dir=out "
+    "--num_samples=2 --max_completion_length=4 --limit=2"
+)
+BASE = {
+    "num_prompts": 2,
+    "num_generations": 4,
+    "num_train_examples": 8,
+    "learning_rate": 1e-3,
+    "epsilon_high": 0.28,
+    "scale_rewards": "none",
+}
+COMPARE = (
+    f"compare --task=ones --policy=model --output_dir=out --base '{json.dumps(BASE)}' "
+    """--arms '{"grpo": {"trainer": "grpo"}}' --generated_tokens=50 --seeds 0 --num_evals=1 --num_heldout=2 """
+    "--num_samples=1 --pass_at 1 --num_workers=1"
+)
+OWN = (
+    "compare --model_name_or_path=model --dataset_name=data.jsonl --reward_funcs=rewards.py:digit --output_dir=out "
+    """--base '{"num_prompts": 2, "num_generations": 4, "max_completion_length": 4}' --generated_tokens=50 --seeds 0 """
+    "--num_evals=1 --num_heldout=2 --num_samples=1 --pass_at 1 --num_workers=1"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    Something that cannot work.
+
+    Args:
+        name (`str`):
+            Name of the case, unique in its category.
+        command (`str` or `Callable`):
+            Arguments of `fr3e`, as a shell has them, with `{url}` for the address of `server`. Or a function of the
+            API, which must raise.
+        says (`tuple[str, ...]`):
+            What the line that the user gets must have in it.
+        files (`Mapping[str, str or bytes]`):
+            Files of the directory, beside data.jsonl, rewards.py and model.
+        after (`str`, *optional*):
+            A command whose results are in `out` before. It is run once for all cases.
+        setup (`Callable`, *optional*):
+            Is called in the directory before the command.
+        server (`Mapping[str, tuple[int, str]]`):
+            Status and body that a server answers at each path; 404 at others.
+        largest_file (`int`, *optional*):
+            Bytes of the largest file that may be written, as by a full disk.
+        is_process (`bool`):
+            Whether the command is run in a process of its own.
+    """
+
+    name: str
+    command: str | Callable[[], Any]
+    says: tuple[str, ...]
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    after: str | None = None
+    setup: Setup | None = None
+    server: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    largest_file: int | None = None
+    is_process: bool = False
+
+    def arguments(self, url: str) -> list[str]:
+        assert isinstance(self.command, str)
+        return [word.replace("{url}", url) for word in shlex.split(self.command)]
+
+
+def change(path: str, edit: Callable[[bytes], bytes]) -> Setup:
+    """A setup that changes files, which match a pattern in the directory of the case."""
+
+    def setup() -> None:
+        found = sorted(Path().glob(path))
+        assert found, path
+        for file in found:
+            file.write_bytes(edit(file.read_bytes()))
+
+    return setup
+
+
+def cut(path: str) -> Setup:
+    """A setup that cuts files in half."""
+    return change(path, lambda content: content[: len(content) // 2])
+
+
+def replace(path: str, content: str) -> Setup:
+    """A setup that replaces the content of files."""
+    return change(path, lambda _: content.encode())
+
+
+def remove(path: str) -> Setup:
+    """A setup that removes files."""
+    return lambda: [file.unlink() for file in sorted(Path().glob(path))]
+
+
+def link(path: str, target: str) -> Setup:
+    """A setup that makes a link, for example to /dev/full, which takes no byte."""
+
+    def setup() -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).unlink(missing_ok=True)
+        Path(path).symlink_to(target)
+
+    return setup

@@ -1,0 +1,123 @@
+"""Datasets and reward functions by name."""
+
+import json
+
+from .case import EVAL, OWN, TRAIN, Case
+
+
+def lines(*examples) -> str:
+    return "".join(json.dumps(example) + "\n" for example in examples)
+
+
+def message(content) -> list:
+    return [{"role": "user", "content": content}]
+
+
+GOOD = [{"prompt": f"{i}=", "solution": str(i)} for i in range(8)]
+QUESTIONS = [{"question": f"{i}=", "answer": str(i)} for i in range(8)]
+
+
+def of_file(name: str, content, *says: str, command: str = TRAIN, arguments: str = "") -> Case:
+    file = f"{name.replace(' ', '_')}.jsonl"
+    return Case(name, f"{command} --dataset_name={file} {arguments}", says, files={file: content})
+
+
+def of_reward(name: str, *says: str, command: str = TRAIN) -> Case:
+    return Case(f"reward {name} of {command.split()[0]}", f"{command} --reward_funcs={name}", says)
+
+
+COLUMNS = "--prompt_column=question --answer_column=answer"
+BROKEN = {"broken.py": "def score(completions, **kwargs:\n"}
+
+CASES = [
+    of_file("empty file", "", "empty_file.jsonl", "it is empty"),
+    of_file("blank lines", "\n\n", "blank_lines.jsonl"),
+    of_file("cut line", '{"prompt": "1+1="', "cut_line.jsonl", "JSON"),
+    of_file("bytes", b"\xff\xfe\x00\x01" * 10, "bytes.jsonl"),
+    of_file("a list", "[1, 2, 3]\n", "a_list.jsonl"),
+    of_file("no prompt", lines({"question": "1"}), "no column 'prompt'", "question", "prompt_column"),
+    Case("no dataset", f"{TRAIN} --dataset_name=nowhere.jsonl", ("nowhere.jsonl", "Unable to find")),
+    Case("no directory", f"{TRAIN} --dataset_name=nowhere", ("dataset_name='nowhere'",)),
+    Case("XML", f"{TRAIN} --dataset_name=data.xml", ("data.xml", ".jsonl"), files={"data.xml": "<a/>"}),
+    Case("no split", f"{TRAIN} --dataset_train_split=dev", ("dev", "data.jsonl")),
+    Case("header alone", f"{TRAIN} --dataset_name=h.csv", ("h.csv",), files={"h.csv": "prompt,solution\n"}),
+    Case("cut parquet", f"{TRAIN} --dataset_name=d.parquet", ("d.parquet",), files={"d.parquet": b"PAR1"}),
+    Case("no question column", f"{TRAIN} --prompt_column=query", ("'query'", "prompt, solution")),
+    Case("no answer column", f"{TRAIN} --answer_column=reply", ("'reply'", "prompt, solution")),
+    Case("no short prompt", f"{TRAIN} --max_prompt_length=1", ("max_prompt_length=1", "no example is left")),
+    Case("no separator", f"{TRAIN} --answer_column=solution --answer_separator=##", ("'##'", "not in the answer")),
+    # A null somewhere
+    of_file("null prompt", lines(*GOOD, {"prompt": None, "solution": "1"}), "row 8", "None"),
+    of_file("empty prompt", lines(*GOOD[:3], {"prompt": "", "solution": "1"}, *GOOD), "row 3", "''"),
+    of_file(
+        "null question", lines(*QUESTIONS, {"question": None, "answer": "1"}), "row 8", "'question'", arguments=COLUMNS
+    ),
+    of_file(
+        "empty question", lines({"question": "", "answer": "1"}, *QUESTIONS), "row 0", "'question'", arguments=COLUMNS
+    ),
+    of_file(
+        "null answer", lines(*QUESTIONS, {"question": "1", "answer": None}), "row 8", "'answer'", arguments=COLUMNS
+    ),
+    of_file("null content", lines({"prompt": message("1")}, {"prompt": message(None)}), "row 1", "no content"),
+    of_file("no messages", lines({"prompt": message("1")}, {"prompt": []}), "row 1", "[]"),
+    of_file(
+        "null content streamed",
+        lines({"prompt": message(None)}),
+        "row 0",
+        "no content",
+        arguments="--dataset_streaming=true",
+    ),
+    of_file(
+        "null question of eval",
+        lines(*QUESTIONS[:1], {"question": None, "answer": "1"}),
+        "row 1",
+        command=EVAL,
+        arguments=COLUMNS,
+    ),
+    of_file("null content of eval", lines({"prompt": message(None)}), "row 0", "no content", command=EVAL),
+    of_file("null prompt of compare", lines(*GOOD, {"prompt": None, "solution": "1"}), "row 8", command=OWN),
+    of_file("two examples", lines(*GOOD[:2]), "2 examples", "8", arguments="--per_device_train_batch_size=32"),
+    of_file("four examples of compare", lines(*GOOD[:4]), "4 example(s)", "eval_dataset_name", command=OWN),
+    of_file("prompt that is a number", lines(*[{"prompt": 3}] * 8), "prompt", "3"),
+    of_file("message that is a text", lines(*[{"prompt": ["hello"]}] * 8), "role"),
+    of_file("message without a role", lines(*[{"prompt": [{"content": "1"}]}] * 8), "role"),
+    # Rewards
+    *[of_reward("accuracy", "'accuracy'", "math_reward", command=command) for command in (TRAIN, EVAL, OWN)],
+    of_reward("rewards.py:scores", "rewards.py", "no function 'scores'"),
+    of_reward("rewards.py:limit", "no function 'limit'"),
+    of_reward("rewards.py", "rewards.py"),
+    of_reward("missing.py:score", "missing.py:score"),
+    of_reward("missing.module.score", "No module named 'missing'"),
+    of_reward("rewards.py:needs_text", "no function 'needs_text'"),
+    Case("reward of a broken file", f"{TRAIN} --reward_funcs=broken.py:score", ("broken.py:score",), files=BROKEN),
+    Case(
+        "reward whose module fails",
+        f"{TRAIN} --reward_funcs=fails.py:score",
+        ("fails.py:score", "division by zero"),
+        files={"fails.py": "1 / 0\n"},
+    ),
+    *[
+        of_file(
+            f"no solution of {command.split()[0]} {number}",
+            lines(*[{"prompt": f"{i}=", "answer": str(i)} for i in range(16)]),
+            "math_reward",
+            "'solution'",
+            "answer_column",
+            command=command,
+            arguments="--reward_funcs=math_reward",
+        )
+        for number, command in enumerate((TRAIN, EVAL, OWN))
+    ],
+    *[
+        of_file(
+            f"no level of {command.split()[0]} {number}",
+            lines(*GOOD),
+            "rewards.py:needs_level",
+            "'level'",
+            "prompt, solution",
+            command=command,
+            arguments="--reward_funcs=rewards.py:needs_level",
+        )
+        for number, command in enumerate((TRAIN, EVAL, OWN))
+    ],
+]

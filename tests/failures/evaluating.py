@@ -1,0 +1,38 @@
+"""`fr3e eval`: its arguments, and rewards that give nothing to report."""
+
+from .case import EVAL, Case
+
+
+def refused(setting: str, *says: str) -> Case:
+    return Case(setting, f"{EVAL} --{setting}", says)
+
+
+CASES = [
+    refused("num_samples=0", "num_samples=0"),
+    refused("limit=0", "limit=0"),
+    refused("batch_size=-1", "batch_size=-1"),
+    refused("seed=-1", "seed=-1"),
+    refused("max_completion_length=0", "max_completion_length=0"),
+    refused("temperature=-1", "temperature=-1"),
+    refused("temperature=nan", "temperature=nan"),
+    refused("temperature=0", "temperature=0", "num_samples=2"),
+    refused("top_p=0", "top_p=0"),
+    refused("top_p=1.1", "top_p=1.1"),
+    refused("pass_at 4", "pass_at=[4]", "num_samples=2"),
+    refused("pass_at 0", "pass_at=[0]"),
+    refused("answer_regex=[", "answer_regex='['"),
+    refused("chat_template_kwargs={thinking", "chat_template_kwargs='{thinking'", "JSON"),
+    refused("chat_template_kwargs=[1]", "chat_template_kwargs=[1]", "mapping"),
+    refused("output_dir=data.jsonl", "output_dir='data.jsonl'", "is a file"),
+    refused("output_dir=data.jsonl/out", "'data.jsonl' is a file"),
+    refused("model_name_or_path=nowhere", "model_name_or_path='nowhere'"),
+    refused("model_name_or_path=data.jsonl", "model_name_or_path='data.jsonl'"),
+    refused("dataset_test_split=dev --dataset_name=folder", "folder"),
+    refused("reward_funcs=rewards.py:none", "'rewards.py:none'", "2 problems", "None"),
+    refused("reward_funcs=rewards.py:nan", "'rewards.py:nan'", "2 problems", "NaN"),
+    refused("reward_funcs=rewards.py:text", "'rewards.py:text'", "'good'", "number"),
+    refused("reward_funcs=rewards.py:nested", "'rewards.py:nested'", "[1.0]", "number"),
+    refused("reward_funcs=rewards.py:few", "'rewards.py:few'", "1 values", "4 completions"),
+    refused("reward_funcs=rewards.py:number", "'rewards.py:number'", "1.0", "list"),
+    refused("reward_funcs=rewards.py:word", "'rewards.py:word'", "'good'", "list"),
+]

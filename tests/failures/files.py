@@ -1,0 +1,178 @@
+"""Files of earlier results that are damaged, or something else."""
+
+from .case import COMPARE, EVAL, TRAIN, Case, change, cut, replace
+
+LOGGED = f"{TRAIN} --log_trees=1"
+NO_LINE = "\n".join(['{"problem": 0}', ""])
+
+BARE = '{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}'
+
+CASES = [
+    Case(
+        "cut arguments of compare",
+        COMPARE,
+        ("out/arguments.json is damaged",),
+        after=COMPARE,
+        setup=cut("out/arguments.json"),
+    ),
+    Case(
+        "empty arguments of compare",
+        COMPARE,
+        ("out/arguments.json is damaged",),
+        after=COMPARE,
+        setup=replace("out/arguments.json", ""),
+    ),
+    Case(
+        "list of arguments of compare",
+        COMPARE,
+        ("out/arguments.json is damaged", "[1]"),
+        after=COMPARE,
+        setup=replace("out/arguments.json", "[1]"),
+    ),
+    Case("cut run", COMPARE, ("out/runs/grpo", "is damaged"), after=COMPARE, setup=cut("out/runs/*.json")),
+    Case("empty run", COMPARE, ("out/runs/grpo", "is damaged"), after=COMPARE, setup=replace("out/runs/*.json", "")),
+    Case(
+        "bytes for a run",
+        COMPARE,
+        ("out/runs/grpo", "is damaged"),
+        after=COMPARE,
+        setup=change("out/runs/*.json", lambda _: b"\xff\xfe"),
+    ),
+    Case(
+        "list for a run",
+        COMPARE,
+        ("out/runs/grpo", "is damaged"),
+        after=COMPARE,
+        setup=replace("out/runs/*.json", "[]"),
+    ),
+    Case(
+        "run without evaluations",
+        COMPARE,
+        ("out/runs/grpo", "is damaged"),
+        after=COMPARE,
+        setup=change("out/runs/*.json", lambda content: content.replace(b'"evaluations"', b'"evaluation"')),
+    ),
+    Case(
+        "cut results",
+        "pooled out --reference grpo",
+        ("out/results.json is damaged",),
+        after=COMPARE,
+        setup=cut("out/results.json"),
+    ),
+    Case(
+        "cut arguments of eval", EVAL, ("out/arguments.json is damaged",), after=EVAL, setup=cut("out/arguments.json")
+    ),
+    Case("other arguments of eval", f"{EVAL} --temperature=0.5", ("temperature was 1.0 and is 0.5",), after=EVAL),
+    Case(
+        "damaged completion",
+        EVAL,
+        ("out/completions.jsonl, line 1, is damaged",),
+        after=EVAL,
+        setup=change("out/completions.jsonl", lambda content: content[9:]),
+    ),
+    Case(
+        "completion without a sample",
+        EVAL,
+        ("out/completions.jsonl, line 1, is damaged", "sample"),
+        after=EVAL,
+        setup=replace("out/completions.jsonl", NO_LINE),
+    ),
+    Case(
+        "number for a completion",
+        EVAL,
+        ("out/completions.jsonl, line 2, is damaged",),
+        after=EVAL,
+        setup=change("out/completions.jsonl", lambda content: content.split(b"\n")[0] + b"\n3\n"),
+    ),
+    # Trees
+    Case(
+        "cut tree log",
+        "tree out",
+        ("out/trees/step-1.json.gz is no whole tree log", "EOFError"),
+        after=LOGGED,
+        setup=cut("out/trees/step-1.json.gz"),
+    ),
+    Case(
+        "empty tree log",
+        "tree out",
+        ("out/trees/step-2.json.gz is no whole tree log",),
+        after=LOGGED,
+        setup=replace("out/trees/step-2.json.gz", ""),
+    ),
+    Case(
+        "text for a tree log",
+        "tree out",
+        ("out/trees/step-2.json.gz is no whole tree log",),
+        after=LOGGED,
+        setup=replace("out/trees/step-2.json.gz", "hello"),
+    ),
+    Case(
+        "tree log of a step",
+        "tree out --steps 2",
+        ("out/trees/step-2.json.gz is no whole tree log",),
+        after=LOGGED,
+        setup=cut("out/trees/step-2.json.gz"),
+    ),
+    Case(
+        "damaged metrics",
+        "tree out",
+        ("out/trees/metrics.jsonl, line 1",),
+        after=LOGGED,
+        setup=change("out/trees/metrics.jsonl", lambda content: content[3:]),
+    ),
+    Case(
+        "list of metrics",
+        "tree out",
+        ("out/trees/metrics.jsonl, line 1",),
+        after=LOGGED,
+        setup=change("out/trees/metrics.jsonl", lambda content: b"[1]\n" + content),
+    ),
+    Case(
+        "bytes of metrics",
+        "tree out",
+        ("out/trees/metrics.jsonl, line 1",),
+        after=LOGGED,
+        setup=change("out/trees/metrics.jsonl", lambda content: b"\xff\n" + content),
+    ),
+    Case(
+        "page into no directory", "tree out --output nowhere/page.html", ("nowhere/page.html", "--output"), after=LOGGED
+    ),
+    Case("page onto a directory", "tree out --output model", ("model", "--output"), after=LOGGED),
+    Case(
+        "page below a file",
+        "tree out --output data.jsonl/page.html",
+        ("data.jsonl/page.html", "--output"),
+        after=LOGGED,
+    ),
+    # Models
+    Case(
+        "model without weights",
+        f"{TRAIN} --model_name_or_path=bare",
+        ("model_name_or_path='bare'",),
+        files={"bare/config.json": BARE},
+    ),
+    Case(
+        "model with cut config",
+        f"{TRAIN} --model_name_or_path=bare",
+        ("model_name_or_path='bare'",),
+        files={"bare/config.json": '{"model_type'},
+    ),
+    Case(
+        "model of an unknown type",
+        f"{TRAIN} --model_name_or_path=bare",
+        ("model_name_or_path='bare'", "qwen99"),
+        files={"bare/config.json": '{"model_type": "qwen99"}'},
+    ),
+    Case(
+        "model without weights in eval",
+        f"{EVAL} --model_name_or_path=bare",
+        ("model_name_or_path='bare'",),
+        files={"bare/config.json": BARE},
+    ),
+    Case(
+        "empty directory for a model",
+        f"{EVAL} --model_name_or_path=bare",
+        ("model_name_or_path='bare'",),
+        files={"bare/notes": ""},
+    ),
+]

@@ -1,0 +1,188 @@
+"""What cannot work ends with one line that names what was wrong, soon, with exit code 2, and nothing is lost."""
+
+import functools
+import hashlib
+import os
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import bench_task  # noqa: F401 (registers the task `ones`)
+import pytest
+from failures import CATEGORIES
+from models import model_on_disk
+
+from fr3e_trl.commands import cli
+
+ROOT = Path(__file__).parent.parent
+SECONDS = 30
+
+REWARDS = """
+def digit(completions, **kwargs):
+    return [float(any(c in "01234" for c in text)) for text in texts_of(completions)]
+
+def needs_level(completions, level, **kwargs):
+    return [0.0] * len(completions)
+
+def none(completions, **kwargs):
+    return [None] * len(completions)
+
+def nan(completions, **kwargs):
+    return [float("nan")] * len(completions)
+
+def text(completions, **kwargs):
+    return ["good"] * len(completions)
+
+def nested(completions, **kwargs):
+    return [[1.0]] * len(completions)
+
+def few(completions, **kwargs):
+    return [1.0]
+
+def number(completions, **kwargs):
+    return 1.0
+
+def word(completions, **kwargs):
+    return "good"
+
+class Judge:
+    pass
+
+limit = 3
+
+def texts_of(completions):
+    return [c if isinstance(c, str) else c[0]["content"] for c in completions]
+"""
+EXAMPLES = "".join(f'{{"prompt": "{i}+{i}=", "solution": "{2 * i}", "level": {i}}}\n' for i in range(16))
+
+
+def furnish():
+    """Fill the present directory with what the commands of the cases take."""
+    Path("data.jsonl").write_text(EXAMPLES)
+    Path("rewards.py").write_text(REWARDS)
+    Path("model").symlink_to(model_on_disk())
+
+
+@functools.cache
+def results_of(command: str) -> Path:
+    """The directory of results that a command makes."""
+    before = Path.cwd()
+    directory = Path(tempfile.mkdtemp(prefix="fr3e-trl-test-"))
+    os.chdir(directory)
+    try:
+        furnish()
+        cli.main(shlex.split(command))
+    finally:
+        os.chdir(before)
+    return directory / "out"
+
+
+@contextmanager
+def served(answers):
+    """A server that has an answer for some paths; yields its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, body = answers.get(self.path.partition("?")[0], (404, "not here"))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body.encode())))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *args):
+            pass
+
+    if not answers:
+        yield "http://127.0.0.1:9"
+        return
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@contextmanager
+def limited(largest_file):
+    """No file may become larger, as where a disk is full."""
+    if largest_file is None:
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def contents():
+    """A digest of every file that is there."""
+    files = [path for path in Path().rglob("*") if path.is_file() and "model" not in path.parts]
+    return {
+        path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.resolve() != Path("/dev/full")
+    }
+
+
+def end_of(case, url, capsys):
+    """The exit code of a case's command, and what it told."""
+    if callable(case.command):
+        with pytest.raises(Exception) as raised:
+            case.command()
+        return 2, f"error: {raised.value}"
+    arguments = case.arguments(url)
+    if case.is_process:
+        command = [sys.executable, "-m", "fr3e_trl.commands.cli", *arguments]
+        paths = {"PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | paths)
+        return ended.returncode, ended.stderr
+    with pytest.raises(SystemExit) as ending, limited(case.largest_file):
+        cli.main(arguments)
+    return ending.value.code, capsys.readouterr().err
+
+
+CASES = {f"{category}: {case.name}": case for category, cases in CATEGORIES.items() for case in cases}
+
+
+def test_names_of_cases_are_unique():
+    assert len(CASES) == sum(map(len, CATEGORIES.values()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_failure(name, capsys, monkeypatch):
+    case = CASES[name]
+    monkeypatch.setattr(sys, "argv", ["fr3e"])
+    furnish()
+    if case.after is not None:
+        shutil.copytree(results_of(case.after), "out", symlinks=True)
+    for path, content in case.files.items():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
+    if case.setup is not None:
+        case.setup()
+    before = contents()
+    capsys.readouterr()
+    start = time.monotonic()
+    with served(case.server) as url:
+        code, told = end_of(case, url, capsys)
+    seconds = time.monotonic() - start
+    assert code == 2, told
+    assert "Traceback" not in told
+    lines = [line for line in told.splitlines() if "error: " in line]
+    assert len(lines) == 1, told
+    missing = [words for words in case.says if words not in lines[0]]
+    assert not missing, lines[0]
+    assert "\n" not in lines[0] and len(lines[0]) < 1000
+    assert seconds < SECONDS + 30 * case.is_process
+    after = contents()
+    assert {path: after.get(path) for path in before} == before  # nothing is lost
