@@ -1,0 +1,87 @@
+"""The method in one file is the package's: the same rows give the same anchors, credit and loss."""
+
+import sys
+from pathlib import Path
+
+import factory
+import pytest
+import torch
+from factory import logged
+from torch.nn.utils.rnn import pad_sequence
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SETTINGS = {"num_generations": 4, "max_completion_length": 16, "max_steps": 4, "reward_funcs": factory.letters}
+
+
+@pytest.fixture(scope="module")
+def one_file():
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import fr3e_in_one_file
+
+        yield fr3e_in_one_file
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    trainer = factory.train(**SETTINGS)
+    assert any(r.copy_of is not None for _, trees in trainer.batches for t in trees for r in t.states[0].rollouts)
+    return trainer
+
+
+def rollouts_of(tree):
+    """What was sampled of a tree, each with the position where it begins."""
+    return [(state.position, r) for state in tree.states for r in state.rollouts if r.copy_of is None]
+
+
+def as_rows(one_file, tree):
+    base = tree.bases[0].token_ids
+    return [
+        one_file.Row(
+            torch.tensor(tree.prompt_ids),
+            torch.tensor([*base[:position], *rollout.token_ids]),
+            position,
+            rollout.score.reward,
+        )
+        for position, rollout in rollouts_of(tree)
+    ]
+
+
+def test_it_is_short():
+    assert len((EXAMPLES / "fr3e_in_one_file.py").read_text().splitlines()) <= 200
+
+
+def test_anchors_and_thresholds(one_file, trainer):
+    threshold = None
+    for (_, trees), (following,) in zip(trainer.batches, logged(trainer, "fr3e/anchor/threshold"), strict=True):
+        entropies = [tree.entropies[0] for tree in trees]
+        for tree, of_base in zip(trees, entropies, strict=True):
+            if threshold is not None:  # the first step of the package has none
+                assert one_file.first_anchors(of_base, threshold) == [state.position for state in tree.states[1:]]
+        threshold = one_file.next_threshold(threshold, [one_file.uncertainty(of_base) for of_base in entropies])
+        assert following == pytest.approx(threshold, rel=1e-6)
+
+
+def test_credit_and_loss(one_file, trainer):
+    for (_, trees), (loss,) in zip(trainer.batches, logged(trainer, "loss"), strict=True):
+        rows = [as_rows(one_file, tree) for tree in trees]
+        credit = []
+        for tree, of_tree, prior in zip(trees, rows, one_file.priors_of(rows), strict=True):
+            credit += (of_rows := one_file.tree_credit(of_tree, prior))
+            for (weights, advantages), (position, rollout) in zip(of_rows, rollouts_of(tree), strict=True):
+                expected = [[(w, a)] * n for n, w, a in [(position, 0.0, 0.0), *rollout.credit]]
+                expected = torch.tensor([value for stretch in expected for value in stretch], dtype=torch.float64)
+                torch.testing.assert_close(advantages, expected[:, 1], atol=1e-9, rtol=1e-9)
+                if advantages.any():  # else the row is rejected
+                    torch.testing.assert_close(weights, expected[:, 0])
+        weights, advantages = (pad_sequence(list(of), batch_first=True) for of in zip(*credit, strict=True))
+        zeros = torch.zeros_like(weights)  # the policy has not moved yet
+        assert one_file.policy_loss(zeros, zeros, weights, advantages).item() == pytest.approx(loss, abs=1e-5)
+
+
+def test_it_learns(one_file, capsys):
+    one_file.main(num_steps=10)
+    before, after = (float(line.split()[3].rstrip("%")) for line in capsys.readouterr().out.splitlines())
+    assert after > before + 5
