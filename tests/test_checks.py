@@ -22,6 +22,7 @@ def user(content):
         (user("1+1="), [], [r"is []", "not empty"]),
         ("1+1=", None, ["is None", "a text or a list of messages"]),
         (user("1+1="), [{"role": "user"}], ["without a role or content", "{'role': 'user', 'content': '1+1='}"]),
+        (user("1+1="), [{"role": "user", "content": None}], ["whose content is None", "'content': None"]),
         (user("1+1="), [5, 6, 7], ["without a role or content", "[5, 6, 7]"]),
         (user("1+1="), user([{"text": "2+2="}]), ["part that has no type", "{'type': 'text', 'text': '1+1='}"]),
     ],

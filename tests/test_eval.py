@@ -329,7 +329,7 @@ def test_completions_of_another_evaluation_are_refused(evaluate, capsys):
 
 def test_completions_without_a_score_are_left_out_and_counted(evaluate, capsys):
     """NaN as None: of three problems, the solution of the second is 2."""
-    results, _ = evaluate(reward_funcs="tests_of_eval.odd_ones")
+    results, _lines = evaluate(reward_funcs="tests_of_eval.odd_ones")
     of_reward = results["rewards"]["tests_of_eval.odd_ones"]
     assert (of_reward["num_scored"], of_reward["num_unscored"]) == (2, 4)
     assert of_reward["pass@1"]["mean"] == 1

@@ -129,7 +129,7 @@ class Comparison:
         for folder, amount in amounts.items():
             for path in sorted((Path(self.args.output_dir) / folder).glob("*.json")):
                 result = read_object(path)
-                arm = result.get("arm")
+                arm = str(result.get("arm"))
                 if arm not in (self.args.arms or {}):
                     continue  # it is of arms that this call does not name
                 tuned = {name: value for name, value in result.get("settings", {}).items() if name in TUNED}

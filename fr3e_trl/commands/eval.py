@@ -94,7 +94,7 @@ def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict
     for line in sorted(lines, key=lambda line: (line["problem"], line["sample"])):
         if line["problem"] < len(examples) and line["sample"] < args.num_samples:
             of_problems[line["problem"]].append(line)
-    results = {
+    results: dict[str, Any] = {
         "command": command,
         "arguments": settings,
         "num_problems": len(examples),

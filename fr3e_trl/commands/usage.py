@@ -95,8 +95,8 @@ def one_line(error: BaseException) -> str:
 def _of_disk(error: BaseException | None) -> BaseException | None:
     """The error, or the one that it came from, that says that there is no more room for a file."""
     while error is not None:
-        is_numbered = isinstance(error, OSError) and error.errno is not None
-        if error.errno in FULL if is_numbered else any(words in str(error) for words in FULL_IN_WORDS):
+        number = error.errno if isinstance(error, OSError) else None
+        if number in FULL or (number is None and any(words in str(error) for words in FULL_IN_WORDS)):
             return error
         error = error.__cause__
     return None

@@ -300,6 +300,8 @@ def _checked_parts(example: dict[str, Any]) -> list[dict[str, Any]]:
     if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages):
         form = "{'role': 'user', 'content': '1+1='}"
         raise _bad_prompt(example, f"has a message without a role or content. Give it both, as in {form}")
+    if any(message["content"] is None and not message.get("tool_calls") for message in messages):
+        raise _bad_prompt(example, "has a message whose content is None. Write it")
     contents = [message["content"] for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     if not all(isinstance(part, dict) and "type" in part for part in parts):
