@@ -193,3 +193,12 @@ def test_tables_are_whole(page):
 
 def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) <= README_LINES
+
+
+def test_contributing_names_every_file_that_it_has_a_table_of():
+    """Of the folders whose files it lists one by one."""
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    package = ROOT / "fr3e_trl"
+    files = [path for folder in ("method", "generation", "trl_adapter") for path in (package / folder).rglob("*.py")]
+    names = {str(path.relative_to(package)) for path in files if path.name != "__init__.py"}
+    assert names <= set(re.findall(r"`([\w/]+\.py)`", contributing))
