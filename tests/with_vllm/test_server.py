@@ -34,6 +34,7 @@ from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.generation.generate import GenerateSampler
 from fr3e_trl.generation.vllm_server import VLLMServerError
 from fr3e_trl.method.sampling import SamplingRequest
+from fr3e_trl.trl_adapter.prompts import tokenize
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,7 +88,7 @@ def check_rows(batch, trees):
 def test_logprobs_equal_the_trainers(server):
     """Directly, and after weights large enough to make another policy of it."""
     trainer = make_trainer(server)
-    prompts = [ids[:60] for ids in trainer.tokenize_prompts(list(make_dataset(4)["prompt"]))]
+    prompts = [ids[:60] for ids in tokenize(trainer, list(make_dataset(4)["prompt"]))]
     seen = []
     for _ in range(3):
         trainer.vllm_generation.sync_weights()
@@ -107,7 +108,7 @@ def test_entropies_are_the_trainers(server, temperature):
     trainer = make_trainer(server, temperature=temperature)
     with_adapter(trainer.model, scale=0.1)
     trainer.vllm_generation.sync_weights()
-    prompts = [ids[:60] for ids in trainer.tokenize_prompts(list(make_dataset(4)["prompt"]))]
+    prompts = [ids[:60] for ids in tokenize(trainer, list(make_dataset(4)["prompt"]))]
     requests = [SamplingRequest(prompt, 4, 40, temperature, with_entropies=True) for prompt in prompts]
     rows = [
         (prompt, sample)
@@ -214,7 +215,7 @@ def test_where_entropies_are_unknown_there_are_two_rounds(server):
 
 def test_nothing_stale_comes_from_the_prefix_cache(server):
     trainer = make_trainer(server)
-    request = SamplingRequest(trainer.tokenize_prompts(list(make_dataset(1)["prompt"]))[0], 1, 4, 1.0)
+    request = SamplingRequest(tokenize(trainer, list(make_dataset(1)["prompt"]))[0], 1, 4, 1.0)
     for _ in range(2):
         with_adapter(trainer.model, scale=0.1)
         trainer.vllm_generation.sync_weights()

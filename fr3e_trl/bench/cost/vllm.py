@@ -23,7 +23,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from ...method.sampling import SamplingRequest
+from ...method.tree import as_ids
 from ...trainer import FR3ETrainer
+from ...trl_adapter.prompts import tokenize
 from ..arms import make_config
 from ..runs import be_quiet
 from .common import SETTINGS, make_parser, over_turns
@@ -81,8 +83,8 @@ def tokens_a_second(trainer: Any, batches: list[list[SamplingRequest]]) -> float
 
 
 def run(trainer: Any, num_turns: int) -> None:
-    prompts = trainer.tokenize_prompts(list(trainer.train_dataset["prompt"]))
-    requests = [SamplingRequest(ids[: 20 + 5 * j], 4, 64, 1.0) for ids in prompts for j in range(4)]
+    prompts = tokenize(trainer, list(trainer.train_dataset["prompt"]))
+    requests = [SamplingRequest(as_ids(ids[: 20 + 5 * j]), 4, 64, 1.0) for ids in prompts for j in range(4)]
     one_by_one = [[request] for request in requests]
     tokens_a_second(trainer, [requests])  # to warm up
     ratios = [tokens_a_second(trainer, [requests]) / tokens_a_second(trainer, one_by_one) for _ in range(num_turns)]
