@@ -454,11 +454,15 @@ async def asynchronous(completions, **kwargs):
         {"top_p": 0.9, "top_k": 10, "repetition_penalty": 1.1},
         {"shuffle_dataset": False, "log_completions": True},
         {"torch_compile": False, "cast_lm_head_to_fp32": True},
+        {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": make_dataset(8), "per_device_eval_batch_size": 8},
+        {"loss_type": "dr_grpo", "num_generations": 4},
+        {"loss_type": "luspo", "num_generations": 4, "mask_truncated_completions": True},
+        {"loss_type": "vespo", "num_generations": 4, "num_iterations": 2},
     ],
     ids=", ".join,  # of the names of the settings; pytest numbers those that are the same
 )
 def test_every_mode_trains(settings):
-    trainer = make_trainer(**{"reward_funcs": letters} | settings)
+    trainer = make_trainer(**{"reward_funcs": letters, "max_steps": 3} | settings)  # the first has no threshold yet
     before = weights(trainer)
     set_seed(1)
     trainer.train()
@@ -469,7 +473,9 @@ def test_every_mode_trains(settings):
     for batch, trees in trainer.batches:
         check_batch(trainer, batch, trees)
     micro_batches = trainer.args.max_steps * trainer.args.gradient_accumulation_steps
-    assert len(trainer.batches) == micro_batches / (trainer.args.steps_per_generation * trainer.args.num_iterations)
+    assert len(trainer.batches) == math.ceil(
+        micro_batches / (trainer.args.steps_per_generation * trainer.args.num_iterations)
+    )
 
 
 def test_evaluation_during_training():

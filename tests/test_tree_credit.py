@@ -23,6 +23,7 @@ from fr3e_trl.method.credit import credit_rows
 from fr3e_trl.method.credit.tree import TREE_LOSSES
 from fr3e_trl.method.refill import row_from, state_of
 from fr3e_trl.method.rows import RowSharding, rows_of, token_credit
+from fr3e_trl.method.sampling import Sample
 from fr3e_trl.method.tree import Rollout, Score, Tree
 from fr3e_trl.trl_adapter.old_logprobs import score_leftovers
 
@@ -381,6 +382,39 @@ def test_every_loss_takes_advantages_of_tokens(loss_type):
         gradient_accumulation_steps=8,
     )
     torch.testing.assert_close(split.gradients, whole.gradients, atol=1e-6, rtol=1e-3)
+
+
+class LongSampler(FakeSampler):
+    """All of its completions are as long as they may be, so that no branch is missing."""
+
+    def draw(self, request, i):
+        token_ids = super().draw(request, i).token_ids
+        return Sample([*token_ids, *[7] * (request.max_new_tokens - len(token_ids))])
+
+
+@pytest.mark.parametrize("sampler", [FakeSampler, LongSampler], ids=["copies", "no copies"])
+def test_every_loss_has_grpos_scale_with_copies_and_without(sampler):
+    """
+    A gradient times what its loss divides by is the sum of A grad log pi over tokens, the same for all, and as large as
+    that of GRPO for as many rows. `dapo`, `bnpo` and `cispo` divide by the tokens of all rows' whole paths, copies
+    counted, `dr_grpo` by the rows of the batch times the longest completion, and `luspo` by these rows.
+    """
+    sums = {}
+    for loss_type in ("dapo", "bnpo", "cispo", "dr_grpo", "luspo"):
+        settings = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.0, "reject_degenerate_states": False}
+        if loss_type == "cispo":  # it is the most that a ratio counts there
+            settings["epsilon_high"] = 5.0
+        trainer = train(KeepsGradients, sampler(), loss_type=loss_type, **settings)
+        batch, trees = trainer.batches[-1]
+        rollouts = [(state, r) for tree in trees for state in tree.states for r in state.rollouts]
+        num_copies = sum(rollout.copy_of is not None for _, rollout in rollouts)
+        assert (num_copies > 0) == (sampler is FakeSampler)
+        num_counted = sum(n * weight for _, r in rollouts for n, weight, _ in r.credit if r.copy_of is None)
+        assert batch["in_loss"].sum() == len(rollouts) - num_copies
+        divisor = {"dr_grpo": len(rollouts) * 10, "luspo": len(rollouts)}.get(loss_type, num_counted)
+        sums[loss_type] = torch.cat([gradient.flatten() for gradient in trainer.gradients]) * divisor
+    for of_loss in sums.values():
+        torch.testing.assert_close(of_loss, sums["dapo"], atol=1e-3, rtol=1e-3)
 
 
 def test_the_kl_term_is_a_mean_over_the_tokens_in_the_loss():
