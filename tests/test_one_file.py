@@ -1,5 +1,6 @@
 """The method in one file is the package's: the same rows give the same anchors, credit and loss."""
 
+import copy
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import factory
 import pytest
 import torch
 from factory import logged
+from models import make_model
 from torch.nn.utils.rnn import pad_sequence
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -79,6 +81,27 @@ def test_credit_and_loss(one_file, trainer):
         weights, advantages = (pad_sequence(list(of), batch_first=True) for of in zip(*credit, strict=True))
         zeros = torch.zeros_like(weights)  # the policy has not moved yet
         assert one_file.policy_loss(zeros, zeros, weights, advantages).item() == pytest.approx(loss, abs=1e-5)
+
+
+def test_it_trains_as_the_package_does(one_file):
+    """The same rows, twice each: the same entropies, losses, clipped ones too, and weights in the end."""
+    settings = {"model": make_model(), "num_iterations": 2, "max_steps": 6, "lr_scheduler_type": "constant"}
+    model = copy.deepcopy(settings["model"])
+    trainer = factory.train(**SETTINGS | settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=trainer.args.learning_rate, weight_decay=0)
+    losses = []
+    for _, trees in trainer.batches:
+        rows = [as_rows(one_file, tree) for tree in trees]
+        with torch.no_grad():
+            _, entropies = one_file.log_probs_and_entropies(model, [of_tree[0] for of_tree in rows])
+        for mine, tree in zip(entropies, trees, strict=True):
+            theirs = torch.as_tensor(tree.entropies[0])
+            torch.testing.assert_close(mine[: len(theirs)], theirs, atol=1e-4, rtol=1e-4)
+        losses += one_file.learn(model, optimizer, rows)
+    assert losses == pytest.approx([loss for (loss,) in logged(trainer, "loss")], abs=1e-5)
+    parameters = torch.cat([param.detach().flatten() for param in model.parameters()])
+    torch.testing.assert_close(parameters, factory.weights(trainer), atol=1e-4, rtol=0)
+    assert any(clipped > 0 for (clipped,) in logged(trainer, "clip_ratio/region_mean"))
 
 
 def test_it_learns(one_file, capsys):
