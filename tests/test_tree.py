@@ -329,3 +329,21 @@ def test_metrics_without_an_instance_are_left_out():
     metrics = tree_metrics([tree], torch.empty(0), 4)
     assert "fr3e/prompts/rescued" not in metrics and "fr3e/value/anchors" not in metrics
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize("settings", [{}, {"anchor_threshold": None}, {"anchor_score": "random", "credit": "rollout"}])
+def test_requests_go_from_process_to_process(settings):
+    """They hold plain values, whatever the sampler is made of: with a vLLM server, the main process asks for all."""
+    sampler = FunctionSampler()
+    sampler.of_one_process = lambda: None  # nothing that can be pickled
+    args = make_args(num_generations=8, **settings)
+    trees = [Tree(as_ids(prompt), 12) for prompt in PROMPTS]
+    explore(trees, args.plan, sampler, CountingScorer(), token_statistics, (0, 0))
+    (request, *_) = [pickle.loads(pickle.dumps(request)) for request in sampler.requests]
+    assert len(pickle.dumps(request.branching)) < 2000
+    (sample,) = sampler.sample([replace(request, num_samples=1)])[0]
+    ((logprobs, entropies),) = token_statistics([request.prefix_ids], [as_ids(sample.token_ids)])
+    of_sample = replace(sample, logprobs=logprobs.numpy(), entropies=entropies.numpy())
+    assert request.branching.anchors(request, [of_sample]) == sampler.requests[0].branching.anchors(
+        sampler.requests[0], [of_sample]
+    )

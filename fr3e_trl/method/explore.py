@@ -144,6 +144,50 @@ def own_bases(num_trees: int, plan: Plan, sharding: RowSharding) -> list[Base]:
     ]
 
 
+@dataclass(frozen=True)
+class _Anchors:
+    """
+    Finds anchors in base trajectories. It goes from process to process with requests, so it holds plain values alone.
+
+    Args:
+        plan ([`Plan`]):
+            Settings.
+        rule ([`AnchorRule`]):
+            Chooses positions.
+        seed (`tuple[int, ...]`):
+            Decides what is chosen at random.
+    """
+
+    plan: Plan
+    rule: AnchorRule
+    seed: tuple[int, ...]
+
+    def __call__(self, request: SamplingRequest, samples: Sequence[Sample]) -> list[list[int]]:
+        """Anchors of all base trajectories of a prompt, as they are sampled."""
+        ranked = []
+        for b, sample in enumerate(samples):
+            digest = _digest(request.prefix_ids, as_ids(sample.token_ids))
+            entropies, logprobs = (torch.as_tensor(values).numpy() for values in (sample.entropies, sample.logprobs))
+            eligible = eligible_positions(entropies, request.max_new_tokens)
+            ranked.append(self.rank(b, digest, entropies, logprobs, eligible))
+        return self.share(ranked)
+
+    def rank(self, b: int, digest: Any, entropies: np.ndarray, logprobs: np.ndarray, eligible: np.ndarray) -> list[int]:
+        """Positions of a base trajectory to become anchors, best first, no more than the prompt has."""
+        seed = repr((self.seed, b, digest.digest()))
+        return self.rule.choose(entropies, logprobs, eligible, self.plan.shape.num_anchors, seed)
+
+    def share(self, ranked: list[list[int]]) -> list[list[int]]:
+        """Anchors of each of a prompt's base trajectories that are explored, in order, of those that it may have."""
+        wants_stopping_rule = CREDIT_RULES[self.plan.credit].wants_stopping_rule
+        if not (wants_stopping_rule or isinstance(self.rule, StoppingRule)):
+            return share_anchors(ranked, self.plan.shape.num_anchors)
+        # What one cannot use goes to none: how many rows a tree has must not depend on its tokens. Nor is it known in
+        # time where rollouts leave while it grows
+        shares = even_shares(self.plan.shape.num_anchors, len(ranked))
+        return [sorted(positions[:share]) for positions, share in zip(ranked, shares, strict=True)]
+
+
 @dataclass
 class _Exploration:
     """
@@ -165,7 +209,7 @@ class _Exploration:
     drawn: dict[Base, dict[int, list[Sample]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.rule: AnchorRule = anchor_rule(self.plan, self.threshold)
+        self.anchors = _Anchors(self.plan, anchor_rule(self.plan, self.threshold), self.seed)
         self.credit_rule = CREDIT_RULES[self.plan.credit]
 
     # First Return
@@ -210,19 +254,9 @@ class _Exploration:
         shape = self.plan.shape
         if not (shape.num_anchors and self.plan.reuse_base and self.plan.base_selection == "all"):
             return None
-        rule = self.rule if isinstance(self.rule, StoppingRule) else None
+        rule = self.anchors.rule if isinstance(self.anchors.rule, StoppingRule) else None
         shares = even_shares(shape.num_anchors, shape.num_bases)
-        return Branching(shape.num_rollouts, self._anchors_of_samples, shares, rule)
-
-    def _anchors_of_samples(self, request: SamplingRequest, samples: Sequence[Sample]) -> list[list[int]]:
-        """Anchors of all base trajectories of a prompt, as they are sampled."""
-        ranked = []
-        for b, sample in enumerate(samples):
-            digest = _digest(request.prefix_ids, as_ids(sample.token_ids))
-            entropies, logprobs = (torch.as_tensor(values).numpy() for values in (sample.entropies, sample.logprobs))
-            eligible = eligible_positions(entropies, request.max_new_tokens)
-            ranked.append(self._rank(b, digest, entropies, logprobs, eligible))
-        return self._share(ranked)
+        return Branching(shape.num_rollouts, self.anchors, shares, rule)
 
     def _straddles(self, tree: int) -> bool:
         """Whether several processes have rows of a tree."""
@@ -263,7 +297,7 @@ class _Exploration:
         rollout, entropies = tree.bases[b], np.asarray(tree.entropies[b])
         digest = _digest(tree.prompt_ids, rollout.token_ids)
         eligible = eligible_positions(entropies, tree.budget)
-        positions = self._rank(b, digest, entropies, logprobs, eligible)
+        positions = self.anchors.rank(b, digest, entropies, logprobs, eligible)
         return Survey(
             tree=i,
             base=b,
@@ -273,22 +307,6 @@ class _Exploration:
             uncertainty=uncertainty(entropies, eligible, share),
             digest=digest.hexdigest(),
         )
-
-    def _rank(
-        self, b: int, digest: Any, entropies: np.ndarray, logprobs: np.ndarray, eligible: np.ndarray
-    ) -> list[int]:
-        """Positions of a base trajectory to become anchors, best first, no more than the prompt has."""
-        seed = repr((self.seed, b, digest.digest()))
-        return self.rule.choose(entropies, logprobs, eligible, self.plan.shape.num_anchors, seed)
-
-    def _share(self, ranked: list[list[int]]) -> list[list[int]]:
-        """Anchors of each of a prompt's base trajectories that are explored, in order, of those that it may have."""
-        if not (self.credit_rule.wants_stopping_rule or isinstance(self.rule, StoppingRule)):
-            return share_anchors(ranked, self.plan.shape.num_anchors)
-        # What one cannot use goes to none: how many rows a tree has must not depend on its tokens. Nor is it known in
-        # time where rollouts leave while it grows
-        shares = even_shares(self.plan.shape.num_anchors, len(ranked))
-        return [sorted(positions[:share]) for positions, share in zip(ranked, shares, strict=True)]
 
     def branch(self, surveys: list[Survey]) -> None:
         """Select base trajectories, and branch at their anchors: the same in every process."""
@@ -308,7 +326,7 @@ class _Exploration:
         seed = repr((self.seed, [survey.digest for survey in surveys]))
         rewards = [survey.rollout.score.reward for survey in surveys]
         chosen = select_bases(rewards, self.plan.base_selection, seed)
-        shared = self._share([list(surveys[b].anchors) for b in chosen])
+        shared = self.anchors.share([list(surveys[b].anchors) for b in chosen])
         for b, positions in zip(chosen, shared, strict=True):
             tree.branch(b, {position: surveys[b].anchors[position] for position in positions})
 
