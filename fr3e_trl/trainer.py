@@ -160,6 +160,9 @@ class FR3ETrainer(GRPOTrainer):
         if sampler is not None:
             checks.check_sampler(sampler, args)
         if not args.is_plain_grpo:
+            if not isinstance(model, str):
+                checks.check_model(model)
+            checks.check_reward_funcs(reward_funcs)
             checks.refuse_unsupported(args, rollout_func)
             checks.check_generation_kwargs(args)
             checks.warn_of_single_prompt(args)
@@ -197,6 +200,8 @@ class FR3ETrainer(GRPOTrainer):
 
     def _set_up_exploration(self, sampler: "Callable[[FR3ETrainer], Sampler] | None") -> None:
         """Check what TRL has set up, and make what only exploration needs."""
+        checks.check_model(self.model)
+        checks.check_tokenizer(self)
         checks.refuse_unsupported_setup(self)
         self.obstacle_to_images = checks.obstacle_to_images(self)
         example = None if self.train_dataset is None else next(iter(self.train_dataset))

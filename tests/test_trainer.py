@@ -748,7 +748,7 @@ def test_completions_stop_at_the_end_of_the_context():
     ("reward", "error", "named"),
     [
         (lambda completions, **kwargs: [1.0], ValueError, "returned 1 rewards, but 13 were expected"),
-        (lambda completions, **kwargs: ["right"] * len(completions), TypeError, "real number"),
+        (lambda completions, **kwargs: ["right"] * len(completions), TypeError, "must be a number"),
         (lambda completions, **kwargs: [math.inf] * len(completions), ValueError, "returned inf"),
         (lambda completions, **kwargs: 1 / 0, ZeroDivisionError, "division"),
     ],

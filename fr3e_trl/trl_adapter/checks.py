@@ -2,17 +2,20 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
+import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
+from transformers import PreTrainedModel
 from trl.trainer.utils import is_async_callable
 
 from ..config import FR3EConfig
 from ..method.credit import CREDIT_RULES
-from .setup import is_sharded
+from .setup import is_sharded, tokenizer_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,9 @@ HARMLESS_KWARGS = (("do_sample", True), ("num_beams", 1), ("num_return_sequences
 
 # Columns that TRL takes images from, the first that there is
 IMAGE_COLUMNS = ("images", "image")
+
+# What TRL calls reward functions with, beside the dataset's columns
+REWARD_ARGUMENTS = {"prompts", "completions"}
 
 # Settings of vLLM that change what is sampled, and that neither the policy's log-probs nor ours take into account
 UNSCORED_SAMPLING = {"allowed_token_ids", "bad_words", "logit_bias", "min_p", "repetition_penalty", "top_k", "top_p"}
@@ -201,8 +207,42 @@ def warn_of_single_prompt(args: FR3EConfig) -> None:
         )
 
 
+def check_model(model: Any) -> None:
+    """Refuse a model that cannot generate text from prompts alone."""
+    model = getattr(model, "get_base_model", lambda: model)()
+    name = type(model).__name__
+    remedy = "Pass a causal language model, for example AutoModelForCausalLM.from_pretrained(NAME)."
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model is a {name}, which is not allowed: it must be a name or a PreTrainedModel. {remedy}")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"model is a {name}, an encoder with a decoder. Its completions continue no prompt. {remedy}")
+    if not model.can_generate():
+        raise ValueError(f"model is a {name}, which cannot generate text. {remedy}")
+
+
+def check_tokenizer(trainer: Any) -> None:
+    """Refuse a tokenizer that TRL has set up and that cannot end a completion, or has tokens that the model has not."""
+    tokenizer = tokenizer_of(trainer)
+    if None in trainer.eos_token_ids:
+        raise ValueError(
+            f"The tokenizer {type(tokenizer).__name__} has no EOS token, so that no completion could end. Set "
+            "tokenizer.eos_token, for example to '<|im_end|>', and pass it as processing_class."
+        )
+    num_embeddings = trainer.model.get_input_embeddings().weight.shape[0]
+    if not is_sharded(trainer) and 0 < num_embeddings < len(tokenizer):
+        raise ValueError(
+            f"The tokenizer has {len(tokenizer)} tokens, and the model embeddings for {num_embeddings}. Pass the "
+            "model's own tokenizer as processing_class, or call model.resize_token_embeddings(len(tokenizer))."
+        )
+
+
 def check_dataset(dataset: Dataset | IterableDataset, args: FR3EConfig, has_environments: bool = False) -> None:
     """Refuse a training set that cannot be trained on, as far as its size and first example tell."""
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise TypeError(
+            f"train_dataset is a {type(dataset).__name__}, which is not allowed: it must be a Dataset or an "
+            "IterableDataset, for example load_dataset(NAME, split='train') or Dataset.from_list(EXAMPLES)."
+        )
     if args.max_refills > 0 and not isinstance(dataset, Dataset):
         raise ValueError(
             f"max_refills={args.max_refills} draws prompts from a Dataset, and train_dataset is an "
@@ -213,6 +253,11 @@ def check_dataset(dataset: Dataset | IterableDataset, args: FR3EConfig, has_envi
         raise ValueError("train_dataset is empty. It must have at least one example, with a 'prompt'.")
     if "prompt" not in example and not has_environments:
         raise ValueError(f"train_dataset has the columns {sorted(example)}. It must have one named 'prompt'.")
+    for column in sorted(example.keys() & REWARD_ARGUMENTS):
+        raise ValueError(
+            f"train_dataset has a column '{column}', and reward functions get something else by that name. Rename it: "
+            f"train_dataset.rename_column('{column}', 'reference_{column}')."
+        )
     if "prompt" in example:
         check_prompts([example])
     num_prompts = args.generation_batch_size // args.num_generations
@@ -314,19 +359,40 @@ def _bad_prompt(example: dict[str, Any], what: str) -> ValueError:
     return ValueError(f"A prompt of train_dataset {what}, or filter it out. Its example: {repr(example)[:300]}.")
 
 
+def check_reward_funcs(reward_funcs: Any) -> None:
+    """Refuse rewards that cannot be called."""
+    for func in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+        if func is not None and not isinstance(func, str) and (isinstance(func, type) or not callable(func)):
+            what = f"the class {func.__name__}" if isinstance(func, type) else f"{func!r}, which cannot be called"
+            raise TypeError(
+                f"reward_funcs has {what}. It must have functions, names of models, or objects with a method __call__, "
+                "which are called with prompts, completions and the dataset's columns."
+            )
+
+
+def _is_number(reward: Any) -> bool:
+    """Whether it is a number: Python's, NumPy's, or a tensor of one element."""
+    return isinstance(reward, Real) or (isinstance(reward, torch.Tensor) and reward.numel() == 1)
+
+
 def checked_reward_func(func: Callable[..., Any], name: str) -> Callable[..., Any]:
     """A reward function that raises on what is no list of usable rewards, and says which function raised."""
     if isinstance(func, nn.Module):
         return func
 
     def check(rewards: Any) -> list[float | None]:
-        if not isinstance(rewards, Iterable):
+        if not isinstance(rewards, Iterable) or isinstance(rewards, str | Mapping):
             raise TypeError(
                 f"The reward function '{name}' returned {rewards!r}. It must return a list, with a number for each "
                 "completion, or None for one that cannot be scored."
             )
         rewards = list(rewards)
         for i, reward in enumerate(rewards):
+            if reward is not None and not _is_number(reward):
+                raise TypeError(
+                    f"The reward function '{name}' returned {str(reward)[:100]!r} for completion {i} of "
+                    f"{len(rewards)}. A reward must be a number, or None for a completion that cannot be scored."
+                )
             if reward is None or math.isnan(reward):  # both are no reward, as to GRPO
                 continue
             if math.isinf(reward):

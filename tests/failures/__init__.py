@@ -4,10 +4,11 @@ Ways to use the package wrongly, or in bad luck, and what the user is told: see 
 A category is a module with a list `CASES`, and a line below.
 """
 
-from . import commands, comparing, data, disk, evaluating, files, resuming, servers, settings
+from . import api, commands, comparing, data, disk, evaluating, files, resuming, servers, settings
 
 CATEGORIES = {
     "commands": commands.CASES,
+    "api": api.CASES,
     "settings": settings.CASES,
     "data": data.CASES,
     "evaluating": evaluating.CASES,

@@ -1,0 +1,118 @@
+"""What a script passes to the trainer and that cannot be: models, tokenizers, datasets, rewards, settings."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from datasets import Dataset
+from models import CPU, make_dataset, make_model, make_tokenizer
+from transformers import BertConfig, BertForMaskedLM, Qwen3Model, T5Config, T5ForConditionalGeneration
+
+from fr3e_trl import FR3EConfig, FR3ETrainer
+
+from .case import Case
+
+SETTINGS = {
+    "output_dir": "out",
+    "num_generations": 4,
+    "per_device_train_batch_size": 8,
+    "max_completion_length": 4,
+    "max_steps": 2,
+}
+SMALL = {"num_layers": 1, "num_heads": 2, "d_ff": 16, "d_kv": 8, "d_model": 16}
+SMALL_BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+LONG = Dataset.from_dict({"prompt": ["1" * 400] * 16})
+
+
+class Judge:
+    pass
+
+
+def zeros(completions: list[str], **kwargs: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def made(**arguments: Any) -> None:
+    """Make a trainer, and train it. What is called is made here; what is no argument of the trainer is a setting."""
+    model, dataset = arguments.pop("model", make_model), arguments.pop("train_dataset", make_dataset)
+    tokenizer = arguments.pop("processing_class", make_tokenizer)
+    reward_funcs = arguments.pop("reward_funcs", zeros)
+    FR3ETrainer(
+        model() if callable(model) else model,
+        reward_funcs,
+        FR3EConfig(**CPU | SETTINGS | arguments),
+        train_dataset=dataset() if callable(dataset) else dataset,
+        processing_class=tokenizer() if callable(tokenizer) else tokenizer,
+    ).train()
+
+
+def case(name: str, *says: str, **arguments: Any) -> Case:
+    return Case(name, lambda: made(**arguments), says)
+
+
+def returning(name: str, reward: Callable[[int], Any], *says: str) -> Case:
+    """A reward function that makes something else than rewards of n completions."""
+
+    def judge(completions: list[str], **kwargs: Any) -> Any:
+        return reward(len(completions))
+
+    return case(name, "'judge'", *says, reward_funcs=judge)
+
+
+def with_column(name: str) -> Callable[[], Dataset]:
+    return lambda: make_dataset().add_column(name, ["x"] * 16)
+
+
+def without_eos() -> Any:
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    return tokenizer
+
+
+def bert() -> BertForMaskedLM:
+    return BertForMaskedLM(BertConfig(vocab_size=51, **SMALL_BERT))
+
+
+def t5() -> T5ForConditionalGeneration:
+    return T5ForConditionalGeneration(T5Config(vocab_size=51, **SMALL))
+
+
+CASES = [
+    case("an encoder", "BertForMaskedLM", "cannot generate", model=bert),
+    case("an encoder with a decoder", "T5ForConditionalGeneration", "causal", model=t5),
+    case("a model without a head", "Qwen3Model", "cannot generate", model=lambda: Qwen3Model(make_model().config)),
+    case("no model", "model is a NoneType", model=None),
+    case("a number for a model", "model is a int", model=5),
+    case("a tokenizer without EOS", "EOS", "tokenizer.eos_token", processing_class=without_eos),
+    case("a tokenizer with more tokens", "51 tokens", "10", model=lambda: make_model(vocab_size=10)),
+    case("a text for a tokenizer", "processing_class", processing_class="tokenizer"),
+    case("a list for a dataset", "train_dataset is a list", train_dataset=[{"prompt": "1+1="}]),
+    case("a dict of datasets", "train_dataset is a dict", "split='train'", train_dataset={"train": 1}),
+    case("a column of completions", "'completions'", "rename_column", train_dataset=with_column("completions")),
+    case("a column of prompts", "'prompts'", "rename_column", train_dataset=with_column("prompts")),
+    case("no column of prompts", "'prompt'", train_dataset=Dataset.from_dict({"question": ["1+1="] * 16})),
+    case("prompts that are too long", "400 tokens", "256", train_dataset=LONG),
+    case("no reward", "reward_funcs", reward_funcs=None),
+    case("a class for a reward", "class Judge", "__call__", reward_funcs=Judge),
+    case("an object for a reward", "cannot be called", "__call__", reward_funcs=Judge()),
+    case("two weights for a reward", "2", "1", reward_weights=[1.0, 2.0]),
+    returning("texts for rewards", lambda n: ["good"] * n, "'good'", "must be a number"),
+    returning("lists for rewards", lambda n: [[1.0]] * n, "'[1.0]'", "must be a number"),
+    returning("two dimensions of rewards", lambda n: torch.zeros(n, 2), "must be a number"),
+    returning("a dict for rewards", lambda n: dict.fromkeys(range(n), 1.0), "must return a list"),
+    returning("a text for rewards", lambda n: "good", "'good'", "must return a list"),
+    returning("a number for rewards", lambda n: 1.0, "1.0", "must return a list"),
+    returning("nothing for rewards", lambda n: None, "None", "must return a list"),
+    returning("too few rewards", lambda n: [1.0], "1 rewards"),
+    returning("infinite rewards", lambda n: [float("inf")] * n, "inf", "finite"),
+    returning("huge rewards", lambda n: [1e30] * n, "1e+30", "scale it down"),
+    case("a text for the temperature", "temperature='1'", temperature="1"),
+    case("a text for top_p", "top_p='x'", top_p="x"),
+    case("a text for min_p", "min_p='x'", min_p="x"),
+    case("a number for weights", "reward_weights=1.0", reward_weights=1.0),
+    case("a number for generation_kwargs", "generation_kwargs=5", generation_kwargs=5),
+    case("no rows", "num_generations=0", num_generations=0),
+    case("beams", "num_beams", generation_kwargs={"num_beams": 4}),
+    Case("a dict for args", lambda: FR3ETrainer(make_model(), zeros, {}), ("args is a dict", "FR3EConfig")),
+    Case("a text for args", lambda: FR3ETrainer(make_model(), zeros, "out"), ("args is a str", "FR3EConfig")),
+]
