@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from enumeration import (
     first_uncertain,
     fixed,
     grow,
+    grow_distinct,
     grow_further,
     if_right,
     most_uncertain,
@@ -29,6 +31,7 @@ from fr3e_trl.method.credit.tree import (
     Stretches,
     prompt_values,
     root_baselines,
+    set_weights,
     tree_credit,
     tree_values,
 )
@@ -43,7 +46,9 @@ Row = tuple[float, int | None, int, int]
 def paths(rows: list[Row], prompts: list[int] | None = None, copies: list[int] | None = None) -> Paths:
     rewards, parents, positions, lengths = map(list, zip(*rows, strict=True))
     prompts, copies = prompts or [0] * len(rows), copies or [1] * len(rows)
-    return Paths(torch.tensor(rewards, dtype=torch.float64), parents, positions, lengths, torch.tensor(prompts), copies)
+    masses, distinct = [float(count) for count in copies], [False] * len(rows)
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    return Paths(rewards, parents, positions, lengths, torch.tensor(prompts), masses, distinct)
 
 
 def one_tree(rows: list[Row], baseline: float, prior_strength: float, copies: list[int] | None = None) -> Stretches:
@@ -411,13 +416,75 @@ def test_unbiased_with_the_other_prompts_as_prior():
         prompts = torch.tensor([0] * len(outcomes[0].parents) + [1] * len(outcomes[1].parents))
         rewards = torch.cat([policy.rewards[o.completions] for policy, o in zip(policies, outcomes, strict=True)])
         lengths = [3] * len(prompts)
-        credit = by_crowd(Paths(rewards, both.parents, both.positions, lengths, prompts, both.copies), 4.0)
+        distinct = [False] * len(lengths)
+        credit = by_crowd(Paths(rewards, both.parents, both.positions, lengths, prompts, both.masses, distinct), 4.0)
         stretches = zip(credit.rows, credit.starts, credit.ends, credit.advantages, strict=True)
         for row, start, end, advantage in stretches:
             scores = policies[prompts[row]].scores[both.completions[row]]
             gradients[prompts[row]] += both.probability * advantage * (scores[end] - scores[start])
     for gradient, policy in zip(gradients, policies, strict=True):
         assert float((gradient / 2 - policy.gradient).norm() / policy.gradient.norm()) < 1e-10
+
+
+def with_gap(rule, gap):
+    """As `rule`, but at least `gap` tokens apart."""
+
+    def apart(policy, completion):
+        ((_, positions),) = rule(policy, completion)
+        kept = []
+        for position in positions:
+            if not kept or position - kept[-1] >= gap:
+                kept.append(position)
+        return [(1.0, tuple(kept))]
+
+    return apart
+
+
+# Rules, how many anchors and rollouts of each
+DISTINCT = {
+    "one anchor": (first_uncertain(0.6), 1, 1),
+    "two anchors": (first_uncertain(0.5, 2), 2, 1),
+    "two anchors apart": (with_gap(first_uncertain(0.3, 2), 2), 2, 1),
+    "sets of three": (first_uncertain(0.6), 1, 2),
+    "two sets of three": (first_uncertain(0.6, 2), 2, 2),
+    "at fixed positions": (fixed(1, 2), 2, 1),
+    "at random": (at_random, 1, 1),
+}
+
+
+@pytest.mark.parametrize("strength", [0.0, 4.0])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", DISTINCT)
+def test_distinct_branches_are_unbiased(name, policy, strength):
+    rule, num_anchors, num_rollouts = DISTINCT[name]
+    outcomes = grow_distinct(policy, rule, num_anchors, num_rollouts)
+    num_rows = 1 + num_anchors * num_rollouts
+    assert sum(outcome.probability for outcome in outcomes) == pytest.approx(1, abs=1e-10)
+    assert all(sum(outcome.masses) == pytest.approx(num_rows) for outcome in outcomes)
+    assert relative_error(of_trees(policy, outcomes, 0.3, strength), policy, num_rows) < 1e-9
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_distinct_branches_have_less_variance(policy):
+    rule = first_uncertain(0.5, 2)
+    distinct = of_trees(policy, grow_distinct(policy, rule, 2), 0.3)
+    independent = of_trees(policy, grow(policy, rule, 2), 0.3)
+    assert distinct.variance < 0.95 * independent.variance
+
+
+def test_a_partner_in_the_baseline_is_a_bias():
+    """The tokens of an anchor were drawn with an eye to each other."""
+    policy = POLICIES[0]
+    outcomes = [replace(o, is_distinct=False) for o in grow_distinct(policy, first_uncertain(0.6), 1)]
+    assert relative_error(of_trees(policy, outcomes, 0.3), policy, 2) > 0.02
+
+
+def test_weights_of_a_set_by_hand():
+    # (1 - .2) / (2 - .5 - .2) and (1 - .5) / (2 - .5 - .2)
+    assert set_weights([0.5, 0.2]) == pytest.approx([0.8 / 1.3, 0.5 / 1.3])
+    # A set of all that there is has the probabilities themselves
+    assert set_weights([0.5, 0.2, 0.3]) == pytest.approx([0.5, 0.2, 0.3])
+    assert set_weights([1.0, 1e-12]) == pytest.approx([1.0, 0.0], abs=1e-9)
 
 
 def is_cut_off(completion):

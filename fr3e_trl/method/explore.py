@@ -51,8 +51,9 @@ Base = tuple[int, int]
 # A row: the index of its tree, its state, and which of the state's rollouts it is
 Slot = tuple[int, State, int]
 
-# What a process tells of a row: length, tokens that the policy wrote, rewards by function, reward, whether it is masked
-Outcome = tuple[int, int, list[float], float, bool]
+# What a process tells of a row: length, tokens that the policy wrote, rewards by function, reward, whether it is
+# masked, and the chances of its first token
+Outcome = tuple[int, int, list[float], float, bool, tuple[float, float] | None]
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ class _Exploration:
             return None
         rule = self.anchors.rule if isinstance(self.anchors.rule, StoppingRule) else None
         shares = even_shares(shape.num_anchors, shape.num_bases)
-        return Branching(shape.num_rollouts, self.anchors, shares, rule)
+        return Branching(shape.num_rollouts, self.anchors, shares, rule, self.plan.distinct)
 
     def _straddles(self, tree: int) -> bool:
         """Whether several processes have rows of a tree."""
@@ -352,7 +353,9 @@ class _Exploration:
         self._sample_missing([slot for slot in own if slot[1].rollouts[slot[2]].length == 0])
         rows = [(i, state, state.rollouts[k]) for i, state, k in own]
         self._score([row for row in rows if not row[2].score.rewards and row[2].copy_of is None])
-        return [(r.length, r.num_written, r.score.rewards, r.score.reward, r.score.is_masked) for _, _, r in rows]
+        return [
+            (r.length, r.num_written, r.score.rewards, r.score.reward, r.score.is_masked, r.chances) for _, _, r in rows
+        ]
 
     def _slots(self) -> list[Slot]:
         """The rows of all processes, in order."""
@@ -388,7 +391,14 @@ class _Exploration:
             tree=i,
             dialogue=None if state.base is None else tree.bases[state.base].dialogue,
             multimodal=tree.multimodal,
+            distinct_from=self._distinct_from(tree, state),
         )
+
+    def _distinct_from(self, tree: Tree, state: State) -> int | None:
+        """The base trajectory's token at an anchor, if its rollouts are to begin with others."""
+        if state.base is None or not self.plan.distinct:
+            return None
+        return int(tree.bases[state.base].token_ids[state.position])
 
     def _score(self, rollouts: list[tuple[int, State, Rollout]]) -> None:
         """Score rollouts, given with their tree's index and their state, and keep what they got."""
@@ -400,12 +410,11 @@ class _Exploration:
     def take_down(self, outcomes: list[list[Outcome]]) -> None:
         """Take down what other processes told of their rows."""
         of_rows = (outcome for of_process in outcomes for outcome in of_process)
-        for (_, state, k), (length, num_written, rewards, reward, is_masked) in zip(
-            self._slots(), of_rows, strict=True
-        ):
+        for (_, state, k), outcome in zip(self._slots(), of_rows, strict=True):
+            length, num_written, rewards, reward, is_masked, chances = outcome
             rollout = state.rollouts[k]
             if not rollout.score.rewards:
-                rollout.length, rollout.num_written = length, num_written
+                rollout.length, rollout.num_written, rollout.chances = length, num_written, chances
                 rollout.score = Score(rewards, reward, is_masked=is_masked)
         for tree in self.trees:
             for rollout in tree.states[0].rollouts:
@@ -414,7 +423,13 @@ class _Exploration:
 
 
 def _rollout(sample: Sample) -> Rollout:
-    return Rollout(as_ids(sample.token_ids), sample.logprobs, mask=sample.mask, dialogue=sample.dialogue)
+    return Rollout(
+        as_ids(sample.token_ids),
+        sample.logprobs,
+        mask=sample.mask,
+        dialogue=sample.dialogue,
+        chances=sample.chances,
+    )
 
 
 def _for_others(rollout: Rollout, holds_tokens: bool) -> Rollout:

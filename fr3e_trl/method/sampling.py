@@ -25,12 +25,16 @@ class Branching:
             The most anchors of each sample.
         rule ([`StoppingRule`], *optional*):
             What decides anchors, if that is one: a rollout may then leave while its base trajectory still grows.
+        distinct (`bool`):
+            Whether the first tokens of the rollouts of an anchor are drawn without replacement, from each other and
+            from the base trajectory's token. A sampler that cannot draws them independently.
     """
 
     num_rollouts: int
     anchors: "Callable[[SamplingRequest, Sequence[Sample]], list[list[int]]]"
     shares: Sequence[int]
     rule: StoppingRule | None = None
+    distinct: bool = False
 
 
 def images_of(prompt: str | list[dict[str, Any]]) -> list[Any]:
@@ -70,6 +74,9 @@ class SamplingRequest:
             `prefix_ids`.
         tool_images (`list`):
             The images that tools returned since, whose tokens are in `prefix_ids` too.
+        distinct_from (`int`, *optional*):
+            A token that no sample may begin with, as it was drawn there before. The samples begin with different tokens
+            too, and have `chances`. A sampler that cannot draws them independently.
     """
 
     prefix_ids: TokenIds
@@ -83,6 +90,7 @@ class SamplingRequest:
     dialogue: Dialogue | None = None
     multimodal: list[dict[str, Any]] | None = None
     tool_images: list[Any] = field(default_factory=list)
+    distinct_from: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix_ids", as_ids(self.prefix_ids))
@@ -113,6 +121,9 @@ class Sample:
             Which tokens the policy wrote, and no tool. If `None`, all. The others have NaN for an entropy.
         dialogue ([`Dialogue`], *optional*):
             The whole completion's turns, where there are tools.
+        chances (`tuple[float, float]`, *optional*):
+            Where its first token was drawn without replacement, see [`~fr3e_trl.method.tree.Rollout`]. If `None`, it
+            was drawn independently.
     """
 
     token_ids: Sequence[int] | TokenIds
@@ -121,6 +132,7 @@ class Sample:
     branches: "dict[int, list[Sample]]" = field(default_factory=dict)
     mask: NDArray[np.bool_] | None = None
     dialogue: Dialogue | None = None
+    chances: tuple[float, float] | None = None
 
 
 def branch_requests(request: SamplingRequest, samples: Sequence[Sample]) -> list[tuple[Sample, int, SamplingRequest]]:
@@ -147,6 +159,7 @@ def branch_requests(request: SamplingRequest, samples: Sequence[Sample]) -> list
                 request.temperature,
                 num_prompt_tokens=len(request.prefix_ids),
                 multimodal=request.multimodal,
+                distinct_from=int(sample.token_ids[position]) if branching.distinct else None,
             ),
         )
         for sample, position in anchors

@@ -102,6 +102,9 @@ class Rollout:
         copy_of (`int`, *optional*):
             The base trajectory that it is again, in the place of a branch that had no anchor there. It was not sampled
             anew, and is not learned from.
+        chances (`tuple[float, float]`, *optional*):
+            Of a branch whose first token was drawn without replacement: how likely the base trajectory's token was
+            there, and how likely its own was, in the distribution that both were drawn from.
     """
 
     token_ids: TokenIds = field(default_factory=as_ids)
@@ -113,6 +116,7 @@ class Rollout:
     num_written: int = 0
     dialogue: Dialogue | None = None
     copy_of: int | None = None
+    chances: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = as_ids(self.token_ids)

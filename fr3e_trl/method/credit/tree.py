@@ -35,6 +35,7 @@ Notation used for tensor shapes:
     - N: stretches of the batch
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -95,9 +96,11 @@ class Paths(NamedTuple):
             Tokens of each row's whole completion.
         prompts (`torch.Tensor` of shape (R,)):
             Prompt of each row, as an index.
-        copies (`list[int]`):
+        masses (`list[float]`):
             How many rows each stands for. A base trajectory that was to have three branches, and ended before two of
             them could leave, stands for three.
+        distinct (`list[bool]`):
+            Whether each is a branch whose first token was drawn without replacement.
     """
 
     rewards: torch.Tensor
@@ -105,17 +108,18 @@ class Paths(NamedTuple):
     positions: list[int]
     lengths: list[int]
     prompts: torch.Tensor
-    copies: list[int]
+    masses: list[float]
+    distinct: list[bool]
 
 
 def paths_of(trees: Sequence[Tree]) -> Paths:
-    """The rows of `trees`, in order. Base trajectories count for their copies, which are unscorable rows themselves."""
+    """The rows of `trees`, in order. Copies are unscorable rows, which their base trajectories count for."""
     rewards: list[float] = []
     parents: list[int | None] = []
-    positions, lengths, prompts, copies = [], [], [], []
+    positions, lengths, prompts, distinct = [], [], [], []
+    masses: list[float] = []
     for i, tree in enumerate(trees):
         root = len(rewards)
-        copies += [1] * sum(len(state.rollouts) for state in tree.states)
         for state in tree.states:
             for rollout in state.rollouts:
                 rewards.append(rollout.reward)
@@ -123,10 +127,79 @@ def paths_of(trees: Sequence[Tree]) -> Paths:
                 positions.append(state.position)
                 lengths.append(state.position + rollout.length)
                 prompts.append(i)
-                if rollout.copy_of is not None:
-                    copies[root + rollout.copy_of] += 1
+                distinct.append(rollout.chances is not None)
+        masses += masses_of(tree)
     rewards_R = torch.tensor(rewards, dtype=torch.float64)
-    return Paths(rewards_R, parents, positions, lengths, torch.tensor(prompts), copies)
+    return Paths(rewards_R, parents, positions, lengths, torch.tensor(prompts), masses, distinct)
+
+
+def masses_of(tree: Tree) -> list[float]:
+    """
+    How many rows each rollout of a tree stands for, in order; 1 for a copy, which has no reward.
+
+    A base trajectory begins with all its rows: its own, those of its branches and its copies. At an anchor they are
+    shared out among the tokens that were drawn there. Where these are independent, each branch takes one row. Where
+    they were drawn without replacement, [`set_weights`] has the shares. The base trajectory goes on with what it keeps.
+    """
+    is_base = [rollout.copy_of is None for rollout in tree.states[0].rollouts]
+    remaining = [1.0 + sum(r.copy_of == b for r in tree.states[0].rollouts) for b in range(len(is_base))]
+    for state in tree.states[1:]:
+        assert state.base is not None
+        remaining[state.base] += len(state.rollouts)
+    of_branches: list[float] = []
+    for state in tree.states[1:]:  # along each base trajectory they are in order of position
+        assert state.base is not None
+        taken = _taken(state, remaining[state.base])
+        of_branches += taken
+        remaining[state.base] -= sum(taken)
+    return [remaining[i] if of_row else 1.0 for i, of_row in enumerate(is_base)] + of_branches
+
+
+def _taken(state: State, mass: float) -> list[float]:
+    """What each rollout of an anchor takes of the mass that comes to it."""
+    chances = [rollout.chances for rollout in state.rollouts]
+    if None in chances:
+        return [min(1.0, mass / (len(chances) + 1))] * len(chances)
+    of_base = next(of_base for of_base, _ in filter(None, chances))
+    return [mass * weight for weight in set_weights([of_base, *(own for _, own in filter(None, chances))])[1:]]
+
+
+def set_weights(chances: Sequence[float]) -> list[float]:
+    """
+    Weights of tokens that were drawn one after the other without replacement: Murthy's estimator.
+
+    The mean over what may be drawn of the sum of w f, over the tokens of the set, is the mean of f. With two tokens a
+    and b, w_a = (1 - p_b) / (2 - p_a - p_b).
+
+    Args:
+        chances (`Sequence[float]`):
+            Probability of each of k tokens, in the distribution that they were drawn from.
+
+    Returns:
+        `list[float]`: k weights. They sum to 1.
+
+    Source: Kool, van Hoof and Welling, "Estimating gradients for discrete random variables by sampling without
+    replacement", 2020.
+    """
+    weights = [
+        chance * _set_probability([other / max(1 - chance, sum(rest)) for other in rest])
+        for i, chance in enumerate(chances)
+        for rest in [[*chances[:i], *chances[i + 1 :]]]
+    ]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def _set_probability(chances: Sequence[float]) -> float:
+    """That of drawing a set of tokens without replacement, in whichever order."""
+    total = 0.0
+    for order in itertools.permutations(chances):
+        probability, left = 1.0, 1.0
+        for i, chance in enumerate(order):
+            left = max(left, sum(order[i:]))  # where the set is all that there is, but for rounding
+            probability, left = probability * chance / left, left - chance
+        total += probability
+    return total
 
 
 @dataclass(frozen=True)
@@ -235,14 +308,18 @@ def tree_credit(paths: Paths, baselines: torch.Tensor, prior_strength: float) ->
     _check_branches(paths)
     own = _totals(paths).tolist()
     below = _with_descendants(paths.parents, own)
-    *places, sums, counts = zip(*_stretches(paths, own, below), strict=True)
+    *places, sums, counts, partner_sums, partner_counts = zip(*_stretches(paths, own, below), strict=True)
     device = paths.rewards.device
     rows, starts, ends = torch.tensor(places, device=device)
     sums, counts = torch.tensor([sums, counts], dtype=torch.float64, device=device)
+    partner_sums, partner_counts = torch.tensor([partner_sums, partner_counts], dtype=torch.float64, device=device)
 
     bases = torch.tensor(_bases(paths.parents), device=device)[rows]
     all_sums, all_counts = sums.new_tensor(below)[bases].T
-    compared_with = _shrink(all_sums - sums, all_counts - counts, baselines.to(sums)[bases], prior_strength)
+    others, num_others = all_sums - sums - partner_sums, all_counts - counts - partner_counts
+    is_empty = num_others <= 1e-9 * all_counts  # but for rounding
+    others, num_others = others.masked_fill(is_empty, 0), num_others.masked_fill(is_empty, 0)
+    compared_with = _shrink(others, num_others, baselines.to(sums)[bases], prior_strength)
     advantages = (sums / counts - compared_with).nan_to_num(0)
     rounding = 1000 * torch.finfo(sums.dtype).eps * paths.rewards.nan_to_num(0).abs().max()
     advantages = advantages.masked_fill(advantages.abs() <= rounding, 0)
@@ -280,7 +357,7 @@ def _state_credit(rows: list[RowCredit], rewards: torch.Tensor, trees: Sequence[
 
 
 def _check_branches(paths: Paths) -> None:
-    _, parents, positions, lengths, _, _ = paths
+    _, parents, positions, lengths, *_ = paths
     for row, (parent, position, length) in enumerate(zip(parents, positions, lengths, strict=True)):
         first, last = (0, 0) if parent is None else (positions[parent], lengths[parent])
         if not first <= position <= min(last, length):
@@ -292,7 +369,8 @@ def _check_branches(paths: Paths) -> None:
 
 def _totals(paths: Paths) -> torch.Tensor:
     """Reward and number of what each row stands for, (R, 2); 0 and 0 for an unscorable one."""
-    counts = paths.rewards.new_tensor(paths.copies).double().masked_fill(paths.rewards.isnan(), 0)
+    counts = torch.tensor(paths.masses, dtype=torch.float64).to(paths.rewards.device)
+    counts = counts.masked_fill(paths.rewards.isnan(), 0)
     return torch.stack([paths.rewards.double().nan_to_num(0) * counts, counts], dim=1)
 
 
@@ -319,27 +397,44 @@ def _with_descendants(parents: list[int | None], totals: list[list[float]]) -> l
 
 def _stretches(
     paths: Paths, own: list[list[float]], below: list[list[float]]
-) -> Iterator[tuple[int, int, int, float, float]]:
+) -> Iterator[tuple[int, int, int, float, float, float, float]]:
     """
-    (row, start, end, reward of T, number of T), in order of row and position.
+    (row, start, end, reward of T, number of T, reward and number of partners), in order of row and position.
 
-    `own` has the reward and number of each row, `below` those of the row and all that descend from it.
+    `own` has the reward and number of each row, `below` those of the row and all that descend from it. Partners are the
+    rows whose tokens were drawn with this one, without replacement. They are neither in T nor in U.
     """
-    _, parents, positions, lengths, _, _ = paths
+    _, parents, positions, lengths, _, _, distinct = paths
     branches: list[list[int]] = [[] for _ in parents]
     for row, parent in enumerate(parents):
         if parent is not None:
             branches[parent].append(row)
+    partners = [(0.0, 0.0)] * len(parents)  # of the first token of each row
     for row, leaving in enumerate(branches):
         stretches = []
         end, (total, count) = lengths[row], own[row]
-        for branch in sorted(leaving, key=positions.__getitem__, reverse=True):
-            if positions[branch] < end:
-                stretches.append((row, positions[branch], end, total, count))
-                end = positions[branch]
-            total, count = total + below[branch][0], count + below[branch][1]
-        if positions[row] < end:
-            stretches.append((row, positions[row], end, total, count))
+        by_position = sorted(leaving, key=positions.__getitem__, reverse=True)
+        for position, at_position in itertools.groupby(by_position, key=positions.__getitem__):
+            group = list(at_position)
+            left = [sum(below[branch][k] for branch in group) for k in (0, 1)]
+            is_distinct = distinct[group[0]]
+            if position < end:
+                rest = position + 1 if is_distinct else position
+                if rest < end:
+                    stretches.append((row, rest, end, total, count, 0.0, 0.0))
+                if is_distinct:
+                    stretches.append((row, position, rest, total, count, *left))
+                end = position
+            for branch in group if is_distinct else []:
+                partners[branch] = (total + left[0] - below[branch][0], count + left[1] - below[branch][1])
+            total, count = total + left[0], count + left[1]
+        first = positions[row]
+        if distinct[row]:
+            if first + 1 < end:
+                stretches.append((row, first + 1, end, total, count, 0.0, 0.0))
+            stretches.append((row, first, first + 1, total, count, *partners[row]))
+        elif first < end:
+            stretches.append((row, first, end, total, count, 0.0, 0.0))
         yield from reversed(stretches)
 
 
