@@ -24,6 +24,7 @@ PAPER: dict[str, Any] = {
     "anchor_score": "entropy",
     "anchor_threshold": None,
     "anchor_min_gap": 1,
+    "distinct_branches": False,
     "base_selection": "mixed",
     "reuse_base": True,
     "modulation": "exp",
@@ -98,6 +99,7 @@ class FR3EConfig(GRPOConfig):
 
         anchor_threshold (`float` or `"auto"`, *optional*, defaults to `"auto"`): least entropy of an anchor, in nats.
         anchor_min_gap (`int`, *optional*, defaults to `1`): least distance of two anchors, in tokens.
+        distinct_branches (`bool`, *optional*, defaults to `False`): whether branches begin with other tokens.
 
         > Advantages
 
@@ -178,6 +180,14 @@ class FR3EConfig(GRPOConfig):
     anchor_min_gap: int = field(
         default=1,
         metadata={"help": "Least distance between two anchors of a trajectory, in tokens. 1 allows any two positions."},
+    )
+    distinct_branches: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether each branch begins with another token than its base trajectory has at the anchor. The "
+            "tokens are drawn without replacement, and tree credit weighs them so that its estimate stays unbiased. "
+            "It needs `credit='tree'`. Today `generate` can do it. Other backends draw independent branches."
+        },
     )
 
     # Advantages
@@ -402,6 +412,7 @@ class FR3EConfig(GRPOConfig):
             anchor_score=self.anchor_score,
             anchor_threshold=self.anchor_threshold,
             anchor_min_gap=self.anchor_min_gap,
+            distinct=self.distinct_branches,
             base_selection=self.base_selection,
             reuse_base=self.reuse_base,
             prior_strength=self.value_prior_strength,
@@ -701,6 +712,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         _is("num_base_trajectories", or_none(integer()), "2"),
         _is("anchor_threshold", THRESHOLD, "0.3"),
         _is("anchor_min_gap", integer(least=1), "1"),
+        _is("distinct_branches", BOOLEAN),
         _is("credit", or_none(_choices("credit"))),
         _is("value_prior_strength", or_none(number(least=0)), "4.0"),
         _is("value_tracker", BOOLEAN),
@@ -753,6 +765,11 @@ CHECKS: dict[str, tuple[Check, ...]] = {
             lambda config: config.max_refills == 0 or bool(config.reject_degenerate_states),
             "0 with reject_degenerate_states=False, which leaves nothing to refill; or set "
             "reject_degenerate_states=True",
+        ),
+        Check(
+            "distinct_branches",
+            lambda config: not config.distinct_branches or config.credit == "tree",
+            "False unless credit='tree', which weighs branches by how likely they were",
         ),
         *_credit_checks(),
     ),

@@ -205,7 +205,8 @@ class GenerateSampler:
             with self.generation_model() as model:
                 self.decoding.run(model, growing, inputs)
             return growing.samples()
-        record = _PolicyRecord(temperatures, self.decoding)
+        distinct = _DistinctTokens(requests, begins)
+        record = _PolicyRecord(temperatures, self.decoding, distinct)
         inputs["stopping_criteria"] = StoppingCriteriaList([row_ends])
         with self.generation_model() as model:
             output_ids = self.decoding.run(model, record.sample, inputs)
@@ -217,7 +218,7 @@ class GenerateSampler:
             token_ids = _until_eos(output[i, begin:end], is_eos[i, begin:end])
             columns = slice(begin - width, begin - width + len(token_ids))
             logprobs, entropies = (of_row[columns].copy() for of_row in statistics[i])
-            samples.append(Sample(token_ids, logprobs, entropies))
+            samples.append(Sample(token_ids, logprobs, entropies, chances=distinct.chances.get(i)))
         return samples
 
 
@@ -310,6 +311,71 @@ class _RowEnds(StoppingCriteria):
         return input_ids.shape[1] >= self.ends
 
 
+class _DistinctTokens(LogitsProcessor):
+    """
+    Has the samples of a request begin with different tokens, none with one that was drawn before.
+
+    It comes last, as tokens are drawn without replacement from what all other processors leave. It draws them itself,
+    and leaves each row its token alone.
+
+    Args:
+        requests (`Sequence[SamplingRequest]`):
+            Those with `distinct_from` are meant. Their samples are rows end to end.
+        begins (`list[int]`):
+            The column of each row at which sampling begins.
+
+    Attributes:
+        chances (`dict[int, tuple[float, float]]`):
+            Of rows that begin with such a token: the probability of the one that was drawn before, and of its own.
+    """
+
+    def __init__(self, requests: Sequence[SamplingRequest], begins: list[int]):
+        self.chances: dict[int, tuple[float, float]] = {}
+        self.groups: dict[int, list[tuple[int, int, int]]] = {}  # by column: (first row, number of rows, token)
+        row = 0
+        for request in requests:
+            if request.distinct_from is not None:
+                group = row, request.num_samples, request.distinct_from
+                self.groups.setdefault(begins[row], []).append(group)
+            row += request.num_samples
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        for first, num_rows, token in self.groups.get(input_ids.shape[1], []):
+            probs = scores[first].softmax(0)
+            drawn = _draw_others(probs[None], torch.tensor([[token]], device=probs.device), num_rows)
+            if drawn is None:
+                continue
+            token_ids, chances = drawn[0][0], drawn[1][0].tolist()
+            rows = torch.arange(first, first + num_rows, device=scores.device)
+            scores[rows] = -torch.inf
+            scores[rows, token_ids] = 0.0
+            self.chances |= {first + k: (chances[0], chance) for k, chance in enumerate(chances[1:])}
+        return scores
+
+
+def _draw_others(probs: torch.Tensor, token_ids: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """
+    Draw further tokens from distributions, without replacement.
+
+    Args:
+        probs (`torch.Tensor` of shape (B, V)):
+            Distributions.
+        token_ids (`torch.Tensor` of shape (B, 1)):
+            What was drawn from each before.
+        num (`int`):
+            How many tokens to draw.
+
+    Returns:
+        `tuple`: The tokens, (B, num), and the probabilities of the first one and of these, (B, 1 + num). `None`
+        if a distribution has fewer tokens.
+    """
+    others = probs.scatter(1, token_ids, 0)
+    if not ((others > 0).sum(1) >= num).all():
+        return None
+    drawn = torch.multinomial(others, num)
+    return drawn, torch.cat([probs.gather(1, token_ids), probs.gather(1, drawn)], 1)
+
+
 class _PolicyRecord(LogitsProcessor):
     """
     Keeps how likely each token was that a row went on with, and the entropy there: two numbers a token.
@@ -322,18 +388,23 @@ class _PolicyRecord(LogitsProcessor):
             Of shape (B,).
         decoding (`DecodingSteps`):
             The steps of `generate`.
+        distinct ([`_DistinctTokens`]):
+            What comes after all other processors.
     """
 
-    def __init__(self, temperatures: torch.Tensor, decoding: DecodingSteps):
+    def __init__(self, temperatures: torch.Tensor, decoding: DecodingSteps, distinct: _DistinctTokens):
         self.temperatures = temperatures
         self.decoding = decoding
+        self.distinct = distinct
         self.logits: list[torch.Tensor] = []  # of the last steps, of shape (B, V)
         self.column = 0  # of the token that the first of them are for
         self.columns: list[torch.Tensor] = []  # of the steps before, of shape (B, 2, n)
 
     def sample(self, model: Any, input_ids: torch.Tensor, logits_processor: LogitsProcessorList, **kwargs: Any) -> Any:
         """Sample as `generate` does, and keep them."""
-        return self.decoding.sample(model, input_ids, LogitsProcessorList([self, *logits_processor]), kwargs)
+        return self.decoding.sample(
+            model, input_ids, LogitsProcessorList([self, *logits_processor, self.distinct]), kwargs
+        )
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if len(self.logits) * scores.numel() >= MAX_LOGITS:
@@ -379,13 +450,14 @@ class _GrowingRow:
     share: int = 0
     branches: dict[int, list["_GrowingRow"]] = field(default_factory=dict)
     drawn: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    chances: tuple[float, float] | None = None
 
     @property
     def sample(self) -> Sample:
         """What it has become, with what left it."""
         assert self.drawn is not None
         branches = {position: [row.sample for row in rows] for position, rows in self.branches.items()}
-        return Sample(*self.drawn, branches)
+        return Sample(*self.drawn, branches, chances=self.chances)
 
 
 class _GrowingRows:
@@ -448,14 +520,15 @@ class _GrowingRows:
             model_kwargs = self.decoding.updated(model, outputs, model_kwargs)
             logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
             logprobs, entropies = _policy(logits[:, None], self.processor.temperatures)
+            probs = logits_processor(input_ids, logits).softmax(1)
             leaving = self._leave(input_ids.shape[1], entropies[:, 0])
             if leaving:
                 rows = torch.tensor([*range(len(input_ids)), *leaving], device=input_ids.device)
-                input_ids, statistics, logits = input_ids[rows], statistics[rows], logits[rows]
+                input_ids, statistics, probs = input_ids[rows], statistics[rows], probs[rows]
                 model_kwargs = self._select(rows, model_kwargs)
                 self.rule_of[-len(leaving) :], self.begins[-len(leaving) :] = -1, input_ids.shape[1]
                 logprobs, entropies = logprobs[rows], entropies[rows]
-            token_ids = torch.multinomial(logits_processor(input_ids, logits).softmax(1), 1)
+            token_ids = self._draw(probs, leaving)
             input_ids = torch.cat([input_ids, token_ids], 1)
             statistics = torch.cat([statistics, _statistics(logprobs, entropies, token_ids)], 2)
             is_done = stopping_criteria(input_ids, None)
@@ -488,6 +561,27 @@ class _GrowingRows:
             if len(row.branches) == row.share:
                 self.rule_of[i] = -1
         return leaving
+
+    def _draw(self, probs: torch.Tensor, leaving: list[int]) -> torch.Tensor:
+        """
+        Draw a token for each row, (B, 1), from distributions (B, V).
+
+        Rollouts that leave now are the last rows. They may have to begin with another token than the row that they
+        leave, and than each other.
+        """
+        branching = self.live[leaving[0]].request.branching if leaving else None
+        if branching is None or not branching.distinct:
+            return torch.multinomial(probs, 1)
+        token_ids = torch.multinomial(probs[: -len(leaving)], 1)
+        num = branching.num_rollouts
+        left = torch.tensor(leaving[::num], device=probs.device)
+        others = _draw_others(probs[left], token_ids[left], num)
+        if others is None:  # for some there is no other token
+            return torch.cat([token_ids, torch.multinomial(probs[-len(leaving) :], 1)])
+        chances = others[1].tolist()
+        for k, row in enumerate(self.live[-len(leaving) :]):
+            row.chances = chances[k // num][0], chances[k // num][1 + k % num]
+        return torch.cat([token_ids, others[0].reshape(-1, 1)])
 
     def _select(self, rows: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Go on with these of the present rows, and what the model is called with."""
