@@ -223,6 +223,7 @@ class FR3ETrainer(GRPOTrainer):
             self.sampler = ToolCallingSampler(
                 TRLToolLoop(self), self.sampler, skip_mismatches=self.args.replay_mismatch == "skip"
             )
+        checks.warn_of_independent_branches(self)
 
     # A step
 

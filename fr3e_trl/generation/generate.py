@@ -98,6 +98,8 @@ class GenerateSampler:
             What the model computes in. By default, that of its weights.
     """
 
+    draws_distinct = True
+
     def __init__(
         self,
         generation_model: GenerationModel,

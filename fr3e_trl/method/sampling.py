@@ -173,6 +173,8 @@ class Sampler(Protocol):
 
     Where several processes train, each calls its own sampler for its own rows, and all call equally often, also one
     that has no request.
+
+    An attribute `draws_distinct` that is true says that it looks at `distinct_from`.
     """
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
