@@ -416,18 +416,18 @@ def _stretches(
         by_position = sorted(leaving, key=positions.__getitem__, reverse=True)
         for position, at_position in itertools.groupby(by_position, key=positions.__getitem__):
             group = list(at_position)
-            left = [sum(below[branch][k] for branch in group) for k in (0, 1)]
+            of_group, num_of_group = (sum((below[branch][k] for branch in group), 0.0) for k in (0, 1))
             is_distinct = distinct[group[0]]
             if position < end:
                 rest = position + 1 if is_distinct else position
                 if rest < end:
                     stretches.append((row, rest, end, total, count, 0.0, 0.0))
                 if is_distinct:
-                    stretches.append((row, position, rest, total, count, *left))
+                    stretches.append((row, position, rest, total, count, of_group, num_of_group))
                 end = position
             for branch in group if is_distinct else []:
-                partners[branch] = (total + left[0] - below[branch][0], count + left[1] - below[branch][1])
-            total, count = total + left[0], count + left[1]
+                partners[branch] = (total + of_group - below[branch][0], count + num_of_group - below[branch][1])
+            total, count = total + of_group, count + num_of_group
         first = positions[row]
         if distinct[row]:
             if first + 1 < end:
