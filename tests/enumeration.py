@@ -197,23 +197,29 @@ def grow(policy: Policy, rule: Rule, num_branches: int) -> list[Outcome]:
     return outcomes
 
 
-def grow_distinct(policy: Policy, rule: Rule, num_anchors: int, num_rollouts: int = 1) -> list[Outcome]:
+def grow_distinct(
+    policy: Policy, rule: Rule, num_anchors: int, num_rollouts: int = 1, all_by_weights: bool = False
+) -> list[Outcome]:
     """
     Every tree of a base trajectory and `num_rollouts` branches from each position that the rule names, up to
     `num_anchors`, whose first tokens were drawn without replacement. What stands for missing branches has no row.
+
+    Those who draw a token share out their rows by its weights, or, if `all_by_weights`, all rows that come there.
     """
     outcomes = []
     for i, completion in enumerate(policy.completions):
         for chance, positions in rule(policy, completion):
             choices = [_distinct_branches(policy, completion, position, num_rollouts) for position in positions]
             for drawn in itertools.product(*choices):
-                probability, mass = float(policy.probabilities[i]) * chance, 1.0 + num_anchors * num_rollouts
-                rows, places, masses = [i], [0], []
+                probability, coming = float(policy.probabilities[i]) * chance, 1 + num_anchors * num_rollouts
+                rows, places, masses, mass = [i], [0], [], float(coming)
                 for position, (p, chances, branches) in zip(positions, drawn, strict=True):
                     weights = set_weights(chances)
                     probability *= p
-                    masses += [mass * weight for weight in weights[1:]]
-                    rows, places, mass = rows + branches, places + [position] * len(branches), mass * weights[0]
+                    drawing = 1.0 if all_by_weights else len(weights) / coming
+                    masses += [mass * drawing * weight for weight in weights[1:]]
+                    rows, places = rows + branches, places + [position] * len(branches)
+                    mass, coming = mass * (1 - drawing + drawing * weights[0]), coming - len(branches)
                 parents = [None] + [0] * (len(rows) - 1)
                 outcomes.append(Outcome(probability, rows, parents, places, [mass, *masses], is_distinct=True))
     return outcomes

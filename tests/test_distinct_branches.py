@@ -106,10 +106,11 @@ def test_masses_by_hand():
     tree.states[0].rollouts = [base, rollout_of(9, copy_of=0)]
     tree.states.append(State(2, parent=0, base=0, rollouts=[rollout_of(7, (0.5, 0.2))]))
     tree.states.append(State(4, parent=1, base=0, rollouts=[rollout_of(5, (0.6, 0.3))]))
-    # Of 4, the branch takes .5 / 1.3 and the base trajectory .8 / 1.3; of that, .4 / 1.1 and .7 / 1.1
-    first = 4 * 0.5 / 1.3
-    second = 4 * 0.8 / 1.3 * 0.4 / 1.1
-    assert masses_of(tree) == pytest.approx([4 * 0.8 / 1.3 * 0.7 / 1.1, 1, first, second])
+    # Two rows draw a token at the first anchor. The branch takes .5 / 1.3 of them
+    first = 2 * 0.5 / 1.3
+    # The others go on as three rows, of which two draw at the second anchor
+    second = (4 - first) / 3 * 2 * 0.4 / 1.1
+    assert masses_of(tree) == pytest.approx([4 - first - second, 1, first, second])
     # Drawn independently, each branch takes one row
     for state in tree.states[1:]:
         state.rollouts[0].chances = None

@@ -344,20 +344,21 @@ class _DistinctTokens(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         for first, num_rows, token in self.groups.get(input_ids.shape[1], []):
             probs = scores[first].softmax(0)
-            drawn = _draw_others(probs[None], torch.tensor([[token]], device=probs.device), num_rows)
-            if drawn is None:
+            others, (chances,) = _draw_others(probs[None], torch.tensor([[token]], device=probs.device), num_rows)
+            if chances is None:
                 continue
-            token_ids, chances = drawn[0][0], drawn[1][0].tolist()
             rows = torch.arange(first, first + num_rows, device=scores.device)
             scores[rows] = -torch.inf
-            scores[rows, token_ids] = 0.0
+            scores[rows, others[0]] = 0.0
             self.chances |= {first + k: (chances[0], chance) for k, chance in enumerate(chances[1:])}
         return scores
 
 
-def _draw_others(probs: torch.Tensor, token_ids: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _draw_others(
+    probs: torch.Tensor, token_ids: torch.Tensor, num: int
+) -> tuple[torch.Tensor, list[list[float] | None]]:
     """
-    Draw further tokens from distributions, without replacement.
+    Draw further tokens from distributions, without replacement where there are as many.
 
     Args:
         probs (`torch.Tensor` of shape (B, V)):
@@ -368,14 +369,16 @@ def _draw_others(probs: torch.Tensor, token_ids: torch.Tensor, num: int) -> tupl
             How many tokens to draw.
 
     Returns:
-        `tuple`: The tokens, (B, num), and the probabilities of the first one and of these, (B, 1 + num). `None`
-        if a distribution has fewer tokens.
+        `tuple`: The tokens, (B, num). For each distribution, the probabilities of the token before and of these; `None`
+        where it has too few tokens, so that they were drawn independently.
     """
     others = probs.scatter(1, token_ids, 0)
-    if not ((others > 0).sum(1) >= num).all():
-        return None
-    drawn = torch.multinomial(others, num)
-    return drawn, torch.cat([probs.gather(1, token_ids), probs.gather(1, drawn)], 1)
+    enough = (others > 0).sum(1) >= num
+    drawn = torch.multinomial(probs, num, replacement=True)
+    if enough.any():
+        drawn[enough] = torch.multinomial(others[enough], num)
+    chances = torch.cat([probs.gather(1, token_ids), probs.gather(1, drawn)], 1).tolist()
+    return drawn, [of_row if is_enough else None for of_row, is_enough in zip(chances, enough.tolist(), strict=True)]
 
 
 class _PolicyRecord(LogitsProcessor):
@@ -577,13 +580,12 @@ class _GrowingRows:
         token_ids = torch.multinomial(probs[: -len(leaving)], 1)
         num = branching.num_rollouts
         left = torch.tensor(leaving[::num], device=probs.device)
-        others = _draw_others(probs[left], token_ids[left], num)
-        if others is None:  # for some there is no other token
-            return torch.cat([token_ids, torch.multinomial(probs[-len(leaving) :], 1)])
-        chances = others[1].tolist()
+        others, chances = _draw_others(probs[left], token_ids[left], num)
         for k, row in enumerate(self.live[-len(leaving) :]):
-            row.chances = chances[k // num][0], chances[k // num][1 + k % num]
-        return torch.cat([token_ids, others[0].reshape(-1, 1)])
+            of_group = chances[k // num]
+            if of_group is not None:
+                row.chances = of_group[0], of_group[1 + k % num]
+        return torch.cat([token_ids, others.reshape(-1, 1)])
 
     def _select(self, rows: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Go on with these of the present rows, and what the model is called with."""

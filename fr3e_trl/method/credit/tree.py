@@ -137,31 +137,38 @@ def masses_of(tree: Tree) -> list[float]:
     """
     How many rows each rollout of a tree stands for, in order; 1 for a copy, which has no reward.
 
-    A base trajectory begins with all its rows: its own, those of its branches and its copies. At an anchor they are
-    shared out among the tokens that were drawn there. Where these are independent, each branch takes one row. Where
-    they were drawn without replacement, [`set_weights`] has the shares. The base trajectory goes on with what it keeps.
+    A base trajectory begins with all its rows: its own, those of its branches and its copies. At an anchor s of them
+    draw a token, its own and those of the branches there. The others go on with it, and leave later or never.
+        - Independent branches take a row each.
+        - Where tokens are drawn without replacement, the s rows are shared out by [`set_weights`].
+    What the base trajectory keeps is shared out among the rows that go on, evenly.
     """
     is_base = [rollout.copy_of is None for rollout in tree.states[0].rollouts]
-    remaining = [1.0 + sum(r.copy_of == b for r in tree.states[0].rollouts) for b in range(len(is_base))]
+    rows = [1 + sum(r.copy_of == b for r in tree.states[0].rollouts) for b in range(len(is_base))]
     for state in tree.states[1:]:
         assert state.base is not None
-        remaining[state.base] += len(state.rollouts)
+        rows[state.base] += len(state.rollouts)
+    masses = [float(number) for number in rows]
     of_branches: list[float] = []
     for state in tree.states[1:]:  # along each base trajectory they are in order of position
-        assert state.base is not None
-        taken = _taken(state, remaining[state.base])
+        base = state.base
+        assert base is not None
+        per_row = masses[base] / rows[base]
+        taken = [per_row * share for share in _shares(state)]
         of_branches += taken
-        remaining[state.base] -= sum(taken)
-    return [remaining[i] if of_row else 1.0 for i, of_row in enumerate(is_base)] + of_branches
+        masses[base] -= sum(taken)
+        rows[base] -= len(taken)
+    return [masses[i] if of_row else 1.0 for i, of_row in enumerate(is_base)] + of_branches
 
 
-def _taken(state: State, mass: float) -> list[float]:
-    """What each rollout of an anchor takes of the mass that comes to it."""
+def _shares(state: State) -> list[float]:
+    """How many of the rows that come to an anchor each of its rollouts takes."""
     chances = [rollout.chances for rollout in state.rollouts]
     if None in chances:
-        return [min(1.0, mass / (len(chances) + 1))] * len(chances)
+        return [1.0] * len(chances)
     of_base = next(of_base for of_base, _ in filter(None, chances))
-    return [mass * weight for weight in set_weights([of_base, *(own for _, own in filter(None, chances))])[1:]]
+    weights = set_weights([of_base, *(own for _, own in filter(None, chances))])
+    return [len(weights) * weight for weight in weights[1:]]
 
 
 def set_weights(chances: Sequence[float]) -> list[float]:
