@@ -11,7 +11,6 @@ import math
 import re
 import sys
 import warnings
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ import transformers
 from factory import make_trainer
 from models import make_dataset, make_tokenizer
 from peft import LoraConfig
-from recorder import Recorder
 from transformers import set_seed
 from trees import rollouts_of
 
@@ -528,5 +526,4 @@ def main():
 
 
 if __name__ == "__main__":
-    Recorder.log = partial(lambda *args, **kwargs: None)
     main()
