@@ -482,7 +482,7 @@ The log-probs of all tokens that they sampled are within 1e-4 of a plain forward
 Such notes hold for `GRPOTrainer` too. The families from Qwen2.5-VL on are trained on text alone.
 `python tests/test_matrix.py --write` writes this page.
 
-{no_router_loss} need `router_aux_loss_coef=0`, with `GRPOTrainer` too.
+{no_router_loss} need `router_aux_loss_coef=0`, here as in TRL.
 
 | Family | Rollouts leave growing rows | Prefixes shared |
 |---|---|---|
