@@ -25,7 +25,10 @@ test-fast: $(VENV)/installed
 test-lowest: $(LOWEST_VENV)/installed
 	$(LOWEST_BIN)/pip install --quiet --no-deps --force-reinstall .
 	cd tests && HF_HUB_OFFLINE=1 $(LOWEST_BIN)/python smoke.py
-	$(LOWEST_BIN)/python -m pytest tests/test_losses.py tests/test_prefix_sharing.py tests/test_trl_contract.py
+	$(LOWEST_BIN)/python -m pytest tests/test_losses.py tests/test_prefix_sharing.py tests/test_trl_contract.py \
+		"tests/test_matrix.py::test_every_family[Llama]" "tests/test_matrix.py::test_every_family[Qwen3]" \
+		"tests/test_matrix.py::test_every_family[Gemma2]" "tests/test_matrix.py::test_every_family[Mamba]" \
+		"tests/test_matrix.py::test_every_setting[LoRA]"
 
 # With vLLM's server on the CPU, which the tests start and stop
 test-vllm: $(VLLM_VENV)/installed

@@ -157,6 +157,8 @@ class FR3ETrainer(GRPOTrainer):
             args = FR3EConfig(f"{model_name(model)}-FR3E")
         elif not isinstance(args, FR3EConfig):
             args = FR3EConfig.from_grpo(args)
+        if isinstance(model, str):
+            checks.check_model_name(model, args)
         if sampler is not None:
             checks.check_sampler(sampler, args)
         if not args.is_plain_grpo:

@@ -110,6 +110,16 @@ def test_entropies(capsys):
     assert float(cells(output, "4096, 20")[3]) == pytest.approx(23.9, abs=0.1)
 
 
+def test_entropies_of_a_model(capsys):
+    sizes = ["--num_turns=1", "--num_completions=1", "--max_completion_length=8"]
+    cli.main(["cost", "entropies", f"--model_name_or_path={model_on_disk()}", *sizes])
+    output = capsys.readouterr().out
+    missing, at_anchors, moved = zip(*(cells(output, f"{count} log-probs") for count in (20, 10, 5)), strict=True)
+    assert 0 <= float(missing[0]) < float(missing[1]) < float(missing[2])
+    assert 0 <= float(at_anchors[0]) < float(at_anchors[2])
+    assert all(0 <= float(share.rstrip("%")) <= 100 for share in moved)
+
+
 def test_bookkeeping(capsys):
     told = []
     for num_tokens in (50, 500):

@@ -50,16 +50,18 @@ class Engine(Protocol):
     tp_group: Any
 
 
-def entropies_of(logprobs: Iterable[Iterable[float]]) -> np.ndarray:
+def entropies_of(logprobs: Iterable[Iterable[float]], num_logprobs: int = NUM_LOGPROBS) -> np.ndarray:
     """
     Entropies of distributions, in nats, by their most likely tokens' log-probs: no more than they are.
 
-    Each of the other tokens is as likely as the least likely of the first `NUM_LOGPROBS`, or as all others together, at
+    Each of the other tokens is as likely as the least likely of the first `num_logprobs`, or as all others together, at
     most. That is what the others are taken for. One more may be known: the one that was sampled.
 
     Args:
         logprobs (`Iterable[Iterable[float]]`):
             Of each of L tokens, the log-probs that are known of its distribution, in any order, at least one.
+        num_logprobs (`int`):
+            How many of the most likely tokens were asked for.
 
     Returns:
         `np.ndarray` of shape (L,): Entropies.
@@ -72,7 +74,7 @@ def entropies_of(logprobs: Iterable[Iterable[float]]) -> np.ndarray:
     known = -np.sort(-known, axis=1)
     probs = np.exp(known)
     rest = np.maximum(1 - probs.sum(1), 0)
-    least = probs[np.arange(len(rows)), np.minimum(num_known, NUM_LOGPROBS) - 1]
+    least = probs[np.arange(len(rows)), np.minimum(num_known, num_logprobs) - 1]
     bound = np.minimum(rest, least)
     with np.errstate(divide="ignore", invalid="ignore"):  # where nothing is left, or a token has no probability
         of_rest = np.where(bound > 0, rest * np.log(bound), 0)

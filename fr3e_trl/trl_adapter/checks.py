@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from trl.trainer.utils import is_async_callable
 
 from ..config import FR3EConfig
@@ -214,6 +214,16 @@ def warn_of_single_prompt(args: FR3EConfig) -> None:
             args.num_generations,
             alone if args.num_bases == 1 else "",
             8 * args.steps_per_generation,
+        )
+
+
+def check_model_name(name: str, args: FR3EConfig) -> None:
+    """Refuse a name whose configuration does not say which class the model has: TRL asks for it."""
+    trust = {"trust_remote_code": (args.model_init_kwargs or {}).get("trust_remote_code", False)}
+    if not AutoConfig.from_pretrained(name, **trust).architectures:
+        raise ValueError(
+            f"model_name_or_path={name!r} has a config.json without 'architectures', the class of the model. Add it, "
+            'for example "architectures": ["Qwen3ForCausalLM"], or pass the trainer the model itself.'
         )
 
 

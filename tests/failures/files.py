@@ -1,11 +1,31 @@
 """Files of earlier results that are damaged, or something else."""
 
-from .case import COMPARE, EVAL, TRAIN, Case, change, cut, replace
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .case import COMPARE, EVAL, TRAIN, Case, Setup, change, cut, replace
 
 LOGGED = f"{TRAIN} --log_trees=1"
 NO_LINE = "\n".join(['{"problem": 0}', ""])
 
 BARE = '{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}'
+
+
+def copied_model(edit: Callable[[dict[str, Any]], Any]) -> Setup:
+    """A setup that makes a copy of the model, with another configuration."""
+
+    def setup() -> None:
+        shutil.copytree("model", "bare")
+        config = Path("bare/config.json")
+        settings = json.loads(config.read_text())
+        edit(settings)
+        config.write_text(json.dumps(settings))
+
+    return setup
+
 
 CASES = [
     Case(
@@ -150,6 +170,18 @@ CASES = [
         f"{TRAIN} --model_name_or_path=bare",
         ("model_name_or_path='bare'",),
         files={"bare/config.json": BARE},
+    ),
+    Case(
+        "model without architectures",
+        f"{TRAIN} --model_name_or_path=bare",
+        ("model_name_or_path='bare'", "config.json", "architectures"),
+        setup=copied_model(lambda config: config.pop("architectures")),
+    ),
+    Case(
+        "model with architectures of null, by grpo",
+        f"{TRAIN} --model_name_or_path=bare --num_anchors=0",
+        ("model_name_or_path='bare'", "config.json", "architectures"),
+        setup=copied_model(lambda config: config.update(architectures=None)),
     ),
     Case(
         "model with cut config",

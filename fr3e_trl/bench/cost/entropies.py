@@ -7,6 +7,13 @@ An answer of a server is made up: tokens with the log-probs of the likeliest one
 what the trainer does with it, in one thread: reading the JSON, and making entropies of it. A server's answers are read
 while other completions are still generated. A forward pass begins when all are done. It is not measured: its time is
 that of 2 FLOP for each parameter and token, at the speed that is given.
+
+    fr3e cost entropies --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct
+
+With a language model, completions of a few questions are sampled with it. Printed is how far entropies made of so many
+log-probs are below the exact ones: over all tokens, and over those that are anchors by the exact ones. Anchors are the
+first 3 positions above the threshold that these entropies have at the first step (`anchor_threshold="auto"`). A moved
+anchor is one of the exact entropies that those made of log-probs do not give.
 """
 
 import json
@@ -16,13 +23,34 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, GenerationConfig
+from trl import ModelConfig
 
+from ...commands.completions import complete
+from ...commands.data import load_tokenizer
+from ...commands.usage import usage_errors
 from ...generation.vllm import NUM_LOGPROBS, entropies_of
+from ...method.anchors import AboveThreshold, eligible_positions, next_threshold, uncertainty
 from .common import make_parser, make_table
 
 VOCABULARY = 150_000
 LENGTHS = (1024, 4096)
+COUNTS = (NUM_LOGPROBS, 10, 5)
+NUM_ANCHORS = 3
+
+QUESTIONS = (
+    "A baker makes 12 trays of 8 rolls and sells 70 rolls. How many are left? Think step by step.",
+    "A train travels 60 km in 45 minutes. What is its speed in km/h? Explain each step.",
+    "What is the sum of the first 20 odd numbers? Show your reasoning.",
+    "Anna is 3 years older than Ben. Together they are 29. How old is each? Explain.",
+    "Write a Python function that tells whether a number is prime, and explain it.",
+    "Explain to a child why the sky is blue.",
+    "Write a short story about a lighthouse keeper.",
+    "List three reasons to learn music, and discuss each of them.",
+)
 
 
 def answer(num_tokens: int, num_logprobs: int) -> bytes:
@@ -57,9 +85,104 @@ def _entropies(top: list[dict[str, float]]) -> np.ndarray:
     return entropies_of(of_token.values() for of_token in top)
 
 
+def distributions(
+    name: str, num_completions: int, max_completion_length: int
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """
+    Of each completion that a model samples of [`QUESTIONS`], what its L tokens were sampled from.
+
+    Returns:
+        `list[tuple]`: Exact entropies, of shape (L,), in nats; log-probs of the most likely tokens, of shape
+        (L, `NUM_LOGPROBS`), the likeliest first; and those of the tokens that were sampled, of shape (L,).
+    """
+    tokenizer = load_tokenizer(ModelConfig(model_name_or_path=name), trust_remote_code=False)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    with usage_errors(f"model_name_or_path={name!r}", "Use the directory or the id of a model.", OSError):
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+    texts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+        if tokenizer.chat_template
+        else text
+        for text in QUESTIONS
+        for _ in range(num_completions)
+    ]
+    prompt_ids = [tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids for text in texts]
+    config = GenerationConfig(
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=max_completion_length,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    completions = [
+        row for rows in complete(model, tokenizer, prompt_ids, config, 16, range(len(texts))) for row in rows
+    ]
+    found = []
+    for prompt, completion in zip(prompt_ids, completions, strict=True):
+        ids = torch.tensor(prompt + completion.token_ids)
+        length = len(completion.token_ids)
+        with torch.no_grad():
+            logprobs = model(ids[None]).logits[0, -length - 1 : -1].double().log_softmax(1)
+        entropies = -(logprobs.exp() * logprobs).sum(1)
+        top = logprobs.topk(NUM_LOGPROBS, 1).values
+        sampled = logprobs.gather(1, ids[-length:, None])[:, 0]
+        found.append((entropies.numpy(), top.numpy(), sampled.numpy()))
+    return found
+
+
+def as_told(top: np.ndarray, sampled: np.ndarray, num_logprobs: int) -> list[list[float]]:
+    """Log-probs as vLLM gives them: the most likely ones, and that of the token that was sampled, where it is not."""
+    return [
+        [*likeliest, *([logprob] if logprob < likeliest[-1] else [])]
+        for likeliest, logprob in zip(top[:, :num_logprobs].tolist(), sampled.tolist(), strict=True)
+    ]
+
+
+def anchors_of(entropies: list[np.ndarray], budget: int) -> list[set[int]]:
+    """The anchors of each completion, at the threshold of all of them."""
+    eligible = [eligible_positions(of_completion, budget) for of_completion in entropies]
+    rows = list(zip(entropies, eligible, strict=True))
+    threshold = next_threshold(None, [uncertainty(*row, NUM_ANCHORS) for row in rows])
+    return [set(AboveThreshold(threshold=threshold).choose(row, None, mask, NUM_ANCHORS)) for row, mask in rows]
+
+
+def errors_table(name: str, num_completions: int, max_completion_length: int) -> Table:
+    """How far entropies made of log-probs are off, and the anchors that they move."""
+    found = distributions(name, num_completions, max_completion_length)
+    exact = [entropies for entropies, _, _ in found]
+    anchors = anchors_of(exact, max_completion_length)
+    num_anchors = sum(map(len, anchors))
+    table = make_table(
+        f"{sum(map(len, exact))} tokens, {num_anchors} anchors, mean entropy {np.concatenate(exact).mean():.2f} nats",
+        "missing, nats a token",
+        "at anchors, nats",
+        "anchors moved",
+    )
+    for num_logprobs in COUNTS:
+        estimated = [entropies_of(as_told(top, sampled, num_logprobs), num_logprobs) for _, top, sampled in found]
+        missing = [whole - part for whole, part in zip(exact, estimated, strict=True)]
+        at_anchors = [row[sorted(positions)] for row, positions in zip(missing, anchors, strict=True)]
+        chosen = anchors_of(estimated, max_completion_length)
+        moved = sum(len(own - other) for own, other in zip(anchors, chosen, strict=True))
+        table.add_row(
+            f"{num_logprobs} log-probs",
+            f"{np.concatenate(missing).mean():.3f}",
+            f"{np.concatenate(at_anchors).mean():.3f}",
+            f"{moved / max(num_anchors, 1):.0%}",
+        )
+    return table
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Measure, and print a table."""
-    parser = make_parser(__doc__, num_turns=(5, "turns, of which the least counts"))
+    """Measure, and print tables."""
+    parser = make_parser(
+        __doc__,
+        num_turns=(5, "turns, of which the least counts"),
+        num_completions=(4, "completions of each question"),
+        max_completion_length=(256, "tokens of a completion at most"),
+    )
+    parser.add_argument("--model_name_or_path", help="a language model, whose entropies are compared")
     parser.add_argument("--billions", type=float, default=7.0, help="parameters of a policy, in 1e9 (default: 7)")
     parser.add_argument("--tflops", type=float, default=300.0, help="of a GPU in a forward pass (default: 300)")
     parser.add_argument("--num_gpus", type=int, default=8, help="that share it (default: 8)")
@@ -67,7 +190,7 @@ def main(argv: list[str] | None = None) -> None:
     table = make_table("Tokens, and log-probs of each", "MB", "reading, ms", "entropies, ms", "forward, ms")
     for num_tokens in LENGTHS:
         forward = 2 * options.billions * 1e9 * num_tokens / (options.tflops * 1e12 * options.num_gpus)
-        for num_logprobs in (NUM_LOGPROBS, 10, 5):
+        for num_logprobs in COUNTS:
             body = answer(num_tokens, num_logprobs)
             top = json.loads(body)["choices"][0]["logprobs"]["top_logprobs"]
             reading = seconds_of(partial(json.loads, body), options.num_turns)
@@ -77,3 +200,6 @@ def main(argv: list[str] | None = None) -> None:
                 *(f"{value:.1f}" for value in (len(body) / 1e6, 1e3 * reading, 1e3 * making, 1e3 * forward)),
             )
     Console().print(table)
+    if options.model_name_or_path is not None:
+        sizes = (options.num_completions, options.max_completion_length)
+        Console().print(errors_table(options.model_name_or_path, *sizes))
