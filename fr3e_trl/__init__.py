@@ -1,6 +1,8 @@
 """FR3E for TRL: reinforcement learning of language models with entropy-anchored exploration."""
 
 import importlib
+import logging
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,6 +11,15 @@ if TYPE_CHECKING:
     from .trainer import FR3ETrainer
 
 __all__ = ["FR3EConfig", "FR3ETrainer", "Sample", "Sampler", "SamplingRequest"]
+
+# What other libraries warn of on every run, and nobody who trains can mend: TRL sets transformers' old names, and where
+# these two are installed, they look for what a machine without a GPU has not
+warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing\w*` is deprecated", FutureWarning)
+for _name, _message in [
+    ("DeepSpeed", "Setting accelerator to CPU"),
+    ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward"),
+]:
+    logging.getLogger(_name).addFilter(lambda record, message=_message: message not in record.getMessage())
 
 # Imported when they are asked for: they take seconds, which `fr3e --help` need not
 _MODULES = {

@@ -34,7 +34,7 @@ from .method.sampling import Sampler
 from .method.tree import TokenIds, Tree, as_ids
 from .page.callback import TreeLog
 from .processes import in_every_process
-from .trl_adapter import card, checks, decoding, images, logprobs, loss, prompts, resume, shared_forward
+from .trl_adapter import card, checks, console, decoding, images, logprobs, loss, prompts, resume, shared_forward
 from .trl_adapter.assemble import assemble
 from .trl_adapter.exploring import Exploring
 from .trl_adapter.logs import log_metrics
@@ -187,6 +187,7 @@ class FR3ETrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        console.take_over(self, callbacks)
         images.take_no_empty_images(self)
         self.share_prefixes(bool(args.share_prefixes))
         self.trees: list[Tree] = []
@@ -386,7 +387,7 @@ class FR3ETrainer(GRPOTrainer):
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = resume.last_complete_checkpoint(self.args.output_dir)
-        with resume.exact_resume(self), shared_forward.kept_together(self):
+        with resume.exact_resume(self), shared_forward.kept_together(self), console.without_bars():
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def begin(self) -> None:
@@ -426,7 +427,9 @@ class FR3ETrainer(GRPOTrainer):
         return logprobs.token_statistics(self, prompt_ids, completion_ids, multimodal)
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None):
-        """Write TRL's model card, and add the settings of FR3E to it."""
-        super().create_model_card(model_name, dataset_name, tags)
-        if not self.args.is_plain_grpo and self.is_world_process_zero():
-            card.add_settings(Path(self.args.output_dir) / "README.md", self.args)
+        """Write TRL's model card, and have it tell what was trained, on what, how, and what came of it."""
+        if self.args.is_plain_grpo:
+            return super().create_model_card(model_name, dataset_name, tags)
+        super().create_model_card(model_name, card.on_hub(dataset_name), tags)
+        if self.is_world_process_zero():
+            card.complete(Path(self.args.output_dir) / "README.md", self, dataset_name)

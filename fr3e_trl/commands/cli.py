@@ -14,9 +14,6 @@ from typing import Any
 
 from .usage import Parser, explain
 
-# It warns while it is imported, of what does not matter here
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-
 # What each command of a name does, and the module with its `main`, or the commands below it
 COSTS = {
     "step": ("A step of FR3E beside one of GRPO: tokens, time, and where it goes.", "fr3e_trl.bench.cost.step"),
@@ -43,6 +40,9 @@ DEBUG_OPTIONS = ("underflow_overflow", "tpu_metrics_debug")
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command that the arguments name, with those that follow."""
+    if logging.lastResort is not None:  # by which our warnings are printed
+        form = "WARNING: %(message)s"
+        logging.lastResort.setFormatter(logging.Formatter(f"\033[33m{form}\033[0m" if sys.stderr.isatty() else form))
     arguments, debug = without_debug(sys.argv[1:] if argv is None else argv)
     prog, what_it_does, commands = "fr3e", "FR3E for TRL: training, evaluation, and a bench.", COMMANDS
     try:
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
             if isinstance(implementation, str):
                 break
             commands = implementation
-        sys.argv[0] = prog
+        sys.argv = [prog, *arguments]  # as the model card tells it
         importlib.import_module(implementation).main(arguments)
     except Exception as error:
         line = explain(error)

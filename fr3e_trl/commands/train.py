@@ -8,17 +8,23 @@ Any setting of the recipe can be overridden after it (`--learning_rate 2e-6`); `
 the rewards, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and quantization).
 """
 
-from dataclasses import dataclass, field
+import itertools
+import shlex
+import sys
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+import datasets
 import safetensors
 import torch
+import transformers
 from safetensors import SafetensorError
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from ..config import FR3EConfig
 from ..trainer import FR3ETrainer
+from ..trl_adapter import console
 from ..trl_adapter.checks import check_dataset
 from ..trl_adapter.resume import TRAINER_STATE_FILE, is_complete, last_complete_checkpoint
 from .data import (
@@ -64,6 +70,9 @@ def make_parser() -> RecipeParser:
 
 def train(script_args: TrainArguments, training_args: FR3EConfig, model_args: ModelConfig) -> None:
     """Train, save the model, and push it to the hub if asked."""
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
+        datasets.disable_progress_bars()
     require_argument(model_args, "model_name_or_path", RECIPE)
     require_argument(script_args, "dataset_name", RECIPE)
     check_directory(training_args.output_dir)
@@ -95,19 +104,38 @@ def train(script_args: TrainArguments, training_args: FR3EConfig, model_args: Mo
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
         )
+    told = console.console_of(trainer)
+    if told is not None:
+        told.tells_next = False  # where the model is, and what to do next, is told when it is saved
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except Exception as error:
         if checkpoint is not False:
             name_damaged_file(checkpoint, training_args.output_dir, error)
         raise
-    trainer.save_model(training_args.output_dir)
-    trainer.accelerator.print(f"Model saved to {training_args.output_dir}.")
+    with console.without_bars():
+        trainer.save_model(training_args.output_dir)
+    if not training_args.is_plain_grpo:
+        trainer.create_model_card(Path(training_args.output_dir).name, script_args.dataset_name)
+    saved = [("model", training_args.output_dir)]
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
-        trainer.accelerator.print(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}.")
+        saved.append(("on the hub", f"https://huggingface.co/{trainer.hub_model_id}"))
+    if trainer.accelerator.is_main_process:
+        console.show([*saved, ("next", evaluation_command(script_args, training_args))])
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()  # a process that leaves with its connections open may abort
+
+
+def evaluation_command(script_args: FR3EScriptArguments, training_args: FR3EConfig) -> str:
+    """The command that evaluates what was trained on the same dataset, with the same prompts and rewards."""
+    default = FR3EScriptArguments(dataset_name=None)
+    given = {"model_name_or_path": training_args.output_dir}
+    given |= {f.name: getattr(script_args, f.name) for f in fields(FR3EScriptArguments)}
+    given = {name: value for name, value in given.items() if value != getattr(default, name, None)}
+    given["max_completion_length"] = training_args.max_completion_length
+    words = [[f"--{name}", *map(str, value if isinstance(value, list) else [value])] for name, value in given.items()]
+    return shlex.join(["fr3e", "eval", *itertools.chain(*words)])
 
 
 def set_model_init(training_args: GRPOConfig, model_args: ModelConfig) -> None:

@@ -142,7 +142,7 @@ METHODS = [
     Name(
         f"{GRPO}.create_model_card",
         "../trainer.py",
-        "public: overridden for good, to add the settings",
+        "public: overridden for good, to tell what was trained, on what, how, and what came of it",
         "self model_name dataset_name tags",
     ),
     Name(
@@ -246,7 +246,7 @@ FUNCTIONS = [
         "gather_deepspeed3_params generation_kwargs gradient_checkpointing_kwargs",
         False,
     ),
-    Name("transformers.trainer_utils.PREFIX_CHECKPOINT_DIR", "resume.py", "names of checkpoints"),
+    Name("transformers.trainer_utils.PREFIX_CHECKPOINT_DIR", "console.py resume.py", "names of checkpoints"),
     Name(
         "transformers.models.qwen3.modeling_qwen3.eager_attention_forward",
         "prefix_sharing.py",

@@ -1,0 +1,225 @@
+"""The console: one line a log, what needs the user's attention, and at the end what came of the run."""
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.utils import are_progress_bars_disabled
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from ..page.record import FOLDER, METRICS, PAGE
+from .course import VALUE, Change, changes
+from .resume import TRAINER_STATE_FILE
+
+# A line: what is called how, in which format. Of several metrics, the first that was logged
+COLUMNS: list[tuple[str, tuple[str, ...], str]] = [
+    ("length", ("completions/mean_length",), ".0f"),
+    ("tokens", ("fr3e/tokens/generated",), ",.0f"),
+    ("entropy", ("fr3e/entropy", "entropy"), ".3f"),
+    ("kl", ("kl",), ".3g"),
+]
+
+# What the user can mend: a metric, when it tells, and what to do. Told once a run
+ALARMS: list[tuple[str, Callable[[float], bool], str]] = [
+    (
+        "grad_norm",
+        lambda norm: not math.isfinite(norm),
+        "the gradient is not finite. Lower learning_rate, or train in bfloat16 rather than float16.",
+    ),
+    (
+        "completions/clipped_ratio",
+        lambda share: share > 0.5,
+        "more than half of the completions are cut. Raise max_completion_length.",
+    ),
+    (
+        "fr3e/rows/informative",
+        lambda share: share == 0,
+        "no row teaches anything: all completions of a prompt have the same reward. Look at the reward function, or "
+        "use prompts that are neither too easy nor too hard.",
+    ),
+]
+
+Rows = list[tuple[str, str]]
+
+
+class Console(ProgressCallback, PrinterCallback):
+    """
+    Prints one line a log in the place of a dict with all metrics. They are in `log_history` and the reporters.
+
+    It takes the place of transformers' own callback, and is both of its kinds: `remove_callback(PrinterCallback)` and
+    `remove_callback(ProgressCallback)` remove it. There is a progress bar on a terminal, unless `disable_tqdm`.
+
+    Args:
+        trainer ([`FR3ETrainer`]):
+            The trainer.
+    """
+
+    def __init__(self, trainer: Any):
+        super().__init__()
+        self.trainer = trainer
+        self.tells_next = True  # whether it says what to do next. `fr3e train` does when the model is saved
+        self._began, self._first_step = 0.0, 0
+        self._told: set[str] = set()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began, self._first_step = time.monotonic(), state.global_step
+        self._told.clear()
+        if _has_bars(args):
+            super().on_train_begin(args, state, control, **kwargs)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training_bar is not None:
+            super().on_step_end(args, state, control, **kwargs)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any):
+        if _has_bars(args):
+            super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs or "train_runtime" in logs:
+            return
+        parts = [f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}", *parts_of(logs)]
+        if "loss" in logs and state.global_step > self._first_step:
+            seconds = (time.monotonic() - self._began) / (state.global_step - self._first_step)
+            parts.append(f"{duration(seconds * (state.max_steps - state.global_step))} left")
+        self._print("  ".join(parts))
+        for name, tells, remedy in ALARMS:
+            value = logs.get(name)
+            if name not in self._told and isinstance(value, float | int) and tells(value):
+                self._told.add(name)
+                self._print(highlighted(f"warning: {name} = {value:.3g}: {remedy}"))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training_bar is not None:
+            super().on_train_end(args, state, control, **kwargs)
+        if state.is_world_process_zero:
+            steps = state.global_step - self._first_step
+            print(f"\n{steps} steps in {duration(time.monotonic() - self._began)}")
+            show(self._rows(args, state))
+
+    def _rows(self, args: Any, state: Any) -> Rows:
+        """What came of the run, and where it is."""
+        rows = [
+            ("value at the prompt" if change.name == VALUE else change.name, told(change))
+            for change in changes(self.trainer)
+        ]
+        output, checkpoint = Path(args.output_dir), checkpoint_of(args, state)
+        if checkpoint is not None:
+            rows.append(("checkpoint", str(checkpoint)))
+        if args.log_trees is not None and (output / PAGE).exists():
+            rows.append(("trees", str(output / PAGE)))
+        if args.log_trees is not None:
+            rows.append(("all metrics", str(output / FOLDER / METRICS)))
+        elif checkpoint is not None:
+            rows.append(("all metrics", str(checkpoint / TRAINER_STATE_FILE)))
+        if self.tells_next and checkpoint is not None:
+            rows.append(("next", f"fr3e eval --model_name_or_path {checkpoint} --dataset_name DATASET"))
+        elif self.tells_next:
+            rows.append(("next", f"trainer.save_model({args.output_dir!r}): nothing is saved yet"))
+        return rows
+
+    def _print(self, line: str) -> None:
+        if self.training_bar is None:
+            print(line, flush=True)
+        else:
+            self.training_bar.write(line)
+
+
+def take_over(trainer: Any, given: list[Any] | None) -> None:
+    """
+    Have the console in the place of what transformers prints by, unless that is a notebook's.
+
+    Args:
+        trainer ([`FR3ETrainer`]):
+            The trainer.
+        given (`list`, *optional*):
+            Callbacks of the user, classes or instances. They stay.
+    """
+    kind: type[TrainerCallback] = PrinterCallback if trainer.args.disable_tqdm else ProgressCallback
+    callbacks = trainer.callback_handler.callbacks
+    places = [i for i, callback in enumerate(callbacks) if type(callback) is kind]
+    if len(places) > sum(callback is kind or type(callback) is kind for callback in given or []):
+        callbacks[places[-1]] = Console(trainer)  # transformers adds its own after the user's
+
+
+def console_of(trainer: Any) -> Console | None:
+    """The console of a trainer, unless it was removed."""
+    return next((callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Console)), None)
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Without the progress bars of transformers and the hub, such as that of saving. The trainer's own stays."""
+    if not logging.is_progress_bar_enabled() or are_progress_bars_disabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
+
+
+def parts_of(logs: dict[str, Any]) -> list[str]:
+    """What a line says of a log: of a training step, of an evaluation, or whatever the user has logged."""
+    if "eval_loss" in logs or "eval_reward" in logs:
+        logs = {name.removeprefix("eval_"): value for name, value in logs.items() if name != "loss"}
+        return ["evaluation", *_parts("reward", logs)]
+    if "loss" in logs:
+        return _parts("value", logs) if VALUE in logs else _parts("reward", logs)
+    return [f"{name} {_number(value, '.4g')}" for name, value in logs.items() if name not in ("epoch", "total_flos")]
+
+
+def _parts(title: str, logs: dict[str, Any]) -> list[str]:
+    columns = [(title, (VALUE if title == "value" else "reward",), ".3f"), *COLUMNS]
+    found = [(label, next((name for name in names if name in logs), None), form) for label, names, form in columns]
+    return [f"{label} {_number(logs[name], form)}" for label, name, form in found if name is not None]
+
+
+def _number(value: Any, form: str) -> str:
+    return format(value, form) if isinstance(value, int | float) else str(value)
+
+
+def told(change: Change) -> str:
+    """A change in words: `0.340 → 0.406: +0.066 ± 0.120 (first and last 2 of 8 logs)`."""
+    difference = f"{change.last - change.first:+.3f}"
+    if change.noise_of_difference is not None:
+        within = "within" if abs(change.last - change.first) <= change.noise_of_difference else "beyond"
+        difference += f" ± {change.noise_of_difference:.3f}, {within} the noise"
+    return f"{change.first:.3f} → {change.last:.3f}: {difference} ({change.when})"
+
+
+def checkpoint_of(args: Any, state: TrainerState) -> Path | None:
+    """The checkpoint of the last step, if it was saved."""
+    checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    return checkpoint if args.save_strategy != "no" and checkpoint.is_dir() else None
+
+
+def show(rows: Rows) -> None:
+    """Print what is called how, as a table."""
+    for name, text in rows:
+        print(f"  {name:<21}{text}", flush=True)
+
+
+def highlighted(text: str) -> str:
+    """In yellow on a terminal."""
+    return f"\033[33m{text}\033[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
+
+
+def duration(seconds: float) -> str:
+    """Such as `40 s`, `12 min` or `3 h 20 min`."""
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _has_bars(args: Any) -> bool:
+    return not args.disable_tqdm and sys.stderr.isatty()

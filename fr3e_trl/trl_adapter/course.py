@@ -1,0 +1,114 @@
+"""From where to where a run has come, by what it logged, and how much of that may be noise."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import NormalDist
+from typing import Any
+
+from transformers import TrainerState
+
+VALUE = "fr3e/value/S0"
+MOST_LOGS = 10  # at either end
+FEWEST_FOR_NOISE = 5
+
+
+@dataclass(frozen=True)
+class Change:
+    """
+    A mean reward at the beginning of a run and at its end, each with half of its 95% interval.
+
+    Args:
+        name (`str`):
+            The metric.
+        when (`str`):
+            Which logs the two are of.
+        first (`float`), last (`float`):
+            The means.
+        noise (`float`, *optional*):
+            Half of the interval of either mean. `None` where too little was logged to tell.
+    """
+
+    name: str
+    when: str
+    first: float
+    last: float
+    noise: float | None
+
+    @property
+    def noise_of_difference(self) -> float | None:
+        """Half of the interval of `last - first`."""
+        return None if self.noise is None else math.sqrt(2) * self.noise
+
+
+def changes(trainer: Any) -> list[Change]:
+    """From where to where the run has come: in evaluation, if there was one, and while training."""
+    dataset = trainer.eval_dataset
+    num_prompts = len(dataset) if hasattr(dataset, "__len__") and not isinstance(dataset, dict) else None
+    found = [change_in_evaluation(trainer.state, num_prompts), change_of_value(trainer.state)]
+    return [change for change in found if change is not None]
+
+
+def change_of_value(state: TrainerState) -> Change | None:
+    """
+    The change of the value at the prompt, which is the reward in a run without exploration.
+
+    The mean over a quarter of the logs, at most ten, at either end. Their noise is that of neighbouring logs.
+    """
+    is_exploring = any(VALUE in entry for entry in state.log_history)
+    name = VALUE if is_exploring else "reward"
+    values = [entry[name] for entry in state.log_history if _is_number(entry.get(name))]
+    if not values:
+        return None
+    number = min(max(len(values) // 4, 1), MOST_LOGS)
+    when = f"first and last {number} of {len(values)} logs" if number > 1 else f"first and last of {len(values)} logs"
+    noise = noise_of_logs(values)
+    return Change(
+        name,
+        when,
+        sum(values[:number]) / number,
+        sum(values[-number:]) / number,
+        None if noise is None else noise / math.sqrt(number),
+    )
+
+
+def change_in_evaluation(state: TrainerState, num_prompts: int | None) -> Change | None:
+    """
+    The change of the mean reward in evaluation, from the first to the last.
+
+    Its noise is that of drawing the prompts, as if all completions of a prompt had the same reward: at most too wide.
+    """
+    entries = [entry for entry in state.log_history if _is_number(entry.get("eval_reward"))]
+    if not entries:
+        return None
+    first, last = entries[0], entries[-1]
+    deviation = max(first.get("eval_reward_std") or 0, last.get("eval_reward_std") or 0)
+    return Change(
+        "eval_reward",
+        f"steps {first['step']} and {last['step']}",
+        first["eval_reward"],
+        last["eval_reward"],
+        NormalDist().inv_cdf(0.975) * deviation / math.sqrt(num_prompts) if num_prompts else None,
+    )
+
+
+def noise_of_logs(values: Sequence[float]) -> float | None:
+    """
+    Half of the 95% interval of a single log, by how much neighbouring logs differ, which a slow trend hardly changes.
+
+    Their mean squared difference is twice the variance (von Neumann), with 2(n - 1)² / (3n - 4) degrees of freedom.
+    Student's quantile is that of Abramowitz and Stegun, 26.7.5. `None` with fewer than five logs.
+    """
+    n = len(values)
+    if n < FEWEST_FOR_NOISE:
+        return None
+    variance = sum((b - a) ** 2 for a, b in pairwise(values)) / (2 * (n - 1))
+    degrees = 2 * (n - 1) ** 2 / (3 * n - 4)
+    z = NormalDist().inv_cdf(0.975)
+    quantile = z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+    return quantile * math.sqrt(variance)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -1,0 +1,218 @@
+"""What a run prints, and the model card that it leaves: by `train()`, and as `fr3e train`."""
+
+import contextlib
+import io
+import random
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from factory import make_trainer, train, weights
+from huggingface_hub import ModelCard
+from models import make_dataset, model_on_disk
+from test_recipes import command_line
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, set_seed
+from transformers import trainer as transformers_trainer
+from trl import GRPOTrainer
+
+from fr3e_trl import FR3ETrainer
+from fr3e_trl.commands import cli
+from fr3e_trl.trl_adapter.console import Console, duration
+from fr3e_trl.trl_adapter.course import noise_of_logs
+
+ROOT = Path(__file__).parent.parent
+STEP = r"step \d/\d  value [\d.]+  length \d+  tokens [\d,]+  entropy [\d.]+  \d+ s left"
+EVALUATION = {
+    "eval_dataset": make_dataset(4),
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "num_generations_eval": 2,
+    "per_device_eval_batch_size": 4,
+}
+
+
+def printed(capsys) -> list[str]:
+    """The lines of both streams, without those of warnings about a tiny model's metrics."""
+    captured = capsys.readouterr()
+    return [line for line in (captured.out + captured.err).splitlines() if not line.startswith("warning: ")]
+
+
+def test_a_log_is_a_line_and_the_end_says_what_came_of_it(capsys):
+    trainer = train(FR3ETrainer, max_steps=6, save_strategy="steps", log_trees=3, disable_tqdm=False, **EVALUATION)
+    lines = printed(capsys)
+    steps = [line for line in lines if re.fullmatch(STEP, line)]
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [f"value {entry['fr3e/value/S0']:.3f}" in line for line, entry in zip(steps, logs, strict=True)] == [
+        True
+    ] * 6
+    assert all(len(entry) > 40 for entry in logs)  # all metrics are still there
+    evaluations = [line for line in lines if line.startswith("step 3/6  evaluation  reward ")]
+    assert len(evaluations) == 1 and max(map(len, steps)) < 100
+    # A file has no progress bar, nor has a log line the bar of saving
+    end = lines[lines.index("") :]
+    assert len(lines) == 6 + 2 + len(end) and end[1].startswith("6 steps in ")
+    rows = dict(re.match(r"  (.{21})(.*)", line).groups() for line in end[2:])
+    rows = {name.strip(): text for name, text in rows.items()}
+    assert list(rows) == ["eval_reward", "value at the prompt", "checkpoint", "trees", "all metrics", "next"]
+    first, last = logs[0]["fr3e/value/S0"], logs[-1]["fr3e/value/S0"]
+    expected = rf"{first:.3f} → {last:.3f}: \{last - first:+.3f} ± [\d.]+, (within|beyond) the noise \(.* 6 logs\)"
+    assert re.fullmatch(expected, rows["value at the prompt"])
+    for name in ("checkpoint", "trees", "all metrics"):
+        assert Path(rows[name]).exists()
+    assert rows["next"] == "fr3e eval --model_name_or_path output/checkpoint-6 --dataset_name DATASET"
+
+
+def test_without_exploration_the_line_has_the_reward(capsys):
+    theirs = train(GRPOTrainer, beta=0.1)
+    capsys.readouterr()
+    ours = train(FR3ETrainer, beta=0.1, num_anchors=0)
+    lines = capsys.readouterr().out.splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert all(re.match(r"step \d/2  reward [\d.]+  length \d+  entropy [\d.]+  kl ", line) for line in steps)
+    assert len(steps) == 2
+    assert lines[-1] == "  next                 trainer.save_model('output'): nothing is saved yet"
+    assert weights(ours).equal(weights(theirs))
+
+
+@pytest.mark.parametrize("kind", [PrinterCallback, ProgressCallback])
+def test_scripts_remove_it_as_they_remove_transformers_own_and_add_theirs(kind, capsys):
+    trainer = make_trainer(FR3ETrainer, max_steps=1)
+    trainer.remove_callback(kind)
+    trainer.train()
+    assert printed(capsys) == []
+    trainer.add_callback(PrinterCallback)  # the dict of all metrics
+    trainer.train()
+    assert "'fr3e/value/S0': " in printed(capsys)[0]
+
+
+class Notebook(TrainerCallback):
+    """What transformers prints by in a notebook."""
+
+
+def test_it_takes_the_place_of_transformers_default_alone(monkeypatch):
+    def kinds(**settings):
+        return [type(callback) for callback in make_trainer(FR3ETrainer, **settings).callback_handler.callbacks[-3:]]
+
+    assert kinds()[-1] is Console and PrinterCallback not in kinds()
+    assert kinds(disable_tqdm=False, callbacks=[PrinterCallback])[-2:] == [PrinterCallback, Console]
+    assert kinds(callbacks=[PrinterCallback()])[-2:] == [PrinterCallback, Console]
+    monkeypatch.setattr(transformers_trainer, "DEFAULT_PROGRESS_CALLBACK", Notebook)
+    assert kinds(disable_tqdm=False, callbacks=[ProgressCallback()])[-2:] == [ProgressCallback, Notebook]
+
+
+def test_a_terminal_has_a_bar(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    train(FR3ETrainer, disable_tqdm=False)
+    captured = capsys.readouterr()
+    assert "100%" in captured.err and captured.out.count("step ") == 2
+
+
+def always_right(completions, **kwargs):
+    return [1.0] * len(completions)
+
+
+def test_what_can_be_mended_is_told_once(capsys):
+    train(
+        FR3ETrainer,
+        max_steps=3,
+        max_completion_length=4,
+        reward_funcs=lambda completions, **_: [1.0] * len(completions),
+    )
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 2
+    assert "Raise max_completion_length" in warnings[0] and "Look at the reward function" in warnings[1]
+
+
+def test_what_users_log_is_printed(capsys):
+    trainer = make_trainer(FR3ETrainer)
+    trainer.log({"mine": 0.25, "note": "text"})
+    assert printed(capsys) == ["step 0/0  mine 0.25  note text"]
+
+
+@pytest.mark.fast
+def test_durations():
+    assert [duration(seconds) for seconds in (4, 99, 100, 720, 12_000)] == [
+        "4 s",
+        "99 s",
+        "2 min",
+        "12 min",
+        "3 h 20 min",
+    ]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("number", [8, 40])
+def test_intervals_of_logs_hold_the_truth(number):
+    """Of 4,000 runs that stand still, and of as many that rise slowly: 95% of the intervals hold the true change."""
+    generator = random.Random(0)
+    ends = min(max(number // 4, 1), 10)
+    for slope in (0.0, 0.02):
+        held = 0
+        for _ in range(4000):
+            logs = [slope * i + generator.gauss(0, 1) for i in range(number)]
+            change = (sum(logs[-ends:]) - sum(logs[:ends])) / ends
+            noise = noise_of_logs(logs) * (2 / ends) ** 0.5
+            held += abs(change - slope * (number - ends)) <= noise
+        assert held / 4000 == pytest.approx(0.95, abs=0.02)
+
+
+# As a command
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """A run of `fr3e train` with the recipe `smoke` and a tiny model: its directory, and the lines that it printed."""
+    folder = tmp_path_factory.mktemp("smoke")
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
+        patch.chdir(ROOT)
+        cli.main(["train", *command_line("smoke", folder), "--hub_token=hf_mine", "--seed", "7"])
+    return folder / "output", output.getvalue().splitlines()
+
+
+def test_the_command_that_comes_next_runs(smoke, monkeypatch, capsys):
+    folder, lines = smoke
+    monkeypatch.chdir(ROOT)
+    assert lines[-2] == f"  model                {folder}"
+    assert sum("  next  " in line for line in lines) == 1
+    _, command, *arguments = shlex.split(lines[-1].split("next", 1)[1])
+    cli.main([command, *arguments, "--limit=1", "--num_samples=2", f"--output_dir={folder / 'eval'}"])
+    assert "pass@1" in capsys.readouterr().out
+
+
+def test_the_card_says_what_was_trained_and_loads_as_it_says(smoke, monkeypatch, capsys):
+    card = ModelCard.load(smoke[0] / "README.md")
+    assert "None" not in card.text and card.data.datasets is None
+    opening = f"This model is `{Path(model_on_disk()).name}`, trained on 48 prompts of `recipes/smoke.jsonl` by FR3E"
+    assert opening in card.text
+    rows = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", card.text, flags=re.MULTILINE))
+    assert rows["rewards"] == "`answer_reward`" and rows["seed"] == "7"
+    assert rows["batch of a step"] == "10 prompts, 8 completions each" and rows["steps"] == "2 of 2, 0.50 epochs"
+    command = shlex.split(rows["command"].strip("`"))
+    assert command[:4] == ["fr3e", "train", "--config", "recipes/smoke.yaml"] and command[-3] == "--hub_token=***"
+    assert "| `fr3e/value/S0`, first and last of 2 logs | " in card.text
+    assert "### FR3E settings\n\nAll are the defaults." in card.text and "- FR3E for TRL: " in card.text
+    monkeypatch.chdir(ROOT)
+    (snippet,) = re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)
+    exec(snippet, {})
+    assert "State the final answer" in snippet and len(capsys.readouterr().out) > 1
+
+
+def test_the_card_has_settings_that_differ_and_results_of_evaluation():
+    settings = {"num_anchors": 3, "modulation": "exp", "credit": "rollout", "epsilon_high": 0.3}
+    dataset = make_dataset(conversational=True)
+    set_seed(1)
+    saved = {"model": model_on_disk(), "dataset": dataset, "max_steps": 6, "save_strategy": "steps"}
+    trainer = make_trainer(FR3ETrainer, **saved, **settings, **EVALUATION)
+    trainer.train()
+    trainer.save_model()
+    text = Path("output/README.md").read_text()
+    table = re.findall(r"^\| `(\w+)` \| `(.*)` \| `.*` \|$", text, flags=re.MULTILINE)
+    assert {name: value for name, value in table if name in settings} == {k: str(v) for k, v in settings.items()}
+    assert "max_refills" not in dict(table) and "loss_type" not in dict(table)
+    number = r"0\.\d{3} ± \d\.\d{3}"
+    assert re.search(rf"\| `eval_reward`, steps 3 and 6 \| {number} \| {number} \| [+−]{number} \|", text)
+    assert "prompt = [{'role': 'user', 'content': '0+0='}]" in text
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(snippet.replace("print", "len"), {})
