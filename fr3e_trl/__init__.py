@@ -13,13 +13,17 @@ if TYPE_CHECKING:
 __all__ = ["FR3EConfig", "FR3ETrainer", "Sample", "Sampler", "SamplingRequest"]
 
 # What other libraries warn of on every run, and nobody who trains can mend: TRL sets transformers' old names, and where
-# these two are installed, they look for what a machine without a GPU has not
+# DeepSpeed and bitsandbytes are installed, they look for what a machine without a GPU has not
+_USELESS = ("Setting accelerator to CPU", "Failed to load CPU gemm_4bit_forward")
+
+
+def _is_useful(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_USELESS)
+
+
 warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing\w*` is deprecated", FutureWarning)
-for _name, _message in [
-    ("DeepSpeed", "Setting accelerator to CPU"),
-    ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward"),
-]:
-    logging.getLogger(_name).addFilter(lambda record, message=_message: message not in record.getMessage())
+for _name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
+    logging.getLogger(_name).addFilter(_is_useful)
 
 # Imported when they are asked for: they take seconds, which `fr3e --help` need not
 _MODULES = {

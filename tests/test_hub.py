@@ -13,8 +13,12 @@ REPO = "someone/tiny-model"
 
 # What a user of the model runs, who has not got fr3e_trl
 LOAD = """
-import json, sys
+import contextlib, io, json, re, sys
 sys.modules["fr3e_trl"] = None
+if {card}:
+    from huggingface_hub import ModelCard
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(*re.findall(r"```python\\n(.*?)```", ModelCard.load({repo!r}).text, flags=re.DOTALL))
 from transformers import AutoModelForCausalLM, AutoTokenizer
 if {lora}:
     from peft import AutoPeftModelForCausalLM as AutoModelForCausalLM
@@ -56,12 +60,19 @@ def test_what_is_pushed_is_what_grpo_trainer_pushes_and_loads_without_this_packa
     pushed = {}
     for method in ("grpo", "fr3e"):
         (tmp_path / method).mkdir()
+        has_own_card = method == "fr3e"  # TRL's asks the pipeline for a chat
         with running_hub() as hub:
             trained = last_line(train(hub, tmp_path / method, method))
             pushed[method] = hub.repos[REPO]
             assert hub.commits[REPO] == ["End of training"]
             loaded = last_line(
-                run(hub, tmp_path, "-c", LOAD.format(lora=False, repo=REPO), HF_HOME=str(tmp_path / method))
+                run(
+                    hub,
+                    tmp_path,
+                    "-c",
+                    LOAD.format(lora=False, card=has_own_card, repo=REPO),
+                    HF_HOME=str(tmp_path / method),
+                )
             )
             assert loaded == trained
     assert pushed["fr3e"].keys() == pushed["grpo"].keys() >= {"model.safetensors", "tokenizer.json", "README.md"}
@@ -81,7 +92,7 @@ def check_card(text: str, of_grpo: str) -> None:
     assert "[First Return, Entropy-Eliciting Explore](https://huggingface.co/papers/2507.07017)" in card.text
     assert "trained with FR3E" in card.text
     assert "title = {{First Return, Entropy-Eliciting Explore}}" in " ".join(card.text.split())
-    assert "on [sums/of-digits](https://huggingface.co/datasets/sums/of-digits)" in " ".join(card.text.split())
+    assert "prompts of [sums/of-digits](https://huggingface.co/datasets/sums/of-digits)" in " ".join(card.text.split())
     assert f'pipeline("text-generation", model="{REPO}", device_map="auto")' in card.text
 
 
@@ -97,7 +108,7 @@ def test_an_adapter_loads_with_plain_peft(tmp_path):
         trained = last_line(train(hub, tmp_path, "fr3e", "lora"))
         assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= hub.repos[REPO].keys()
         assert "model.safetensors" not in hub.repos[REPO]
-        assert last_line(run(hub, tmp_path, "-c", LOAD.format(lora=True, repo=REPO))) == trained
+        assert last_line(run(hub, tmp_path, "-c", LOAD.format(lora=True, card=True, repo=REPO))) == trained
 
 
 def test_a_hub_that_fails_says_so_and_the_model_is_kept(tmp_path):
@@ -105,7 +116,7 @@ def test_a_hub_that_fails_says_so_and_the_model_is_kept(tmp_path):
         hub.broken = True
         failed = train(hub, tmp_path, "fr3e", check=False)
         assert failed.returncode != 0 and "500" in failed.stderr
-        loaded = run(hub, tmp_path, "-c", LOAD.format(lora=False, repo=str(tmp_path / "tiny-model")))
+        loaded = run(hub, tmp_path, "-c", LOAD.format(lora=False, card=False, repo=str(tmp_path / "tiny-model")))
         assert len(last_line(loaded)) == 1
 
 

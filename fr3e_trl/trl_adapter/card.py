@@ -18,6 +18,7 @@ from trl import GRPOConfig
 
 from ..config import FR3EConfig
 from .course import Change, changes
+from .setup import model_source
 
 # Settings of the method that the card tells where they differ from the defaults
 SETTINGS = [
@@ -98,7 +99,7 @@ def _opening(trainer: Any, dataset_name: str | None) -> str:
 
 def _base(trainer: Any) -> str:
     """The model that was trained: a link to the hub, or the name of a directory."""
-    name = getattr(trainer.model.config, "_name_or_path", "")
+    name = model_source(trainer.model)
     if not name:
         return "a model that the training script made"
     return f"`{_shown(name)}`" if Path(name).is_dir() else f"[{name}](https://huggingface.co/{name})"

@@ -17,6 +17,7 @@ __all__ = [
     "in_float32",
     "is_sharded",
     "model_name",
+    "model_source",
     "own_rows",
     "sharding",
     "tokenizer_of",
@@ -25,8 +26,12 @@ __all__ = [
 
 def model_name(model: Any) -> str:
     """What a model is called, given as a trainer takes it."""
-    name = model if isinstance(model, str) else get_config_model_id(model.config)
-    return name.split("/")[-1]
+    return model_source(model).split("/")[-1]
+
+
+def model_source(model: Any) -> str:
+    """The id or the directory that a model comes from, given as a trainer takes it. Empty if it was made here."""
+    return model if isinstance(model, str) else get_config_model_id(model.config)
 
 
 def tokenizer_of(trainer: Any) -> Any:
