@@ -110,9 +110,18 @@ def check_trained(name, tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "output")
 
 
+def check_printed(command):
+    """It trains: two logs are two lines, however many processes there are, and no other library warns of its names."""
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert len(re.findall(r"^step [12]/2  value ", result.stdout, flags=re.MULTILINE)) == 2
+    assert result.stdout.count("  next  ") == 1
+    assert "FutureWarning" not in result.stdout + result.stderr and "Setting accelerator" not in result.stdout
+
+
 def test_smoke_recipe_is_launched(tmp_path):
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1"]
-    subprocess.run([*launch, "examples/train.py", *command_line("smoke", tmp_path)], check=True)
+    check_printed([*launch, "examples/train.py", *command_line("smoke", tmp_path)])
     check_trained("smoke", tmp_path)
 
 
@@ -121,7 +130,7 @@ def test_smoke_recipe_is_launched_in_two_processes(tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     sizes = ["--per_device_train_batch_size=40", "--use_cpu=true"]
     command = ["-m", "fr3e_trl.commands.cli", "train", *command_line("smoke", tmp_path), *sizes]
-    subprocess.run([*launch, *command], check=True, timeout=280)
+    check_printed([*launch, *command])
     check_trained("smoke", tmp_path)
 
 
