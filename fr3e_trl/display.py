@@ -14,10 +14,10 @@ SEGMENT = 160  # characters shown between two anchors
 LEGEND = (
     "S0 is the prompt alone; the other states are the prompt and a trajectory up to an anchor, from where rollouts "
     "branch. H: entropy of the policy at the anchor, in nats: the higher, the less certain. V: mean reward of the "
-    "state's rollouts, where there are several. α, where it is not 1: factor on their advantages, below 1 where V rose "
-    "along the trajectory and above 1 where it fell. Rejected: there is nothing to learn from its rollouts. Same token: "
-    "the branch begins as the trajectory goes on. p: how likely its first token was, and the trajectory's token there. "
-    "Mass: how many rows a rollout stands for. ↵: line break."
+    "state's rollouts, where there are several. α, where it is not 1: factor on their advantages, below 1 where V "
+    "rose along the trajectory and above 1 where it fell. Rejected: there is nothing to learn from its rollouts. Same "
+    "token: the branch begins as the trajectory goes on. p: how likely its first token was, and the trajectory's token "
+    "there. Mass: how many rows a rollout stands for. ↵: line break."
 )
 
 
@@ -33,10 +33,10 @@ def render_tree(tree: Tree, tokenizer: PreTrainedTokenizerBase) -> str:
 
     Returns:
         `str`: The prompt and its rollouts, then each explored base trajectory. Its text has the anchors marked. Under
-        tree credit the advantages of the tokens between anchors follow. Each anchor has its entropy, V if it has several
-        rollouts, α, whether its state was rejected, and what its rollouts wrote and scored. Rollouts that were drawn
-        without replacement have their mass, branches also the probabilities of the two tokens. A score is ✓ or ✗ if
-        every reward of the tree is 1 or 0, otherwise the reward.
+        tree credit the advantages of the tokens between anchors follow. Each anchor has its entropy, V if it has
+        several rollouts, α, whether its state was rejected, and what its rollouts wrote and scored. Where branches were
+        drawn without replacement, rollouts have their mass, and branches the probabilities of the two tokens. A score
+        is ✓ or ✗ if every reward of the tree is 1 or 0, otherwise the reward.
     """
     lines = ["PROMPT", *_wrap(_shorten(tokenizer.decode(tree.prompt_ids), 4 * SEGMENT)), ""]
     lines += _state_lines(tree, 0, tokenizer)

@@ -123,7 +123,9 @@ def test_the_page_has_what_was_explored(settings):
             assert (summary["numBases"], summary["copies"]) == (len(record["states"][0]["rollouts"]), len(copies))
             advantages_of_tree = [a for r in record["rollouts"] for a in [r["advantage"], *(c[2] for c in r["credit"])]]
             assert summary["credit"] == max(abs(a or 0) for a in advantages_of_tree)
-            same = [other for other, shown in zip(page.index["trees"], page.trees) if shown["prompt"] == record["prompt"]]
+            same = [
+                other for other, shown in zip(page.index["trees"], page.trees) if shown["prompt"] == record["prompt"]
+            ]
             assert {other["promptOf"] for other in same} == {summary["promptOf"]}
             check_branches(tree, record, settings)
             for state, of_state in zip(tree.states, record["states"], strict=True):
@@ -608,9 +610,21 @@ def test_branches_and_copies_are_told(opened):
     record = made_step(5, num_trees=1, length=40)
     (tree,) = record["trees"]
     base, branch, other = (tree["rollouts"][k] for k in (0, 2, 3))
-    base |= {"tokens": [*"abcdefghij", *base["tokens"][10:]], "reward": 0.0, "advantage": 0.18, "copies": 1, "mass": 1.25}
+    base |= {
+        "tokens": [*"abcdefghij", *base["tokens"][10:]],
+        "reward": 0.0,
+        "advantage": 0.18,
+        "copies": 1,
+        "mass": 1.25,
+    }
     base["credit"] = [[10, 3.0, 1.0], [1, 1.5, 0.5], [29, 1.25, -0.12]]
-    branch |= {"reward": 1.0, "mass": 1.75, "differs": True, "chances": [0.5, 0.25], "tokens": ["z"] + branch["tokens"][1:]}
+    branch |= {
+        "reward": 1.0,
+        "mass": 1.75,
+        "differs": True,
+        "chances": [0.5, 0.25],
+        "tokens": ["z"] + branch["tokens"][1:],
+    }
     other |= {"differs": False}
     base["tokens"][10], tree["states"][1]["rejected"], branch["in_loss"] = "y", False, True
     write_step(Path("run"), record)
@@ -620,7 +634,9 @@ def test_branches_and_copies_are_told(opened):
     assert "1 copy A copy is a missing branch" in page.locator("main .summary").text_content()
     told = page.locator("main > article").first.locator("> .note").all_text_contents()
     assert told[1] == "A: +1.00 before S1, +0.50 at S1, −0.12 to the end."
-    assert told[2].startswith("It failed, and yet A is above 0 on average: tokens before a branch learn from the branch")
+    assert told[2].startswith(
+        "It failed, and yet A is above 0 on average: tokens before a branch learn from the branch"
+    )
     assert told[3] == "Counts for 1 copy too: it had no anchor for that branch."
     told = page.locator(".branch .note").all_text_contents()
     assert told[0] == "Begins with z, p = 0.25. The trajectory has y, p = 0.50. Stands for 1.75 rows."
