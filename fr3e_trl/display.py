@@ -5,6 +5,7 @@ import textwrap
 
 from transformers import PreTrainedTokenizerBase
 
+from .method.credit.tree import masses_of
 from .method.tree import Rollout, State, TokenIds, Tree
 
 WIDTH = 100  # columns of a line
@@ -13,8 +14,10 @@ SEGMENT = 160  # characters shown between two anchors
 LEGEND = (
     "S0 is the prompt alone; the other states are the prompt and a trajectory up to an anchor, from where rollouts "
     "branch. H: entropy of the policy at the anchor, in nats: the higher, the less certain. V: mean reward of the "
-    "state's rollouts. α, where it is not 1: factor on their advantages, below 1 where V rose along the trajectory and "
-    "above 1 where it fell. Rejected: there is nothing to learn from its rollouts. ↵: line break."
+    "state's rollouts, where there are several. α, where it is not 1: factor on their advantages, below 1 where V "
+    "rose along the trajectory and above 1 where it fell. Rejected: there is nothing to learn from its rollouts. Same "
+    "token: the branch begins as the trajectory goes on. p: how likely its first token was, and the trajectory's token "
+    "there. Mass: how many rows a rollout stands for. ↵: line break."
 )
 
 
@@ -30,9 +33,10 @@ def render_tree(tree: Tree, tokenizer: PreTrainedTokenizerBase) -> str:
 
     Returns:
         `str`: The prompt and its rollouts, then each explored base trajectory. Its text has the anchors marked. Under
-        tree credit the advantages of the tokens between anchors follow. Each anchor has its entropy, V, α, whether its
-        state was rejected, and what its rollouts wrote and scored. A score is ✓ or ✗ if every reward of the tree is 1
-        or 0, otherwise the reward.
+        tree credit the advantages of the tokens between anchors follow. Each anchor has its entropy, V if it has
+        several rollouts, α, whether its state was rejected, and what its rollouts wrote and scored. Where branches were
+        drawn without replacement, rollouts have their mass, and branches the probabilities of the two tokens. A score
+        is ✓ or ✗ if every reward of the tree is 1 or 0, otherwise the reward.
     """
     lines = ["PROMPT", *_wrap(_shorten(tokenizer.decode(tree.prompt_ids), 4 * SEGMENT)), ""]
     lines += _state_lines(tree, 0, tokenizer)
@@ -67,25 +71,39 @@ def _credit(tree: Tree, base: int) -> str:
     """Advantages of a base trajectory's stretches; nothing if it is one."""
     if len(tree.bases[base].credit) < 2:
         return ""
-    ends = [f"before S{i}" for i, state in enumerate(tree.states) if state.base == base] + ["to the end"]
-    advantages = [advantage for _, _, advantage in tree.bases[base].credit]
-    return "advantages: " + ", ".join(f"{a:+.2f} {end}" for a, end in zip(advantages, ends, strict=True))
+    anchors = {state.position: (i, state) for i, state in enumerate(tree.states) if state.base == base}
+    parts, end = [], 0
+    for length, _, advantage in tree.bases[base].credit:
+        start, end = end, end + length
+        where = f"before S{anchors[end][0]}" if end in anchors else "to the end"
+        if start in anchors and anchors[start][1].rollouts[0].chances:  # this token was drawn with the branches'
+            where = f"at S{anchors[start][0]}"
+        parts.append(f"{advantage:+.2f} {where}")
+    return "advantages: " + ", ".join(parts)
 
 
 def _state_lines(tree: Tree, i: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """A state: its origin, its value, and its rollouts."""
     state = tree.states[i]
-    lines = [f"S{i}  {_origin(tree, state)}V = {_value(tree, state)}"]
-    if state.modulation != 1:
-        lines[0] += f", α = {state.modulation:.2f}"
-    if state.rejected:
-        lines[0] += ", rejected"
+    facts = [] if state.entropy is None else [f"H = {state.entropy:.2f} nats"]
+    facts += _value(tree, state)
+    facts += [f"α = {state.modulation:.2f}"] if state.modulation != 1 else []
+    facts += ["rejected"] if state.rejected else []
+    lines = [f"S{i}  {_origin(tree, state)}" + (f": {', '.join(facts)}" if facts else "")]
     explored = {id(tree.bases[s.base]): s.base for s in tree.states if s.base is not None}
+    masses = _masses(tree)
     outcomes = _outcomes(state.rollouts, tree)
     for rollout, outcome in zip(state.rollouts, outcomes, strict=True):
-        note = f"  (trajectory {explored[id(rollout)] + 1})" if id(rollout) in explored else ""
+        notes = [f"trajectory {explored[id(rollout)] + 1}"] if id(rollout) in explored else []
         if rollout.copy_of is not None:
-            note = f"  (trajectory {rollout.copy_of + 1} again, which had no more anchors)"
+            notes = [f"copy: trajectory {rollout.copy_of + 1} again, which had no more anchors"]
+        elif rollout.chances is not None:
+            notes.append("p {1:.2f}, there {0:.2f}".format(*rollout.chances))
+        elif rollout.differs is False:
+            notes.append("same token")
+        if id(rollout) in masses:
+            notes.append(f"mass {masses[id(rollout)]:.2f}")
+        note = f"  ({', '.join(notes)})" if notes else ""
         text = _text(tokenizer, state.prefix_ids, rollout.token_ids)
         if len(rollout.token_ids) == 0:
             text = f"({rollout.length} tokens, in another process)"
@@ -95,15 +113,31 @@ def _state_lines(tree: Tree, i: int, tokenizer: PreTrainedTokenizerBase) -> list
 
 def _origin(tree: Tree, state: State) -> str:
     if state.base is None:
-        return "the prompt: "
+        return "the prompt"
     length = tree.bases[state.base].length
-    return f"before token {state.position + 1} of {length}: H = {state.entropy:.2f} nats, "
+    return f"before token {state.position + 1} of {length}"
 
 
-def _value(tree: Tree, state: State) -> str:
-    if state.parent is None:
-        return f"{state.value:.2f}"
-    return f"{state.value:.2f} (S{state.parent}: {tree.states[state.parent].value:.2f})"
+def _value(tree: Tree, state: State) -> list[str]:
+    """V, and that of the state before it. One rollout's reward is no value."""
+    if not _has_value(state):
+        return []
+    if state.parent is None or not _has_value(tree.states[state.parent]):
+        return [f"V = {state.value:.2f}"]
+    return [f"V = {state.value:.2f} (S{state.parent}: {tree.states[state.parent].value:.2f})"]
+
+
+def _has_value(state: State) -> bool:
+    return sum(rollout.copy_of is None for rollout in state.rollouts) > 1
+
+
+def _masses(tree: Tree) -> dict[int, float]:
+    """Masses of the rollouts of a tree, where some were drawn without replacement."""
+    rollouts = [rollout for state in tree.states for rollout in state.rollouts]
+    if not any(rollout.chances for rollout in rollouts):
+        return {}
+    masses = zip(rollouts, masses_of(tree), strict=True)
+    return {id(rollout): mass for rollout, mass in masses if rollout.copy_of is None}
 
 
 def _outcomes(rollouts: list[Rollout], tree: Tree) -> list[str]:

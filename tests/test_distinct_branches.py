@@ -8,6 +8,7 @@ import torch
 from factory import logged
 
 from fr3e_trl.method.credit.tree import masses_of, set_weights
+from fr3e_trl.method.metrics import tree_metrics
 from fr3e_trl.method.tree import Rollout, Score, State, Tree
 
 SETTINGS = {"distinct_branches": True, "num_generations": 4, "max_steps": 4, "reward_funcs": factory.letters}
@@ -57,6 +58,9 @@ def test_no_branch_begins_as_another(name):
             ]
             assert sum(masses) == pytest.approx(num_rows)
     assert num_anchors > 0
+    entries = [entry for entry in trainer.state.log_history if "fr3e/branches/distinct" in entry]
+    assert entries and all(entry["fr3e/branches/distinct"] == 1 for entry in entries)
+    assert all(0 < entry["fr3e/branches/mass/min"] <= entry["fr3e/branches/mass/mean"] for entry in entries)
     assert all(math.isfinite(value) for step in logged(trainer, "loss", "grad_norm") for value in step)
 
 
@@ -102,7 +106,7 @@ def rollout_of(length, chances=None, copy_of=None):
 def test_masses_by_hand():
     """Four rows, of which one is a copy: an anchor with chances of .5 and .2, and then one with .6 and .3."""
     base = rollout_of(9)
-    tree = Tree([1], 12, bases=[base])
+    tree = Tree([1], 12, bases=[base], mean_entropies=[1.0])
     tree.states[0].rollouts = [base, rollout_of(9, copy_of=0)]
     tree.states.append(State(2, parent=0, base=0, rollouts=[rollout_of(7, (0.5, 0.2))]))
     tree.states.append(State(4, parent=1, base=0, rollouts=[rollout_of(5, (0.6, 0.3))]))
@@ -111,10 +115,14 @@ def test_masses_by_hand():
     # The others go on as three rows, of which two draw at the second anchor
     second = (4 - first) / 3 * 2 * 0.4 / 1.1
     assert masses_of(tree) == pytest.approx([4 - first - second, 1, first, second])
+    metrics = tree_metrics([tree], torch.ones(3), 4)
+    assert metrics["fr3e/branches/mass/mean"] == pytest.approx((first + second) / 2)
+    assert metrics["fr3e/branches/mass/min"] == pytest.approx(min(first, second))
     # Drawn independently, each branch takes one row
     for state in tree.states[1:]:
         state.rollouts[0].chances = None
     assert masses_of(tree) == [2, 1, 1, 1]
+    assert "fr3e/branches/mass/mean" not in tree_metrics([tree], torch.ones(3), 4)
 
 
 def test_weights_sum_to_one_whatever_the_chances():

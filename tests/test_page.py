@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fr3e_trl.commands.cli import main
+from fr3e_trl.method.credit.tree import masses_of
 from fr3e_trl.page.callback import report
 from fr3e_trl.page.page import CHARTS, MAX_POINTS, MAX_TREES, charts, make_page
 from fr3e_trl.page.record import MAX_TREES as MAX_TREES_OF_STEP
@@ -96,11 +97,11 @@ def close(x, y, digits=1e-3):
     "settings",
     [
         {},
-        {"credit": "tree", "anchor_threshold": 0.3},
+        {"distinct_branches": True, "anchor_threshold": 0.3},
         {"modulation": "exp", "num_generations": 12, "reuse_base": False, "value_prior_strength": 0.0},
         {"max_refills": 2, "value_prior_strength": 0.0, "num_anchors": 1, "num_base_trajectories": 4},
     ],
-    ids=["defaults", "tree", "published", "refill"],
+    ids=["defaults", "distinct", "published", "refill"],
 )
 def test_the_page_has_what_was_explored(settings):
     """Every number and text of the page, from the trees of the run themselves."""
@@ -116,9 +117,15 @@ def test_the_page_has_what_was_explored(settings):
             assert (summary["step"], summary["number"]) == (step, (logged := logged + 1))
             assert "".join(record["prompt"]) == tokenizer.decode(tree.prompt_ids)
             assert summary["prompt"] and "".join(record["prompt"]).endswith(summary["prompt"])
-            assert close(summary["value"], tree.states[0].value)
             of_states = [record["rollouts"][k] for state in record["states"] for k in state["rollouts"]]
             assert summary["rewards"] == [rollout["reward"] for rollout in of_states]
+            copies = [r.copy_of for state in tree.states for r in state.rollouts if r.copy_of is not None]
+            assert (summary["numBases"], summary["copies"]) == (len(record["states"][0]["rollouts"]), len(copies))
+            advantages_of_tree = [a for r in record["rollouts"] for a in [r["advantage"], *(c[2] for c in r["credit"])]]
+            assert summary["credit"] == max(abs(a or 0) for a in advantages_of_tree)
+            first = page.index["trees"][summary["promptOf"]]
+            assert first["prompt"] == summary["prompt"] and first["promptOf"] == summary["promptOf"]
+            check_branches(tree, record, settings)
             for state, of_state in zip(tree.states, record["states"], strict=True):
                 assert (state.position, state.parent, state.rejected) == tuple(
                     of_state[name] for name in ("position", "parent", "rejected")
@@ -139,6 +146,10 @@ def test_the_page_has_what_was_explored(settings):
             rows = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]
             sampled = [i for i, rollout in enumerate(rows) if rollout.copy_of is None]
             check_advantages(read_step(Path("run"), step)["trees"], advantages[sampled])
+        branches = [(tree, state, r) for tree in trees for state in tree.states[1:] for r in state.rollouts]
+        differ = [r.token_ids[0] != tree.bases[state.base].token_ids[state.position] for tree, state, r in branches]
+        (entry,) = [e for e in trainer.state.log_history if e["step"] == step and "fr3e/value/S0" in e]
+        assert close(entry.get("fr3e/branches/distinct"), float(np.mean(differ)) if differ else None)
     assert next(shown, None) is None
     # The curves are the log's
     for chart in page.index["charts"]:
@@ -147,9 +158,33 @@ def test_the_page_has_what_was_explored(settings):
             assert [step for step, _ in curve["points"]] == [step for step, _ in log]
             assert np.allclose([v for _, v in curve["points"]], [v for _, v in log], rtol=1e-3)
     names = {curve["name"] for chart in page.index["charts"] for curve in chart["curves"]}
-    assert {"reward", "fr3e/value/S0", "fr3e/entropy", "fr3e/states/all_right", "fr3e/advantage/mean"} <= names
+    assert {"fr3e/value/S0", "fr3e/entropy", "fr3e/prompts/all_right", "fr3e/advantage/mean"} <= names
+    assert not {"reward", "entropy"} & names  # over rows that start from chosen prefixes too
+    assert page.index["isModulated"] == ("modulation" in settings)
     assert any(chart["spread"] for chart in page.index["charts"])
     assert page.index["rewardFuncs"] == ["is_odd", "is_short"]
+
+
+def check_branches(tree, record, settings):
+    """Masses, copies, and whether branches begin with other tokens than their base trajectory."""
+    by_tree = "modulation" not in settings  # which is for rollout credit
+    rollouts = [r for state in tree.states for r in state.rollouts]
+    masses = masses_of(tree) if by_tree else [None] * len(rollouts)
+    of_rows = [record["rollouts"][k] for state in record["states"] for k in state["rollouts"]]
+    sampled = [(r, mass) for r, mass in zip(rollouts, masses, strict=True) if r.copy_of is None]
+    for (rollout, mass), of_row in zip(sampled, of_rows, strict=True):
+        assert close(of_row["mass"], mass)
+        assert (of_row["chances"] is None) == (rollout.chances is None)
+        assert all(close(x, y) for x, y in zip(of_row["chances"] or [], rollout.chances or [], strict=True))
+    if by_tree:
+        assert sum(of_row["mass"] for of_row in of_rows) == pytest.approx(len(rollouts), rel=1e-3)
+    for b, k in enumerate(record["bases"]):
+        assert record["rollouts"][k]["copies"] == sum(r.copy_of == b for r in rollouts)
+    for state, of_state in zip(tree.states[1:], record["states"][1:], strict=True):
+        token = tree.bases[state.base].token_ids[state.position]
+        for rollout, k in zip(state.rollouts, of_state["rollouts"], strict=True):
+            assert record["rollouts"][k]["differs"] == (rollout.token_ids[0] != token)
+            assert "distinct_branches" not in settings or rollout.token_ids[0] != token
 
 
 def check_advantages(trees, advantages):
@@ -263,7 +298,7 @@ def test_without_exploration_there_are_curves():
     make_trainer(num_anchors=0).train()
     page = Page(Path("run/trees.html"))
     assert page.index["trees"] == []
-    assert [chart["title"] for chart in page.index["charts"]][:2] == ["Reward and value", "Entropy, in nats"]
+    assert [chart["title"] for chart in page.index["charts"]][:2] == ["Reward at the prompt", "Entropy, in nats"]
 
 
 def test_training_is_what_it_is_without():
@@ -524,10 +559,12 @@ def test_the_page_tells_a_tree(opened):
     rows = page.locator("main table tbody tr")
     for s, state in enumerate(tree["states"]):
         cells = rows.nth(s).locator("td").all_text_contents()
-        assert cells[0] == f"S{s}" and cells[4] == f"{state['value']:.2f}"
+        assert rows.nth(s).locator("th").text_content() == f"S{s}"
+        # One rollout's reward is no value
+        assert page.get_by_role("columnheader", name="V").count() == 0
         marks = " ".join("✓" if tree["rollouts"][k]["reward"] else "✗" for k in state["rollouts"])
-        assert cells[-1].split("rejected")[0].strip() == marks
-        assert ("rejected" in cells[-1]) == state["rejected"]
+        assert cells[4].split("rejected")[0].strip() == marks
+        assert ("rejected" in cells[4]) == state["rejected"]
     bases = page.locator("main article")
     assert (
         page.locator("main").text_content().endswith("".join(tree["rollouts"][1]["tokens"][-3:]).replace("\n", "↵\n"))
@@ -564,6 +601,108 @@ def test_the_page_tells_a_tree(opened):
 def alpha(token) -> float:
     colour = token.evaluate("e => getComputedStyle(e).backgroundColor")
     return float(colour.removesuffix(")").split("/")[-1].split(",")[-1]) if "rgba" in colour or "/" in colour else 1.0
+
+
+def test_branches_and_copies_are_told(opened):
+    """Both tokens of an anchor with their probabilities, masses, what a copy is, and why a failed row has A above 0."""
+    record = made_step(5, num_trees=1, length=40)
+    (tree,) = record["trees"]
+    base, branch, other = (tree["rollouts"][k] for k in (0, 2, 3))
+    base |= {
+        "tokens": [*"abcdefghij", *base["tokens"][10:]],
+        "reward": 0.0,
+        "advantage": 0.18,
+        "copies": 1,
+        "mass": 1.25,
+    }
+    base["credit"] = [[10, 3.0, 1.0], [1, 1.5, 0.5], [29, 1.25, -0.12]]
+    branch |= {
+        "reward": 1.0,
+        "mass": 1.75,
+        "differs": True,
+        "chances": [0.5, 0.25],
+        "tokens": ["z", *branch["tokens"][1:]],
+    }
+    other |= {"differs": False}
+    base["tokens"][10] = "y"
+    write_step(Path("run"), record)
+    make_page(Path("run"), Path("trees.html"))
+    page = opened(Path("trees.html"), "#unfold")
+    page.wait_for_selector(".branch")
+    assert "1 copy A copy is a missing branch" in page.locator("main .summary").text_content()
+    told = page.locator("main > article").first.locator("> .note").all_text_contents()
+    assert told[1] == "A: +1.00 before S1, +0.50 at S1, −0.12 to the end."
+    assert told[2].startswith(
+        "It failed, and yet A is above 0 on average: tokens before a branch learn from the branch"
+    )
+    assert told[3] == "Counts for 1 copy too: it had no anchor for that branch."
+    told = page.locator(".branch .note").all_text_contents()
+    assert told[0] == "Begins with z, p = 0.25. The trajectory has y, p = 0.50. Stands for 1.75 rows."
+    assert told[1].endswith(", as the trajectory goes on.")
+    cells = page.locator("main table tbody tr").nth(1).locator("td").all_text_contents()
+    assert "y 0.50 → z 0.25" in cells and "1.75" in cells
+    assert f"{3}, mean {1.75 / 3:.2f}" in cells  # rows that pass, of known mass
+    assert page.get_by_role("columnheader", name="α").count() == 0
+
+
+def test_a_tree_is_drawn(opened):
+    """A lane for each rollout, no line over another, outcomes by colour and shape. Lanes lead to the text."""
+    record = made_step(1, num_trees=1, length=40)
+    (tree,) = record["trees"]
+    tree["rollouts"][4]["reward"] = None
+    write_step(Path("run"), record)
+    make_page(Path("run"), Path("trees.html"))
+    page = opened(Path("trees.html"))
+    page.wait_for_selector(".lane")
+    lanes = page.locator(".drawing .lane")
+    # The last branch to leave is nearest to its base trajectory
+    names = [name.split(",")[0].split(":")[0] for name in lanes.locator("title").all_text_contents()]
+    assert names == ["trajectory 1", "S3", "S2", "S1", "trajectory 2", "S6", "S5", "S4"]
+    for name, shape in (("right", 1.0), ("wrong", 0.0)):
+        number = sum(rollout["reward"] == shape for rollout in tree["rollouts"])
+        assert page.locator(f".drawing .mark.{name}").count() == number
+    assert page.locator(".drawing .mark").count() == 8
+    # By token: of 40, an anchor at 10 is as far from the first as it is from that at 20
+    forks = [float(x) for x in lanes.nth(0).locator(".fork").evaluate_all("all => all.map(e => e.getAttribute('cx'))")]
+    assert forks[1] - forks[0] == pytest.approx(forks[2] - forks[1]) and forks[0] < forks[1]
+    lanes.nth(3).locator("text").click()
+    assert page.locator(".branch").count() == 1
+    assert page.locator(".branch h3").first.text_content().startswith("S1, before token 11 of 40")
+    # As wide as there is room, whatever the window
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.wait_for_function("document.querySelector('.drawing svg').clientWidth < 390")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_trees_are_filtered_sorted_and_followed(opened):
+    for step in (1, 2):
+        record = made_step(step, num_trees=3, length=40, seed=step)
+        of_trees = [(0, 0, 0), (0, 1, 1), (1, 1, 1)]  # of base trajectories, one branch, the other branches
+        for tree, rewards in zip(record["trees"], of_trees, strict=True):
+            for k, rollout in enumerate(tree["rollouts"]):
+                rollout["reward"] = float(rewards[0] if k < 2 else rewards[min(k - 1, 2)])
+        record["trees"][1]["rollouts"][3]["reward"] = 0.0
+        record["trees"][2]["prompt"] = ["What is ", "asked again?"]
+        record["trees"][step]["rollouts"][1]["advantage"] = 5.0 + step
+        write_step(Path("run"), record)
+    make_page(Path("run"), Path("trees.html"))
+    page = opened(Path("trees.html"))
+    for name, number in {"mixed": 2, "rescued": 2, "right": 2, "wrong": 2, "": 6}.items():
+        page.locator("#outcome").select_option(name)
+        assert page.locator("#count").text_content() == f"{number} of 6 trees"
+    assert page.locator("nav .badge").all_text_contents() == ["rescued"] * 2
+    page.locator("#order").select_option("credit")
+    heads = page.locator("nav .head > :first-child").all_text_contents()
+    assert heads[:2] == ["Step 2, tree 3", "Step 1, tree 2"]
+    page.locator("nav li button").first.click()
+    expect_text(page, "main h2", "Step 2, tree 3")
+    same = page.locator(".same button")
+    assert [text.split(" ")[1] for text in same.all_text_contents()] == ["1", "2"]
+    same.first.click()
+    expect_text(page, "main h2", "Step 1, tree 3")
+    assert page.locator(".same button[aria-current=true]").text_content().startswith("step 1")
+    page.keyboard.press("k")
+    assert page.locator("nav button[aria-current=true]").count() == 1
 
 
 def test_the_keyboard_does_it_all(opened):
@@ -622,7 +761,7 @@ CONTRAST = """() => {
             .map(x => x <= .03928 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4);
         return .2126 * r + .7152 * g + .0722 * b + .05;
     };
-    const found = {}, classes = ".token, .faint, .right, .wrong";
+    const found = {}, classes = ".token, .faint, .right, .wrong, .note, .said, .badge, .summary, .legend > span";
     for (const e of document.querySelectorAll(`${classes}, h1, h2, h3, button, td, th, figcaption, output, summary`)) {
         if (!e.checkVisibility()) continue;
         let below = "rgb(255, 255, 255)";
@@ -638,7 +777,7 @@ CONTRAST = """() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 800, 1400])
+@pytest.mark.parametrize("width", [390, 800, 1400])
 def test_narrow_and_dark(opened, scheme, width):
     """Nothing is wider than the screen, and text stands out from what is behind it, as WCAG asks for."""
     record = made_step(1, num_trees=3, length=300, texts=[*HOSTILE[:5], "the ", "sum "])
@@ -658,6 +797,17 @@ def test_narrow_and_dark(opened, scheme, width):
         "rgb(17, 20, 24)" if scheme == "dark" else "rgb(255, 255, 255)"
     )
     assert page.locator("aside figure").count() == 2
+    page.wait_for_selector(".lane")
+    for scrolls in page.locator(".scroll, .drawing").all():
+        assert scrolls.bounding_box()["width"] <= width
+    if width < 700:
+        assert page.locator("nav").bounding_box()["height"] <= 700 / 4
+        table = page.locator(".scroll")
+        assert table.evaluate("e => e.scrollWidth > e.clientWidth")
+        table.evaluate("e => e.scrollLeft = 200")  # and the states' names stay
+        assert page.locator("main tbody th").first.bounding_box()["x"] == table.bounding_box()["x"]
+        table.evaluate("e => e.scrollLeft = 0")
+    page.screenshot(path=Path(os.environ.get("SCREENSHOTS", ".")) / f"trees-{width}-{scheme}.png")
     for _ in range(2):
         assert {name: ratio for name, ratio in page.evaluate(CONTRAST).items() if ratio < 4.5} == {}
         page.keyboard.press("c")

@@ -74,7 +74,8 @@ def test_the_same_completions_give_the_same_training(loss_type, num_generations,
         main = of_processes[0]
         assert same(trees_of(of_processes), trees_of(alone[0]))
         for mine, theirs in zip(main["logs"], alone[0][0]["logs"], strict=True):
-            for name in ("loss", "grad_norm", "reward", "fr3e/value/S0", "fr3e/advantage/std", "fr3e/tokens/generated"):
+            names = ["fr3e/value/S0", "fr3e/advantage/std", "fr3e/tokens/generated", "fr3e/branches/distinct"]
+            for name in ("loss", "grad_norm", "reward", *names):
                 assert name not in theirs or math.isclose(mine[name], theirs[name], rel_tol=1e-5, abs_tol=1e-6), name
         torch.testing.assert_close(weights, alone[1], atol=1e-6, rtol=1e-6)
         # Each completion is scored once, in some process, and some in each

@@ -312,6 +312,8 @@ def test_metrics_by_hand():
         "fr3e/states/all_right": 1 / 3,
         "fr3e/states/all_wrong": 1 / 3,
         "fr3e/states/rejected": 2 / 3,
+        "fr3e/prompts/all_right": 1 / 2,
+        "fr3e/prompts/all_wrong": 0.0,
         "fr3e/prompts/rescued": 1.0,
         "fr3e/tokens/generated": 8 + 4 + 2 + 6,
         "fr3e/tokens/per_row": 20 / 8,

@@ -52,8 +52,8 @@ Base = tuple[int, int]
 Slot = tuple[int, State, int]
 
 # What a process tells of a row: length, tokens that the policy wrote, rewards by function, reward, whether it is
-# masked, and the chances of its first token
-Outcome = tuple[int, int, list[float], float, bool, tuple[float, float] | None]
+# masked, the chances of its first token, and whether that differs from the base trajectory's
+Outcome = tuple[int, int, list[float], float, bool, tuple[float, float] | None, bool | None]
 
 
 @dataclass(frozen=True)
@@ -352,9 +352,13 @@ class _Exploration:
         self._take_drawn(own)
         self._sample_missing([slot for slot in own if slot[1].rollouts[slot[2]].length == 0])
         rows = [(i, state, state.rollouts[k]) for i, state, k in own]
+        for i, state, rollout in rows:
+            if state.base is not None:
+                rollout.differs = bool(rollout.token_ids[0] != self._token_at(self.trees[i], state))
         self._score([row for row in rows if not row[2].score.rewards and row[2].copy_of is None])
         return [
-            (r.length, r.num_written, r.score.rewards, r.score.reward, r.score.is_masked, r.chances) for _, _, r in rows
+            (r.length, r.num_written, r.score.rewards, r.score.reward, r.score.is_masked, r.chances, r.differs)
+            for _, _, r in rows
         ]
 
     def _slots(self) -> list[Slot]:
@@ -396,8 +400,11 @@ class _Exploration:
 
     def _distinct_from(self, tree: Tree, state: State) -> int | None:
         """The base trajectory's token at an anchor, if its rollouts are to begin with others."""
-        if state.base is None or not self.plan.distinct:
-            return None
+        return None if state.base is None or not self.plan.distinct else self._token_at(tree, state)
+
+    def _token_at(self, tree: Tree, state: State) -> int:
+        """The base trajectory's token at an anchor."""
+        assert state.base is not None
         return int(tree.bases[state.base].token_ids[state.position])
 
     def _score(self, rollouts: list[tuple[int, State, Rollout]]) -> None:
@@ -411,10 +418,11 @@ class _Exploration:
         """Take down what other processes told of their rows."""
         of_rows = (outcome for of_process in outcomes for outcome in of_process)
         for (_, state, k), outcome in zip(self._slots(), of_rows, strict=True):
-            length, num_written, rewards, reward, is_masked, chances = outcome
+            length, num_written, rewards, reward, is_masked, chances, differs = outcome
             rollout = state.rollouts[k]
             if not rollout.score.rewards:
-                rollout.length, rollout.num_written, rollout.chances = length, num_written, chances
+                rollout.length, rollout.num_written = length, num_written
+                rollout.chances, rollout.differs = chances, differs
                 rollout.score = Score(rewards, reward, is_masked=is_masked)
         for tree in self.trees:
             for rollout in tree.states[0].rollouts:

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 import torch
 
-from .tree import State, Tree
+from .credit.tree import masses_of
+from .tree import Rollout, Tree
 
 
 def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> dict[str, float]:
@@ -28,7 +29,10 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
     """
     states = [state for tree in trees for state in tree.states]
     anchors = [state for state in states if state.parent is not None]
-    outcomes = [_outcomes(state) for state in states]
+    branches = [rollout for state in anchors for rollout in state.rollouts]
+    masses = [mass for tree in trees for mass in _distinct_masses(tree)]
+    outcomes = [_outcomes(state.rollouts) for state in states]
+    of_prompts = [_outcomes([r for state in tree.states for r in state.rollouts]) for tree in trees]
     failed = [tree for tree in trees if not any(rollout.score.reward > 0 for rollout in tree.states[0].rollouts)]
     num_generated = sum(_num_generated(tree) for tree in trees)
     metrics = {
@@ -52,9 +56,14 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
             if state.base is not None
         ),
         "fr3e/anchor/count": len(anchors) / len(trees),
+        "fr3e/branches/distinct": _mean(branch.differs for branch in branches if branch.differs is not None),
+        "fr3e/branches/mass/mean": _mean(masses),
+        "fr3e/branches/mass/min": min(masses, default=math.nan),
         "fr3e/states/all_right": _mean(of_state == {True} for of_state in outcomes),
         "fr3e/states/all_wrong": _mean(of_state == {False} for of_state in outcomes),
         "fr3e/states/rejected": _mean(state.rejected for state in states),
+        "fr3e/prompts/all_right": _mean(of_prompt == {True} for of_prompt in of_prompts),
+        "fr3e/prompts/all_wrong": _mean(of_prompt == {False} for of_prompt in of_prompts),
         "fr3e/prompts/rescued": _mean(
             any(rollout.score.reward > 0 for state in tree.states[1:] for rollout in state.rollouts) for tree in failed
         ),
@@ -88,9 +97,18 @@ def _num_generated(tree: Tree) -> int:
     return sum(rollout.num_written for rollout in rollouts.values())
 
 
-def _outcomes(state: State) -> set[bool]:
-    """Whether a state's scorable rollouts are right: all, none, or some of them."""
-    rewards = (rollout.score.reward for rollout in state.rollouts)
+def _distinct_masses(tree: Tree) -> list[float]:
+    """Masses of a tree's branches that were drawn without replacement."""
+    branches = [rollout for state in tree.states[1:] for rollout in state.rollouts]
+    if not any(branch.chances for branch in branches):
+        return []  # each is a row, or credit is by rollout
+    masses = masses_of(tree)[-len(branches) :]
+    return [mass for mass, branch in zip(masses, branches, strict=True) if branch.chances]
+
+
+def _outcomes(rollouts: Iterable[Rollout]) -> set[bool]:
+    """Whether scorable rollouts are right: all, none, or some of them."""
+    rewards = (rollout.score.reward for rollout in rollouts)
     return {reward > 0 for reward in rewards if not math.isnan(reward)}
 
 

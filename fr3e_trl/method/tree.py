@@ -105,6 +105,8 @@ class Rollout:
         chances (`tuple[float, float]`, *optional*):
             Of a branch whose first token was drawn without replacement: how likely the base trajectory's token was
             there, and how likely its own was, in the distribution that both were drawn from.
+        differs (`bool`, *optional*):
+            Of a branch: whether it begins with another token than the base trajectory has there.
     """
 
     token_ids: TokenIds = field(default_factory=as_ids)
@@ -117,6 +119,7 @@ class Rollout:
     dialogue: Dialogue | None = None
     copy_of: int | None = None
     chances: tuple[float, float] | None = None
+    differs: bool | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = as_ids(self.token_ids)

@@ -88,7 +88,7 @@ class TreeLog(TrainerCallback):
             return
         self._last = step
         # Each process has the tokens of its own rows only
-        of_processes = in_every_process(lambda: record_trees(trees, rows, self.tokenizer))
+        of_processes = in_every_process(lambda: record_trees(trees, rows, self.tokenizer, args.plan.credit))
         record = {
             "step": step,
             "num_trees": len(trees),

@@ -16,14 +16,17 @@ MAX_TREES = 200  # of a page whose steps are not chosen
 MAX_POINTS = 500  # of a curve
 MAX_PROMPT = 2000  # characters of a prompt that a search looks through
 
-# Charts: title, metrics, and the metric that is the spread around the first
+# Charts: title, metrics, and the metric that is the spread around the first. Curves of a chart are comparable: TRL's
+# `reward` and `entropy`, which also are over rows that start from chosen prefixes, only stand in where ours are not
 CHARTS: list[tuple[str, list[str], str | None]] = [
-    ("Reward and value", ["reward", "fr3e/value/S0", "fr3e/value/anchors", "eval_reward"], None),
-    ("Entropy, in nats", ["fr3e/entropy", "fr3e/anchor/entropy", "entropy"], None),
-    ("Shares of states", ["fr3e/states/all_right", "fr3e/states/all_wrong", "fr3e/states/rejected"], None),
+    ("Reward at the prompt", ["fr3e/value/S0 or reward", "eval_reward"], None),
+    ("Prompts whose rows all did alike", ["fr3e/prompts/all_right", "fr3e/prompts/all_wrong"], None),
+    ("Entropy, in nats", ["fr3e/entropy or entropy", "fr3e/anchor/entropy"], None),
+    ("Share of the batch's rows", ["fr3e/rows/informative", "fr3e/rows/copied"], None),
     ("Advantages, mean and spread", ["fr3e/advantage/mean"], "fr3e/advantage/std"),
     ("Length of completions, in tokens", ["completions/mean_length", "completions/max_length"], None),
     ("Prompts rescued, of those that failed", ["fr3e/prompts/rescued"], None),
+    ("Branches that begin with another token", ["fr3e/branches/distinct"], None),
 ]
 
 
@@ -51,6 +54,7 @@ def make_page(run: Path, output: Path, steps: list[int] | None = None) -> int:
     index = {
         "rewardFuncs": reward_funcs,
         "trees": _summaries(trees, step_of),
+        "isModulated": any(state["modulation"] not in (None, 1) for tree in trees for state in tree["states"]),
         "charts": charts(read_metrics(run)),
     }
     environment = jinja2.Environment(loader=jinja2.PackageLoader("fr3e_trl.page", "."), autoescape=True)
@@ -83,22 +87,32 @@ def _summaries(trees: list[dict[str, Any]], step_of: list[int]) -> list[dict[str
     prompts = ["".join(tree["prompt"] or ["(in another process)"]) for tree in trees]
     # What all prompts begin with, such as a system prompt, does not tell them apart
     common = _common_length(prompts) if len(set(prompts)) > 1 else 0
+    first_of: dict[str, int] = {}  # the first tree of each prompt
     number_in_step: dict[int, int] = {}
     summaries = []
-    for tree, step, prompt in zip(trees, step_of, prompts, strict=True):
+    for i, (tree, step, prompt) in enumerate(zip(trees, step_of, prompts, strict=True)):
+        is_known = tree["prompt"] is not None and not tree.get("has_images")  # images may tell two prompts apart
         number = number_in_step[step] = number_in_step.get(step, 0) + 1
         summaries.append(
             {
                 "step": step,
                 "number": number,
                 "prompt": prompt[common:][:MAX_PROMPT],
-                "value": tree["states"][0]["value"],
+                "promptOf": first_of.setdefault(prompt, i) if is_known else i,
                 "rewards": [
                     tree["rollouts"][rollout]["reward"] for state in tree["states"] for rollout in state["rollouts"]
                 ],
+                "numBases": len(tree["states"][0]["rollouts"]),
+                "copies": sum(rollout.get("copies", 0) for rollout in tree["rollouts"]),
+                "credit": max(map(abs, _advantages(tree)), default=0),
             }
         )
     return summaries
+
+
+def _advantages(tree: dict[str, Any]) -> list[float]:
+    of_rollouts = [[r["advantage"], *(advantage for _, _, advantage in r["credit"])] for r in tree["rollouts"]]
+    return [advantage for of_rollout in of_rollouts for advantage in of_rollout if advantage is not None]
 
 
 def _common_length(texts: list[str]) -> int:
@@ -121,11 +135,16 @@ def charts(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     found = []
     for title, names, spread in CHARTS:
-        curves = [{"name": name, "points": _points(log, name)} for name in names]
-        curves = [curve for curve in curves if curve["points"]]
+        curves = [curve for name in names if (curve := _curve(log, name.split(" or ")))]
         if curves:
             found.append({"title": title, "curves": curves, "spread": _points(log, spread) if spread else None})
     return found
+
+
+def _curve(log: list[dict[str, Any]], names: list[str]) -> dict[str, Any] | None:
+    """The first of some metrics that was logged."""
+    curves = ({"name": name, "points": _points(log, name)} for name in names)
+    return next((curve for curve in curves if curve["points"]), None)
 
 
 def _points(log: list[dict[str, Any]], name: str) -> list[list[float]]:

@@ -9,6 +9,7 @@ The trees of a step are in `trees/step-N.json.gz` of the output directory. N is 
     credit          "rollout" or "tree"
     trees           for each:
         prompt          text of each of its tokens, in order
+        has_images      true if there are images in it
         states          S_0, then the anchors', each with
             base, position  the rollout that it lies on, and how many of that one's tokens precede it; null, 0 for S_0
             parent          the state before it in its chain, null for S_0
@@ -25,6 +26,11 @@ The trees of a step are in `trees/step-N.json.gz` of the output directory. N is 
             reward, rewards the weighted sum, and by reward function; null where it was not scored
             advantage       null for a base trajectory that was thrown away; under tree credit the mean over its tokens
             in_loss         whether it was learned from
+            copies          of a base trajectory: branches that it had no anchor for, and counts for as well
+            mass            under tree credit: how many rows it stands for, its copies included
+            differs         of a branch: whether its first token is another than the base trajectory's there
+            chances         of a branch whose first token was drawn without replacement: how likely the base
+                            trajectory's token was there, and its own
             credit          stretches of its tokens: how many, what each counts for, its advantage
 
 What no process has told is null. `trees/metrics.jsonl` has what the trainer logged, an entry a line, each with its
@@ -36,6 +42,7 @@ import json
 import math
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count, pairwise
 from pathlib import Path
@@ -44,6 +51,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ..method.credit.tree import masses_of
 from ..method.rows import Row
 from ..method.tree import Rollout, TokenIds, Tree
 
@@ -56,7 +64,9 @@ MAX_TREES = 16  # of a step
 MAX_FRAGMENTS = 8
 
 
-def record_trees(trees: list[Tree], rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+def record_trees(
+    trees: list[Tree], rows: list[Row], tokenizer: PreTrainedTokenizerBase, credit: str
+) -> list[dict[str, Any]]:
     """
     The first trees of a step in plain values, as far as this process knows them.
 
@@ -67,6 +77,8 @@ def record_trees(trees: list[Tree], rows: list[Row], tokenizer: PreTrainedTokeni
             Their rows, with advantages.
         tokenizer (`PreTrainedTokenizerBase`):
             Tokenizer of the policy.
+        credit (`str`):
+            The credit rule: `"tree"` has masses.
     """
     row_of = {id(row.rollout): row for row in rows}
     trees = trees[:MAX_TREES]
@@ -77,7 +89,11 @@ def record_trees(trees: list[Tree], rows: list[Row], tokenizer: PreTrainedTokeni
         sequences += [(np.concatenate([tree.prompt_ids, prefix])[-1:], r.token_ids) for r, prefix in of_tree]
     texts = iter(token_texts(tokenizer, sequences))
     return [
-        {"prompt": next(texts) or None, **_plain(tree, [r for r, _ in of_tree], row_of, texts)}
+        {
+            "prompt": next(texts) or None,
+            "has_images": True if tree.multimodal else None,
+            **_plain(tree, [r for r, _ in of_tree], row_of, texts, _masses(tree) if credit == "tree" else {}),
+        }
         for tree, of_tree in zip(trees, rollouts, strict=True)
     ]
 
@@ -89,7 +105,16 @@ def _rollouts_of(tree: Tree) -> list[tuple[Rollout, TokenIds]]:
     return of_states + [(base, base.token_ids[:0]) for base in tree.bases if id(base) not in kept]
 
 
-def _plain(tree: Tree, rollouts: list[Rollout], row_of: dict[int, Row], texts: Iterator[list[str]]) -> dict[str, Any]:
+def _masses(tree: Tree) -> dict[int, float]:
+    rollouts = [rollout for state in tree.states for rollout in state.rollouts]
+    return {id(rollout): mass for rollout, mass in zip(rollouts, masses_of(tree), strict=True)}
+
+
+def _plain(
+    tree: Tree, rollouts: list[Rollout], row_of: dict[int, Row], texts: Iterator[list[str]], masses: dict[int, float]
+) -> dict[str, Any]:
+    copies = Counter(r.copy_of for state in tree.states for r in state.rollouts if r.copy_of is not None)
+    copies_of = {id(tree.bases[b]): num for b, num in copies.items()}
     number_of = {id(rollout): i for i, rollout in enumerate(rollouts)}
     entropies = {id(base): of_base for base, of_base in zip(tree.bases, tree.entropies, strict=True)}
     return {
@@ -109,6 +134,7 @@ def _plain(tree: Tree, rollouts: list[Rollout], row_of: dict[int, Row], texts: I
         "bases": [number_of[id(base)] for base in tree.bases],
         "rollouts": [
             _plain_rollout(rollout, row_of.get(id(rollout)), entropies.get(id(rollout)), next(texts))
+            | {"copies": copies_of.get(id(rollout), 0), "mass": _significant(masses.get(id(rollout), math.nan))}
             for rollout in rollouts
         ],
     }
@@ -124,6 +150,8 @@ def _plain_rollout(rollout: Rollout, row: Row | None, entropies: Any, tokens: li
         "rewards": [_significant(reward) for reward in rollout.score.rewards],
         "advantage": None if row is None else _significant(row.advantage),
         "in_loss": row is not None and row.in_loss,
+        "differs": rollout.differs,
+        "chances": None if rollout.chances is None else [_significant(chance) for chance in rollout.chances],
         "credit": [[n, _significant(weight), _significant(advantage)] for n, weight, advantage in rollout.credit],
     }
 
