@@ -1,0 +1,177 @@
+"""Means of arms and differences between them, with intervals over what was drawn: seeds, and held-out prompts."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from ..commands.statistics import (
+    DIFFERENCE_OF_SHARES,
+    SHARE,
+    UNBOUNDED,
+    Bounds,
+    Interval,
+    crossed_interval,
+    half_widths,
+    interpolate,
+    mean_height,
+    mean_interval,
+    t_quantile,
+)
+from .results import Results, curve
+
+# Of a run: a number, or one for each held-out prompt, of shape (P,)
+Measure = Callable[[dict[str, Any]], Any]
+
+FEW_SEEDS = 5  # with fewer, an interval says little
+
+
+def rates(evaluation: dict[str, Any], k: int = 1) -> np.ndarray:
+    """Held-out pass@k of each prompt of an evaluation, (P,), see [`~fr3e_trl.commands.statistics.best_of_k`]."""
+    rewards = np.sort(np.asarray(evaluation["rewards"], float), axis=1)
+    n = rewards.shape[1]
+    return rewards @ np.array([math.comb(i, k - 1) for i in range(n)], float) / math.comb(n, k)
+
+
+def rates_at(run: dict[str, Any], cost: str, amount: float, k: int = 1) -> Any:
+    """The same when a run had spent so much, between evaluations on the lines through them."""
+    if not is_aligned(run):
+        return interpolate(curve(run, cost), [float(rates(of_one, k).mean()) for of_one in run["evaluations"]], amount)
+    return interpolate(curve(run, cost), [rates(of_one, k) for of_one in run["evaluations"]], amount)  # type: ignore[misc]
+
+
+def final_rates(run: dict[str, Any], k: int = 1) -> Any:
+    """The same at the end of a run's budget."""
+    return rates_at(run, run["cost"], run["amount"], k)
+
+
+def mean_rates(run: dict[str, Any]) -> Any:
+    """Mean of pass@1 along a run, for each prompt: its area against what ends the run."""
+    values: list[Any] = [rates(of_one) for of_one in run["evaluations"]]
+    if not is_aligned(run):
+        values = [float(value.mean()) for value in values]
+    return mean_height(curve(run, run["cost"]), values, run["amount"])
+
+
+def is_aligned(run: dict[str, Any]) -> bool:
+    """Whether all evaluations of a run have the same prompts: none was left out for want of a score."""
+    return not any(of_one.get("num_unscored", 0) for of_one in run["evaluations"])
+
+
+def reward_bounds(results: Results) -> Bounds:
+    """Between what rewards lie: 0 and 1, or anything."""
+    rewards = [np.asarray(of_one["rewards"], float) for run in results.runs for of_one in run["evaluations"]]
+    return SHARE if all(of_one.min() >= 0 and of_one.max() <= 1 for of_one in rewards) else UNBOUNDED
+
+
+def interval_of(values: Sequence[Any], bounds: Bounds = UNBOUNDED) -> Interval:
+    """
+    Mean of a measure over runs, and its interval.
+
+    Args:
+        values (`Sequence`):
+            For each run, the measure, or that of each prompt, (P,). With prompts, they count as drawn too.
+        bounds (`tuple[float, float]`):
+            Between what the measure lies.
+    """
+    table = _by_prompts(values)
+    if table is None:
+        return mean_interval([float(np.mean(value)) for value in values], bounds)
+    return crossed_interval(table, bounds)
+
+
+def _by_prompts(values: Sequence[Any]) -> np.ndarray | None:
+    """The measure of each prompt in each run, (N, P), if all runs have the same prompts."""
+    shapes = {np.shape(value) for value in values}
+    return np.stack(list(values)) if len(shapes) == 1 and shapes != {()} else None
+
+
+def of_arm(results: Results, arm: str, measure: Measure, bounds: Bounds = UNBOUNDED) -> Interval:
+    """A measure of an arm."""
+    return interval_of([measure(run) for run in results.of_arm(arm)], bounds)
+
+
+def differences(results: Results, arm: str, reference: str) -> list[Any]:
+    """By how much an arm's mean of pass@1 is above another's, seed by seed, and where it can be prompt by prompt."""
+    pairs = [
+        (mean_rates(run), mean_rates(other))
+        for run, other in zip(results.of_arm(arm), results.of_arm(reference), strict=True)
+    ]
+    return [a - b if np.shape(a) == np.shape(b) else float(np.mean(a) - np.mean(b)) for a, b in pairs]
+
+
+def difference(results: Results, arm: str, reference: str | None = None) -> Interval:
+    """The mean of these differences. `reference` is that of the comparison if it is `None`."""
+    is_share = reward_bounds(results) == SHARE
+    values = differences(results, arm, reference or results.arguments["reference"])
+    return interval_of(values, DIFFERENCE_OF_SHARES if is_share else UNBOUNDED)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """
+    Which arm is ahead, by how much, and whether that is sure.
+
+    Args:
+        leader (`str`), other (`str`):
+            The arm with the highest mean of pass@1 along the run, and whom it is compared with: the reference, or the
+            next best arm if it leads itself.
+        difference (`Interval`):
+            Leader minus other.
+    """
+
+    leader: str
+    other: str
+    difference: Interval
+
+    @property
+    def is_sure(self) -> bool:
+        return self.difference.low > 0
+
+
+def verdict_of(results: Results) -> Verdict | None:
+    """The verdict of a comparison, `None` of one arm."""
+    reference = results.arguments["reference"]
+    means = {arm: fmean([float(np.mean(mean_rates(run))) for run in results.of_arm(arm)]) for arm in results.arms}
+    ranking = sorted(means, key=lambda arm: -means[arm])
+    if len(ranking) == 1:
+        return None
+    leader = ranking[0]
+    other = reference if leader != reference else ranking[1]
+    return Verdict(leader, other, difference(results, leader, other))
+
+
+def at_best(results: Results) -> str:
+    """What so many seeds and prompts can tell at best, in a sentence or two."""
+    reference, seeds = results.arguments["reference"], len(results.arguments["seeds"])
+    others = [arm for arm in results.arms if arm != reference]
+    if seeds == 1:
+        return "Warning: one seed says nothing of how runs differ. Take three to begin with, and five for a verdict."
+    if not others:
+        return ""
+    tables = [_by_prompts(differences(results, arm, reference)) for arm in others]
+    parts = [half_widths(table) for table in tables if table is not None and table.shape[1] > 1]
+    if not parts:
+        return ""
+    by_seeds, by_prompts = min(parts, key=lambda both: math.hypot(*both))
+    factor = t_quantile(0.975, seeds - 1)
+    more = [count for count in (5, 10, 20) if count > seeds][:2]
+    told = ", ".join(
+        f"{_told(math.hypot(by_seeds * t_quantile(0.975, n - 1) / factor * math.sqrt(seeds / n), by_prompts))} with {n}"
+        for n in more
+    )
+    prompts = next(table.shape[1] for table in tables if table is not None)
+    few = f"Warning: {seeds} seeds are few. " if seeds < FEW_SEEDS else ""
+    further = f"If further seeds differ as these do: by {told} seeds. " if more else ""
+    return (
+        f"{few}At best, {seeds} seeds and {prompts} held-out prompts can tell arms apart here that differ by "
+        f"{_told(math.hypot(by_seeds, by_prompts))} or more. {further}The prompts alone leave ± {_told(by_prompts)}, "
+        "however many seeds there are."
+    )
+
+
+def _told(value: float) -> str:
+    return f"{value:.2g}" if value < 0.1 else f"{value:.2f}"
