@@ -1,7 +1,5 @@
 """Comparisons of arms whose true means are known, drawn without a training."""
 
-from functools import cache
-
 import numpy as np
 
 from fr3e_trl.bench.results import Results
@@ -19,12 +17,17 @@ def share(log_odds):
     return 1 / (1 + np.exp(-log_odds))
 
 
-@cache
 def truth(arm, k=1):
-    """pass@k of an arm in the end, over all seeds and prompts that could be drawn."""
+    """pass@k of an arm in the end, over all seeds and prompts that could be drawn; of `None`, at the start."""
+    if arm is None:
+        return expected(START, PROMPTS, k)
+    return expected(START + GAINS[arm], np.hypot.reduce([PROMPTS, SEEDS, RUNS, ARMS, RESTS]), k)
+
+
+def expected(log_odds, spread, k=1):
+    """pass@k where log-odds are normal, by quadrature."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(60)
-    spread = np.hypot.reduce([PROMPTS, SEEDS, RUNS, ARMS, RESTS])
-    return float(1 - (weights @ (1 - share(START + GAINS[arm] + spread * nodes)) ** k) / weights.sum())
+    return float(1 - weights @ (1 - share(log_odds + spread * nodes)) ** k / weights.sum())
 
 
 def simulated(generator, num_seeds, arms=("grpo", "fr3e"), num_prompts=48, num_samples=4, num_evals=1, extra=None):

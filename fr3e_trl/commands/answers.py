@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..rewards import math_answers, math_reward
-from .statistics import SHARE, UNBOUNDED, best_of_k, majority_of_k, mean_interval
+from .statistics import best_of_k, majority_of_k, mean_interval, share_interval
 
 # Rewards whose answers are those of math-verify
 MATH_REWARDS = ("math_reward", "accuracy_reward", "reasoning_accuracy_reward")
@@ -64,7 +64,7 @@ def with_interval(values: list[float]) -> dict[str, float]:
     """Mean over problems, and its interval, which a single problem has not."""
     if len(values) == 1:
         return {"mean": values[0]}
-    interval = mean_interval(values, SHARE if all(0 <= value <= 1 for value in values) else UNBOUNDED)
+    interval = share_interval(values) if all(0 <= value <= 1 for value in values) else mean_interval(values)
     return {"mean": interval.mean, "low": interval.low, "high": interval.high}
 
 

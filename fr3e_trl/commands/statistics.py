@@ -145,8 +145,8 @@ def half_widths(values: np.ndarray, confidence: float = 0.95) -> tuple[float, fl
     """
     What the seeds alone, and the prompts alone, leave open of a mean: half-widths of its interval.
 
-    The variance over prompts is that of their means over runs, without what is left of the noise of single values: that
-    is in the variance over runs.
+    The variance over prompts is that of their means over runs, without the noise of single values, which is in the
+    variance over runs. Few runs may be alike by chance: they count for no less than that noise.
 
     Args:
         values (`np.ndarray` of shape (N, P)):
@@ -161,7 +161,7 @@ def half_widths(values: np.ndarray, confidence: float = 0.95) -> tuple[float, fl
     over_runs = float(of_runs.var(ddof=1)) / n
     over_prompts = max(float(of_prompts.var(ddof=1)) / num_prompts - noise, 0.0)
     by_runs, by_prompts = (t_quantile((1 + confidence) / 2, count - 1) for count in (n, num_prompts))
-    return by_runs * math.sqrt(over_runs), by_prompts * math.sqrt(over_prompts)
+    return max(by_runs * math.sqrt(over_runs), by_prompts * math.sqrt(noise)), by_prompts * math.sqrt(over_prompts)
 
 
 def within(mean: float, half_width: float, bounds: Bounds, least: float) -> Interval:
@@ -183,11 +183,32 @@ def within(mean: float, half_width: float, bounds: Bounds, least: float) -> Inte
     low, high = bounds
     if math.isinf(low) or math.isinf(high):
         return Interval(mean, max(mean - half_width, low), min(mean + half_width, high))
-    at = min(max((mean - low) / (high - low), 0.0), 1.0)
+    at = (mean - low) / (high - low)
     room = at * (1 - at)
-    ratio = (half_width / (high - low)) ** 2 / room if room > 1e-12 else least
-    centre, spread = (at + ratio / 2) / (1 + ratio), math.sqrt(ratio * room + ratio**2 / 4) / (1 + ratio)
-    return Interval(mean, low + (high - low) * (centre - spread), low + (high - low) * (centre + spread))
+    wilson = score_interval(at, (half_width / (high - low)) ** 2 / room if room > 1e-12 else least)
+    return Interval(mean, low + (high - low) * wilson.low, low + (high - low) * wilson.high)
+
+
+def score_interval(share: float, ratio: float) -> Interval:
+    """Wilson's interval of a share p, of which `ratio` is the squared half-width over p (1 − p): z² / n of n draws."""
+    centre = (share + ratio / 2) / (1 + ratio)
+    spread = math.sqrt(ratio * max(share * (1 - share), 0) + ratio**2 / 4) / (1 + ratio)
+    return Interval(share, centre - spread, centre + spread)
+
+
+def share_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """
+    Mean of independent values between 0 and 1, at least two, and its interval.
+
+    It is Wilson's, with the variance of the values and of a 0 and a 1 more: where almost all are alike, the few that
+    differ and were not drawn would be overlooked.
+    """
+    mean, more = sum(values) / len(values), [*values, 0.0, 1.0]
+    middle = sum(more) / len(more)
+    variance = sum((value - middle) ** 2 for value in more) / (len(more) - 1) / len(more)
+    return score_interval(
+        mean, t_quantile((1 + confidence) / 2, len(more) - 1) ** 2 * variance / (middle * (1 - middle))
+    )
 
 
 def paired_difference(values: Sequence[float], reference: Sequence[float]) -> Interval:
