@@ -30,7 +30,7 @@ MARKERS = "osD^vP*X<>"
 DRAWN = ("reward", "differing", "signal")
 
 # Reports of the same runs are the same bytes. Letters are shapes, for those who have not the font
-STYLE = {"svg.hashsalt": "fr3e", "svg.fonttype": "path", "font.size": 10, "axes.titlesize": 10.5}
+STYLE: Any = {"svg.hashsalt": "fr3e", "svg.fonttype": "path", "font.size": 10, "axes.titlesize": 10.5}
 
 _thousands = EngFormatter(sep="")  # 100k
 

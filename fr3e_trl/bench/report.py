@@ -1,6 +1,6 @@
 """From the runs of a comparison to its report."""
 
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, fields
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +16,7 @@ from .estimates import Verdict, at_best, difference, mean_rates, of_arm, reward_
 from .plots import Plot, plot_all
 from .report_page import page
 from .results import COLLAPSED_NOISE, COSTS, Results
-from .tables import Table
+from .tables import Section
 from .tuning import TUNED
 
 PLOTS = "plots"  # their folder
@@ -24,31 +24,6 @@ LINES = (
     "a thin line is a run, and a thick one an arm's mean, as far as all of its runs go. From five seeds on, a band is "
     "the mean's 95% interval over seeds, on these prompts"
 )
-
-
-@dataclass(frozen=True)
-class Section:
-    """
-    A part of the report, below its verdict.
-
-    Args:
-        title (`str`), before (`str`), table ([`Table`], *optional*), after (`str`):
-            Its parts, in order, with `code` and **bold** as in Markdown.
-        code (`str`), language (`str`):
-            What is to be shown as it is, between `before` and the table.
-    """
-
-    title: str
-    before: str = ""
-    table: Table | None = None
-    after: str = ""
-    code: str = ""
-    language: str = ""
-
-    def markdown(self) -> str:
-        code = f"```{self.language}\n{self.code}\n```" if self.code else ""
-        table = self.table.markdown() if self.table else ""
-        return "\n\n".join(part for part in (f"## {self.title}", self.before, code, table, self.after) if part)
 
 
 def write_report(results: Results, output_dir: Path) -> None:

@@ -5,7 +5,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -15,12 +15,10 @@ from . import tables
 from .estimates import FEW_SEEDS, at_best, difference, is_aligned, rates, verdict_of
 from .plots import Plot
 from .results import COSTS, Results, reached
-
-if TYPE_CHECKING:
-    from .report import Section
+from .tables import Section
 
 
-def page(results: Results, plots: Sequence[Plot], sections: "Sequence[Section]", **texts: str) -> str:
+def page(results: Results, plots: Sequence[Plot], sections: Sequence[Section], **texts: str) -> str:
     """
     The page.
 

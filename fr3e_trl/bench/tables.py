@@ -51,6 +51,31 @@ class Table:
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+@dataclass(frozen=True)
+class Section:
+    """
+    A part of the report, below its verdict.
+
+    Args:
+        title (`str`), before (`str`), table ([`Table`], *optional*), after (`str`):
+            Its parts, in order, with `code` and **bold** as in Markdown.
+        code (`str`), language (`str`):
+            What is to be shown as it is, between `before` and the table.
+    """
+
+    title: str
+    before: str = ""
+    table: Table | None = None
+    after: str = ""
+    code: str = ""
+    language: str = ""
+
+    def markdown(self) -> str:
+        code = f"```{self.language}\n{self.code}\n```" if self.code else ""
+        table = self.table.markdown() if self.table else ""
+        return "\n\n".join(part for part in (f"## {self.title}", self.before, code, table, self.after) if part)
+
+
 def number(interval: Interval, digits: int = 3) -> str:
     """A mean and its interval, such as `0.803 (0.783–0.822)`; `0.000 (all)` where no run differs from another."""
     mean, low, high = (f"{value + 0.0:.{digits}f}" for value in _rounded(interval, digits))  # 0.0 makes -0 a 0

@@ -47,6 +47,8 @@ def best_of_k(rewards: Sequence[float], k: int) -> float:
     n = len(rewards)
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} cannot be estimated from {n} samples: it takes at least as many as k.")
+    if k == 1:
+        return sum(rewards) / n
     return sum(math.comb(i, k - 1) * reward for i, reward in enumerate(sorted(rewards))) / math.comb(n, k)
 
 
