@@ -169,7 +169,7 @@ def _amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def diversity_measures(results: Results) -> dict[str, tuple[Callable[[dict[str, Any], float], Any], Bounds]]:
+def diversity_measures(results: Results) -> dict[str, tuple[Callable[..., Any], Bounds]]:
     """What is measured of a policy, by name: a measure of a run that has spent so much, and between what it lies."""
     bounds, cost = reward_bounds(results), results.cost
     ks = [k for k in results.arguments["pass_at"] if k > 1]
