@@ -166,11 +166,11 @@ def at_best(results: Results) -> str:
     prompts = next(table.shape[1] for table in tables if table is not None)
     few = f"Warning: {seeds} seeds are few. " if seeds < FEW_SEEDS else ""
     further = f"If further seeds differ as these do: by {told} seeds. " if more else ""
+    rest = f"The prompts alone leave ± {_told(by_prompts)}, however many seeds there are." if by_prompts else ""
     return (
         f"{few}At best, {seeds} seeds and {prompts} held-out prompts can tell arms apart here that differ by "
-        f"{_told(math.hypot(by_seeds, by_prompts))} or more. {further}The prompts alone leave ± {_told(by_prompts)}, "
-        "however many seeds there are."
-    )
+        f"{_told(math.hypot(by_seeds, by_prompts))} or more. {further}{rest}"
+    ).strip()
 
 
 def _told(value: float) -> str:
