@@ -18,7 +18,7 @@ from fr3e_trl.commands.statistics import DIFFERENCE_OF_SHARES, SHARE, best_of_k,
 NUM_DRAWN = 200
 
 # Where the browser's pictures go, to be looked at
-SCREENS = Path(os.environ.get("SCREENS", "."))
+SCREENSHOTS = Path(os.environ.get("SCREENSHOTS", "."))
 
 
 @pytest.mark.parametrize("num_seeds", [2, 3, 5, 10])
@@ -198,7 +198,7 @@ def test_the_first_screen_answers(browser, report, width, height, scheme):  # no
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("request", lambda request: request.url.startswith(("file:", "data:")) or complaints.append(request.url))
     page.goto(report.as_uri())
-    page.screenshot(path=str(SCREENS / f"report-{width}-{scheme}.png"))
+    page.screenshot(path=str(SCREENSHOTS / f"report-{width}-{scheme}.png"))
     answers = page.locator(".answers > div")
     said = [answers.nth(i).locator("dt, .say").all_text_contents() for i in range(4)]
     assert said[0] == ["Ahead", "tree"]
