@@ -135,8 +135,13 @@ def test_what_seeds_and_prompts_can_tell_at_best():
     assert re.search(r"by \d\.\d+ with 5, \d\.\d+ with 10 seeds", two)
     assert "Warning" not in ten and "with 20 seeds" in ten
     least = float(re.search(r"differ by (\S+) or more", ten)[1])
-    assert least == pytest.approx(difference(compared(10), "fr3e").half_width, rel=0.1)  # Wilson's is narrower
+    assert least == pytest.approx(difference(compared(10), "fr3e").half_width, rel=0.05)
     assert at_best(compared(1)).startswith("Warning: one seed says nothing")
+    apart = compared(2)
+    for seed, run in enumerate(apart.of_arm("fr3e")):  # one is all right, and one all wrong
+        for evaluation in run["evaluations"]:
+            evaluation["rewards"] = [[float(seed)] * 4] * 48
+    assert "cannot tell arms apart here, however much they differ" in at_best(apart)
 
 
 def test_prompts_without_a_score_leave_intervals_over_seeds():

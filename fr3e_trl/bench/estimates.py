@@ -158,19 +158,38 @@ def at_best(results: Results) -> str:
         return ""
     by_seeds, by_prompts = min(parts, key=lambda both: math.hypot(*both))
     factor = t_quantile(0.975, seeds - 1)
-    more = [count for count in (5, 10, 20) if count > seeds][:2]
-    told = ", ".join(
-        f"{_told(math.hypot(by_seeds * t_quantile(0.975, n - 1) / factor * math.sqrt(seeds / n), by_prompts))} with {n}"
-        for n in more
-    )
+    is_share = reward_bounds(results) == SHARE
+
+    def least(n: int) -> float:
+        of_seeds = by_seeds * t_quantile(0.975, n - 1) / factor * math.sqrt(seeds / n)
+        return _least_difference(math.hypot(of_seeds, by_prompts), is_share)
+
     prompts = next(table.shape[1] for table in tables if table is not None)
     few = f"Warning: {seeds} seeds are few. " if seeds < FEW_SEEDS else ""
-    further = f"If further seeds differ as these do: by {told} seeds. " if more else ""
-    rest = f"The prompts alone leave ± {_told(by_prompts)}, however many seeds there are." if by_prompts else ""
-    return (
-        f"{few}At best, {seeds} seeds and {prompts} held-out prompts can tell arms apart here that differ by "
-        f"{_told(math.hypot(by_seeds, by_prompts))} or more. {further}{rest}"
-    ).strip()
+    if math.isinf(least(seeds)):
+        now = f"{seeds} seeds and {prompts} held-out prompts cannot tell arms apart here, however much they differ."
+    else:
+        now = (
+            f"At best, {seeds} seeds and {prompts} held-out prompts can tell arms apart here that differ by "
+            f"{_told(least(seeds))} or more."
+        )
+    told = ", ".join(
+        f"{_told(least(n))} with {n}" for n in [n for n in (5, 10, 20) if n > seeds][:2] if math.isfinite(least(n))
+    )
+    further = f" If further seeds differ as these do: by {told} seeds." if told else ""
+    rest = f" The prompts alone leave ± {_told(by_prompts)}, however many seeds there are." if by_prompts else ""
+    return few + now + further + rest
+
+
+def _least_difference(half_width: float, is_share: bool) -> float:
+    """
+    The least difference whose interval is above 0, if it is that wide; infinity if there is none.
+
+    Wilson's interval of a difference d of shares is above 0 where d² (1 − d²) is above the squared half-width.
+    """
+    if not is_share:
+        return half_width
+    return math.inf if half_width > 0.5 else math.sqrt((1 - math.sqrt(1 - 4 * half_width**2)) / 2)
 
 
 def _told(value: float) -> str:
