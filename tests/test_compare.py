@@ -459,7 +459,7 @@ def test_what_is_kept_to_be_read():
             assert [kept["prompt"] for kept in evaluation["shown"]] == heldout
             assert [kept["reward"] for kept in evaluation["shown"]] == [rewards[0] for rewards in evaluation["rewards"]]
             assert all(kept["reward"] == float("1" in kept["completion"]) for kept in evaluation["shown"])
-        assert all(kept["completion"] in page for kept in last["shown"])
+        assert all(kept["completion"].strip() in page for kept in last["shown"])
         name = f"{result['arm']}-rate0.001-prompts4-updates1-seed{result['seed']}"
         policy = AutoModelForCausalLM.from_pretrained(f"out/policies/{name}")
         # It is the one that was evaluated last: the same completions of the same seed

@@ -137,6 +137,7 @@ def test_what_seeds_and_prompts_can_tell_at_best():
     least = float(re.search(r"differ by (\S+) or more", ten)[1])
     assert least == pytest.approx(difference(compared(10), "fr3e").half_width, rel=0.05)
     assert at_best(compared(1)).startswith("Warning: one seed says nothing")
+    assert at_best(compared(3, ("grpo",))) == ""
     apart = compared(2)
     for seed, run in enumerate(apart.of_arm("fr3e")):  # one is all right, and one all wrong
         for evaluation in run["evaluations"]:

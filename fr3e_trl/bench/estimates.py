@@ -145,18 +145,14 @@ def verdict_of(results: Results) -> Verdict | None:
 
 
 def at_best(results: Results) -> str:
-    """What so many seeds and prompts can tell at best, in a sentence or two."""
-    reference, seeds = results.arguments["reference"], len(results.arguments["seeds"])
-    others = [arm for arm in results.arms if arm != reference]
+    """What so many seeds and prompts can tell at best, by how far the two arms of the verdict vary."""
+    found, seeds = verdict_of(results), len(results.arguments["seeds"])
     if seeds == 1:
         return "Warning: one seed says nothing of how runs differ. Take three to begin with, and five for a verdict."
-    if not others:
+    table = None if found is None else _by_prompts(differences(results, found.leader, found.other))
+    if table is None or table.shape[1] == 1 or not any(half_widths(table)):
         return ""
-    tables = [_by_prompts(differences(results, arm, reference)) for arm in others]
-    parts = [half_widths(table) for table in tables if table is not None and table.shape[1] > 1]
-    if not parts:
-        return ""
-    by_seeds, by_prompts = min(parts, key=lambda both: math.hypot(*both))
+    (by_seeds, by_prompts), prompts = half_widths(table), table.shape[1]
     factor = t_quantile(0.975, seeds - 1)
     is_share = reward_bounds(results) == SHARE
 
@@ -164,7 +160,6 @@ def at_best(results: Results) -> str:
         of_seeds = by_seeds * t_quantile(0.975, n - 1) / factor * math.sqrt(seeds / n)
         return _least_difference(math.hypot(of_seeds, by_prompts), is_share)
 
-    prompts = next(table.shape[1] for table in tables if table is not None)
     few = f"Warning: {seeds} seeds are few. " if seeds < FEW_SEEDS else ""
     if math.isinf(least(seeds)):
         now = f"{seeds} seeds and {prompts} held-out prompts cannot tell arms apart here, however much they differ."
