@@ -1,7 +1,10 @@
 """`fr3e compare`: what it counts, when it stops, what it reports, and that a kill changes nothing."""
 
+import base64
+import html
 import itertools
 import json
+import math
 import re
 import signal
 import subprocess
@@ -11,6 +14,7 @@ import tomllib
 from operator import itemgetter
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -23,20 +27,26 @@ from trl import GRPOTrainer
 from fr3e_trl.bench.arms import make_config, make_trainer, whole_prompts
 from fr3e_trl.bench.compare import compare, main
 from fr3e_trl.bench.compare_arguments import CompareArguments
-from fr3e_trl.bench.measures import batch_signal, sampled_states
+from fr3e_trl.bench.evaluation import evaluate
+from fr3e_trl.bench.measures import batch_signal, sampled_prompts
 from fr3e_trl.bench.results import has_collapsed
+from fr3e_trl.bench.tasks import HELDOUT_SEED
 from fr3e_trl.bench.tuning import TUNED
 from fr3e_trl.commands import cli
 from fr3e_trl.commands.recipe import RecipeParser, read_recipe
 from fr3e_trl.commands.statistics import (
+    SHARE,
     best_of_k,
+    crossed_interval,
     first_reached,
+    half_widths,
     interpolate,
     mean_height,
     mean_interval,
     paired_difference,
     ratio_interval,
     t_quantile,
+    within,
 )
 from fr3e_trl.commands.usage import UsageError
 from fr3e_trl.generation.generate import GenerateSampler
@@ -72,7 +82,7 @@ def one_thread():
 def without_plots(request, monkeypatch):
     """They take longer than the runs of these tests: they are drawn where a test is about them."""
     if request.node.get_closest_marker("plots") is None:
-        monkeypatch.setattr("fr3e_trl.bench.report.plot_all", lambda results, output_dir: {})
+        monkeypatch.setattr("fr3e_trl.bench.report.plot_all", lambda results, headline: [])
 
 
 def arguments(**overrides):
@@ -149,7 +159,7 @@ def test_intervals():
     assert interval.mean == pytest.approx(0.5)
     assert interval.half_width == pytest.approx(4.302653 * 0.1 / 3**0.5, rel=1e-6)
     assert (interval.low, interval.high) == pytest.approx((0.5 - 0.248414, 0.5 + 0.248414), abs=1e-5)
-    assert mean_interval([0.4]).half_width != mean_interval([0.4]).half_width  # NaN
+    assert math.isnan(mean_interval([0.4]).low) and math.isnan(crossed_interval(np.array([[0.4, 0.6]])).high)
     # The seeds differ by far more than the arms do: differences 0.1, 0.2
     difference = paired_difference([0.3, 0.9], [0.2, 0.7])
     assert difference.mean == pytest.approx(0.15)
@@ -158,6 +168,39 @@ def test_intervals():
     ratio, low, high = ratio_interval([1, 10], [2, 40])
     assert ratio == pytest.approx(2**-1.5)
     assert (low, high) == pytest.approx((2 ** (-1.5 - 12.706205 / 2), 2 ** (-1.5 + 12.706205 / 2)), rel=1e-5)
+
+
+def test_interval_over_seeds_and_prompts():
+    """Two seeds and three prompts, by hand."""
+    values = np.array([[0.2, 0.5, 0.8], [0.4, 0.5, 0.9]])
+    # Means of seeds .5, .6: variance .005. Of prompts .3, .5, .85: .0775. What is left: ±.05, ∓.05, 0, twice as squares
+    # .01, over 1 · 2 degrees of freedom .005
+    assert values.mean() == pytest.approx(0.55)
+    by_seeds = 12.706205 * (0.005 / 2) ** 0.5
+    by_prompts = 4.302653 * (0.0775 / 3 - 0.005 / 6) ** 0.5
+    assert half_widths(values) == pytest.approx((by_seeds, by_prompts), rel=1e-6)
+    interval = crossed_interval(values)
+    assert interval.half_width == pytest.approx((by_seeds**2 + by_prompts**2) ** 0.5, rel=1e-6)
+    # Noise alone, ±½ four times, 1 as squares over 1 · 1 degrees of freedom: nothing is left for the prompts
+    assert half_widths(np.array([[0.0, 1.0], [1.0, 0.0]])) == pytest.approx((12.706205 * (1 / 4) ** 0.5, 0), rel=1e-6)
+
+
+def test_intervals_stay_in_their_bounds():
+    """Wilson's for a share p of n: (p + z²/2n ± z √(p (1 − p)/n + z²/4n²)) / (1 + z²/n)."""
+    half_width = 1.96 * (0.9 * 0.1 / 40) ** 0.5
+    interval = within(0.9, half_width, SHARE, least=0)
+    ratio = 1.96**2 / 40
+    spread = 1.96 * (0.9 * 0.1 / 40 + ratio / 160) ** 0.5
+    expected = [(0.9 + ratio / 2 + side * spread) / (1 + ratio) for side in (-1, 1)]
+    assert (interval.low, interval.high) == pytest.approx(expected)
+    # All 40 right: from n / (n + z²) to 1
+    interval = within(1.0, 0.0, SHARE, least=ratio)
+    assert (interval.low, interval.high) == pytest.approx((40 / (40 + 1.96**2), 1.0))
+    # The same of a difference, twice as wide and half as far
+    doubled = within(0.8, 2 * half_width, (-1.0, 1.0), least=0)
+    assert (doubled.low, doubled.high) == pytest.approx([2 * end - 1 for end in expected])
+    assert mean_interval([0.9, 1.0], SHARE).high < 1 and mean_interval([0.9, 1.0], SHARE).low > 0
+    assert mean_interval([0.1, 1.0], (0.0, math.inf)).low == 0
 
 
 def test_curves():
@@ -198,10 +241,13 @@ def test_prompts_that_make_whole_batches():
 
 
 def test_signal_of_a_batch():
-    states = sampled_states(rewards=torch.tensor([1.0, 0.5, 1, 1, 0, 0]), states=torch.tensor([0, 0, 1, 1, 2, 2]))
-    assert states == pytest.approx({"all_right": 1 / 3, "all_wrong": 1 / 3, "reward": 3.5 / 6})
-    states = sampled_states(rewards=torch.tensor([1.0, 0, 1, 1, 0, 0]), states=torch.tensor([0, 0, 1, 1, 2, 2]))
-    assert states == pytest.approx({"all_right": 1 / 3, "all_wrong": 1 / 3, "reward": 3 / 6})
+    # Of four rows with one that differs 3 pairs of 6 do; of two alike none; one row makes no pair
+    nan = math.nan
+    prompts = sampled_prompts(
+        rewards=[[1.0, 0, 0, 0], [1.0, 1, nan], [0.5], []], of_prompts=[[1.0, 0], [1.0], [nan], []]
+    )
+    assert prompts == pytest.approx({"reward": 2 / 3, "differing": (3 / 6 + 0) / 2})
+    assert all(map(math.isnan, sampled_prompts(rewards=[[nan]], of_prompts=[[nan]]).values()))
     signal = batch_signal(
         advantages=torch.tensor([0.5, -0.5, 0, 0, 0.25, 0]),
         in_loss=torch.tensor([True, True, False, False, True, True]),
@@ -334,37 +380,55 @@ def test_report_has_the_numbers_of_the_raw_data():
                 return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
 
     def area(run):
-        points = [(e["generated_tokens"], pass_at_1(e)) for e in run["evaluations"] if e["generated_tokens"] < 500]
-        points.append((500, at(run, 500)))
+        measure = by_prompts(pass_at_1)
+        points = [(e["generated_tokens"], measure(e)) for e in run["evaluations"] if e["generated_tokens"] < 500]
+        points.append((500, at(run, 500, measure)))
         return sum((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in itertools.pairwise(points)) / 500
 
+    def by_prompts(measure):
+        """The same measures, of each prompt."""
+        return lambda evaluation: np.array([measure({"rewards": [rewards]}) * 6 for rewards in evaluation["rewards"]])
+
     def summary(values, sign=""):
-        mean = sum(values) / 3
-        half_width = 4.302652730 * (sum((v - mean) ** 2 for v in values) / 2 / 3) ** 0.5
-        return f"{mean:{sign}.3f} ± {half_width:.3f}".replace("-0.000", "0.000")
+        """Over seeds and prompts: of each seed a measure, or one for each prompt."""
+        if np.ndim(values[0]) == 0:
+            mean, half_width = np.mean(values), 4.302652730 * (np.var(values, ddof=1) / 3) ** 0.5
+            low, high = max(mean - half_width, 0), mean + half_width
+        else:
+            low, mean, high = ends(np.array(values), (-1.0, 1.0) if sign else SHARE)
+        texts = [f"{value:{sign}.3f}".replace("-", "−") for value in (mean, low, high)]
+        if high - low < 1e-9:
+            return f"{texts[0]} (all)"
+        return "{} ({}{}{})".format(*texts[:2], " to " if sign else "–", texts[2])
+
+    def ends(values, bounds):
+        interval = crossed_interval(values, bounds)
+        return interval.low, interval.mean, interval.high
 
     runs = {arm: [run for run in raw["runs"] if run["arm"] == arm] for arm in ("fr3e", "grpo", "fixed")}
     assert [run["seed"] for run in runs["fr3e"]] == [0, 1, 2]
     table = rows_of(report, "ones: arms at equal generated tokens")
     for arm, of_arm in runs.items():
-        final = [at(run, 500) for run in of_arm]
-        ends = [run["evaluations"][-1] for run in of_arm]
+        final = [at(run, 500, by_prompts(pass_at_1)) for run in of_arm]
+        spent = [run["evaluations"][-1]["generated_tokens"] for run in of_arm]
         assert table[arm][0] == summary([area(run) for run in of_arm])
         assert table[arm][2] == summary(final)
         if arm != "grpo":
             difference = [area(run) - area(other) for run, other in zip(of_arm, runs["grpo"], strict=True)]
-            assert table[arm][1].replace("−", "-").lstrip("+") == summary(difference)
+            assert table[arm][1] == summary(difference, "+")
         course = rows_of(report, "pass@1 along the run")[arm]
-        assert course == [summary([at(run, tokens) for run in of_arm]) for tokens in (0, 250, 500)]
+        assert course == [
+            summary([at(run, tokens, by_prompts(pass_at_1)) for run in of_arm]) for tokens in (0, 250, 500)
+        ]
         signal = rows_of(report, "What the batches taught")[arm]
         shares = [sum(b["signal"] for b in run["batches"]) / len(run["batches"]) for run in of_arm]
-        assert signal[2] == summary(shares)
+        within_bounds = mean_interval(shares, SHARE)
+        assert signal[3] == f"{within_bounds.mean:.3f} ({within_bounds.low:.3f}–{within_bounds.high:.3f})"
         costs = rows_of(report, "What a run cost")[arm]
-        assert costs[3] == f"{sum(end['generated_tokens'] for end in ends) / 3:,.0f}"
+        assert costs[3] == f"{sum(spent) / 3:,.0f}"
         diversity = rows_of(report, "Diversity")[arm]
-        for cell, measure in ((1, itemgetter("entropy")), (3, pass_at_2), (5, distinct)):
+        for cell, measure in ((1, itemgetter("entropy")), (3, by_prompts(pass_at_2)), (5, distinct)):
             assert diversity[cell] == summary([at(run, 500, measure) for run in of_arm])
-    assert f"`grpo` ({table['grpo'][0]})" in report.splitlines()[2]
     assert "fr3e compare --config x.yaml" in report
     # A policy that does not learn stays what it was
     assert {pass_at_1(e) for run in runs["fixed"] for e in run["evaluations"]} == {
@@ -376,10 +440,45 @@ def test_report_has_the_numbers_of_the_raw_data():
 def test_plots():
     base = UNTUNED | {"num_prompts": 4}
     run(base=base, learning_rates=[1e-3, 1e-2], tuning_seeds=[7], seeds=[0, 1], arms={"fr3e": FR3E, "grpo": GRPO})
-    report = Path("out/report.md").read_text()
-    for name in ("accuracy", "rates", "policy", "batches"):
-        assert Path(f"out/{name}.png").stat().st_size > 10_000
-        assert f"({name}.png)" in report
+    report, page = Path("out/report.md").read_text(), Path("out/report.html").read_text()
+    for name in "accuracy seconds rates entropy best_of_k distinct length batches_reward batches_differing".split():
+        svg = Path(f"out/plots/{name}.svg").read_bytes()
+        assert len(svg) > 10_000 and f"(plots/{name}.svg)" in report
+        assert base64.b64encode(svg).decode() in page
+
+
+def test_what_is_kept_to_be_read():
+    """Of each run its policy, what it says to the same prompts before and after, and a tree of its last batch."""
+    raw = run(seeds=[0, 1], num_evals=3)
+    page = html.unescape(Path("out/report.html").read_text())
+    heldout = [example["prompt"] for example in Ones().examples("heldout", HELDOUT_SEED, 6)]
+    for result in raw["runs"]:
+        first, *between, last = result["evaluations"]
+        assert between and not any("shown" in evaluation for evaluation in between)
+        for evaluation in (first, last):
+            assert [kept["prompt"] for kept in evaluation["shown"]] == heldout
+            assert [kept["reward"] for kept in evaluation["shown"]] == [rewards[0] for rewards in evaluation["rewards"]]
+            assert all(kept["reward"] == float("1" in kept["completion"]) for kept in evaluation["shown"])
+        assert all(kept["completion"].strip() in page for kept in last["shown"])
+        name = f"{result['arm']}-rate0.001-prompts4-updates1-seed{result['seed']}"
+        policy = AutoModelForCausalLM.from_pretrained(f"out/policies/{name}")
+        # It is the one that was evaluated last: the same completions of the same seed
+        saved = AutoTokenizer.from_pretrained(f"out/policies/{name}", padding_side="left")
+        evaluation = evaluate(policy, saved, Ones(), Ones().examples("heldout", HELDOUT_SEED, 6), 4, 512)
+        assert evaluation.rewards == last["rewards"]
+        if result["arm"] == "grpo":
+            assert result["tree"] is None
+        else:
+            tree = result["tree"]
+            rewards = {rollout["reward"] for rollout in tree["rollouts"]}
+            assert re.fullmatch(r"\d+=", "".join(tree["prompt"])) and rewards <= {0.0, 1.0}
+            assert "".join(tree["rollouts"][tree["bases"][0]]["tokens"][:1]) in page
+    assert "S1" in page
+    policies = {path.name for path in Path("out/policies").iterdir()}
+    assert len(policies) == 4
+    # A switch; and the tuning's are not kept
+    run(output_dir="none", keep_policies=False, arms={"grpo": GRPO})
+    assert not Path("none/policies").exists()
 
 
 def test_verdict_names_what_wins():
@@ -387,7 +486,7 @@ def test_verdict_names_what_wins():
     arms = {"still": GRPO | {"learning_rate": 0.0}, "learns": GRPO | {"num_generations": 8, "learning_rate": 1e-2}}
     run(arms=arms, reference="still", seeds=[0, 1, 2], generated_tokens=2500, num_heldout=16)
     report = Path("out/report.md").read_text()
-    assert "generated tokens, `learns` (+" in report.splitlines()[2]
+    assert report.splitlines()[2].startswith("**`learns` is ahead of `still` by +")
     # Where it came and the other did not
     raw = json.loads(Path("out/results.json").read_text())
     curves = [
@@ -412,8 +511,8 @@ def test_verdict_names_what_wins():
     # The report is made anew, without a run, for another reference
     raw = run(arms=arms, reference="learns", seeds=[0, 1, 2], generated_tokens=2500, num_heldout=16)
     assert len(raw["runs"]) == 6
-    assert "no arm beats `learns`" in Path("out/report.md").read_text().splitlines()[2]
-    assert "worse than it: `still` (−" in Path("out/report.md").read_text().splitlines()[2]
+    assert Path("out/report.md").read_text().splitlines()[2] == report.splitlines()[2]
+    assert rows_of(Path("out/report.md").read_text(), "ones: arms")["still"][1].startswith("−")
 
 
 # Tuning, sizes

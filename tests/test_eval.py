@@ -21,7 +21,7 @@ from fr3e_trl.commands import cli
 from fr3e_trl.commands.answers import group_answers, last_match
 from fr3e_trl.commands.data import FR3EScriptArguments, map_columns
 from fr3e_trl.commands.eval import read_lines
-from fr3e_trl.commands.statistics import best_of_k, bootstrap_interval, majority_of_k
+from fr3e_trl.commands.statistics import best_of_k, majority_of_k
 from fr3e_trl.rewards import math_answers, math_reward
 
 ROOT = Path(__file__).parent.parent
@@ -101,13 +101,6 @@ def test_majority_of_many_different_answers():
 def test_majority_of_more_than_there_are():
     with pytest.raises(ValueError, match="maj@3 cannot be estimated from 2 samples"):
         majority_of_k([(1, 1.0)], 1, 3)
-
-
-def test_bootstrap_interval():
-    low, high = bootstrap_interval([0.0, 1.0] * 50)
-    # The normal approximation: 1.96 times the standard error, sqrt(0.25 / 100)
-    assert (low, high) == (pytest.approx(0.402, abs=0.015), pytest.approx(0.598, abs=0.015))
-    assert bootstrap_interval([0.3] * 5) == (pytest.approx(0.3), pytest.approx(0.3))
 
 
 # Answers

@@ -46,7 +46,7 @@ def light(monkeypatch):
     """One thread, as in a worker, and no plots, which take longer than these runs."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr("fr3e_trl.bench.report.plot_all", lambda results, output_dir: {})
+    monkeypatch.setattr("fr3e_trl.bench.report.plot_all", lambda results, headline: [])
     yield
     torch.set_num_threads(num_threads)
 
@@ -102,7 +102,7 @@ def uncut(tmp_path_factory):
     """The runs of a comparison that was not cut."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("uncut"))
-        patch.setattr("fr3e_trl.bench.report.plot_all", lambda results, output_dir: {})
+        patch.setattr("fr3e_trl.bench.report.plot_all", lambda results, headline: [])
         write_task()
         return run(**CUT)
 

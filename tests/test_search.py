@@ -395,7 +395,7 @@ def test_a_policy_that_knows_nothing_calls_nothing(policy, tmp_path):
 
 
 def test_a_comparison_by_tool_calls(policy, monkeypatch):
-    monkeypatch.setattr("fr3e_trl.bench.report.plot_all", lambda results, output_dir: {})
+    monkeypatch.setattr("fr3e_trl.bench.report.plot_all", lambda results, headline: [])
     arms = {"grpo_4": {}, "grpo_2": {"num_generations": 2}}
     base = GRPO | {"num_prompts": 8}
     compare(

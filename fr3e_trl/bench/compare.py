@@ -53,10 +53,12 @@ FREE = (
     "tuning_seeds",
     "tuning_finalists",
     "pass_at",
+    "keep_policies",
     "num_workers",
 )
 
 TOKENS_FILE = "tokens_per_prompt.json"
+POLICIES = "policies"
 
 
 def main(argv: list[str]) -> None:
@@ -98,7 +100,10 @@ def compare(args: CompareArguments, command: str) -> None:
         tuning=[read_result(run) for run in tuning],
     )
     write_report(results, output_dir)
-    CONSOLE.print(f"Report: {output_dir / 'report.md'}", highlight=False, soft_wrap=True)
+    CONSOLE.print(f"Report: {output_dir / 'report.html'}", highlight=False, soft_wrap=True)
+    if args.keep_policies:
+        kept = sum(path.stat().st_size for path in (output_dir / POLICIES).glob("*/*"))
+        CONSOLE.print(f"Policies: {output_dir / POLICIES}, {kept / 1e6:,.1f} MB", highlight=False, soft_wrap=True)
 
 
 # All settings of an arm, its own over those of the base
@@ -194,7 +199,8 @@ class Comparison:
         cost, budget = next((BUDGETS[name], value) for name in BUDGETS if (value := getattr(args, name)) is not None)
         amount = budget if amount is None else amount
         assert args.eval_batch_size is not None
-        file = f"{arm}-rate{rate:g}-prompts{num_prompts}-updates{num_updates}-seed{seed}.json"
+        name = f"{arm}-rate{rate:g}-prompts{num_prompts}-updates{num_updates}-seed{seed}"
+        kept = Path(args.output_dir) / POLICIES / name
         return Run(
             arm=arm,
             settings=settings,
@@ -207,7 +213,8 @@ class Comparison:
             num_heldout=args.num_heldout,
             num_samples=args.num_samples,
             eval_batch_size=args.eval_batch_size,
-            path=str(Path(args.output_dir) / folder / file),
+            path=str(Path(args.output_dir) / folder / f"{name}.json"),
+            policy_path=str(kept) if args.keep_policies and folder == "runs" else None,
         )
 
 

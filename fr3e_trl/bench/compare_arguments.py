@@ -101,6 +101,13 @@ class CompareArguments(ArmsArguments):
             "help": "Completions that an evaluation generates at once. If `None`, 512, and 64 for a task of your own."
         },
     )
+    keep_policies: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Keep the trained policy of each run in `output_dir/policies`. If `None`, those of the bench's "
+            "tasks, which have 0.6 MB each, and not those of a model of your own."
+        },
+    )
     num_workers: int | None = field(
         default=None,
         metadata={
@@ -115,6 +122,8 @@ class CompareArguments(ArmsArguments):
         self._check_budget()
         if self.eval_batch_size is None:
             self.eval_batch_size = 512 if self.task is not None else OWN_EVAL_BATCH_SIZE
+        if self.keep_policies is None:
+            self.keep_policies = self.task is not None
         check_counts(self, tuning_tokens=1, num_evals=1, num_heldout=1)
         check_counts(self, num_samples=1, eval_batch_size=1, num_workers=1)
         if self.tuning_finalists is not None:

@@ -1,6 +1,6 @@
 """How good a policy is, on prompts that training never sees."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from ..trl_adapter.prompts import tokenize
 from ..trl_adapter.tools import converse
 from .own_task import OwnTask
 from .tasks import HELDOUT_SEED, Task
+
+NUM_SHOWN = 6  # held-out prompts whose completions are kept to be read
 
 
 @dataclass
@@ -33,6 +35,8 @@ class Evaluation:
             Mean length of the sampled completions, in tokens. What tools answer is not counted.
         num_unscored (`int`):
             Completions without a score.
+        shown (`list[dict]`):
+            To be read: `prompt`, `completion` and `reward` of one completion of each of the first held-out prompts.
     """
 
     rewards: list[list[float]]
@@ -40,6 +44,7 @@ class Evaluation:
     entropy: float
     completion_length: float
     num_unscored: int = 0
+    shown: list[dict[str, Any]] = field(default_factory=list)
 
 
 def evaluate(
@@ -92,6 +97,7 @@ def evaluate(
             sampled = _complete(model, tokenizer, task, examples, batch_size, config, trainer)
     model.train(training)
     starts = range(0, len(sampled.rewards), num_samples)
+    num_shown = min(NUM_SHOWN, len(heldout))
     rewards = [sampled.rewards[start : start + num_samples] for start in starts]
     texts = [sampled.texts[start : start + num_samples] for start in starts]
     scored = [i for i, of_prompt in enumerate(rewards) if None not in of_prompt]
@@ -106,7 +112,20 @@ def evaluate(
         entropy=sampled.entropy_sum / sampled.num_tokens,
         completion_length=sampled.num_tokens / len(sampled.rewards),
         num_unscored=sampled.rewards.count(None),
+        shown=[
+            {"prompt": text_of(example["prompt"]), "completion": of_prompt[0], "reward": of_rewards[0]}
+            for example, of_prompt, of_rewards in zip(heldout.select(range(num_shown)), texts, rewards, strict=False)
+        ],
     )
+
+
+def text_of(prompt: Any) -> str:
+    """A prompt as it is read: its text, or what its messages say."""
+    if isinstance(prompt, str):
+        return prompt
+    contents = [message["content"] for message in prompt]
+    parts = [[content] if isinstance(content, str) else [part.get("text") for part in content] for content in contents]
+    return "\n".join(text for of_message in parts for text in of_message if text)
 
 
 def _num_distinct(rewards: list[float], texts: list[str]) -> int:

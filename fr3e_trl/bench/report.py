@@ -3,6 +3,7 @@
 from dataclasses import MISSING, asdict, fields
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -11,98 +12,201 @@ from ..commands.outputs import write_json
 from ..commands.statistics import Interval
 from . import tables
 from .arguments import ArmsArguments
-from .plots import plot_all
-from .results import COLLAPSED_NOISE, COSTS, Results, mean_accuracy
+from .estimates import Verdict, at_best, difference, mean_rates, of_arm, reward_bounds, verdict_of
+from .plots import Plot, plot_all
+from .report_page import page
+from .results import COLLAPSED_NOISE, COSTS, Results
+from .tables import Section
 from .tuning import TUNED
+
+PLOTS = "plots"  # their folder
+LINES = (
+    "a thin line is a run, and a thick one an arm's mean, as far as all of its runs go. From five seeds on, a band is "
+    "the mean's 95% interval over seeds, on these prompts"
+)
 
 
 def write_report(results: Results, output_dir: Path) -> None:
-    """Write `results.json`, with all raw data, `report.md` and the plots."""
+    """Write `results.json`, with all raw data, `report.html`, `report.md` and the plots."""
     write_json(output_dir / "results.json", asdict(results))
-    plots = plot_all(results, output_dir)
-    (output_dir / "report.md").write_text(render(results, plots))
-
-
-def render(results: Results, plots: dict[str, str]) -> str:
-    """The report, in Markdown. `plots` are file names by their titles."""
-    arguments = results.arguments
-    sections = [
-        f"# {arguments['task'] or arguments['dataset_name']}: arms at equal {COSTS[results.cost]}",
-        f"**{verdict(results)}**",
-        tables.verdict_table(results),
-        _legend(results),
-        *_unscored(results),
-        *(f"![{title}]({file})" for title, file in plots.items()),
-        "## Until pass@1 has come so far",
-        tables.levels_table(results),
-        "Median over seeds, and the lowest and highest (for 5 seeds a 94% interval of the median). A run that never "
-        "came there counts as ∞.",
-        "## pass@1 along the run",
-        tables.course_table(results),
-        "## Diversity",
-        tables.diversity_table(results),
-        "At half of that, and in the end. pass@k is the expected reward of the best of k samples. Distinct: "
-        f"different completions among the right ones of {arguments['num_samples']}, for prompts that have a right one "
-        "(with graded rewards, among those of the prompt's highest reward). Before training: "
-        f"{_start(results)}.",
-        "## pass@1 at equal cost of other kinds",
-        "Each column is taken at the largest amount that every run has spent.",
-        tables.equal_cost_table(results),
-        "## What a run cost",
-        tables.cost_table(results),
-        "Forward tokens are those without gradients: generation (what it reads and what it samples), entropies, old "
-        "log-probs. Rows count whether or not they teach anything. The time is that of training; evaluation took the "
-        "given share of both.",
-        "## What the batches taught",
-        tables.signal_table(results),
-        "Means over all batches. A state is what rows are compared within: GRPO's group, or a prompt or an anchor of "
-        "FR3E. A row has a signal if it is in the loss with an advantage other than 0. Entropy (in nats) and length "
-        "are of the held-out samples, at the end.",
-        *_tuning_section(results),
-        "## Settings",
-        f"```yaml\n{yaml.safe_dump(_settings(results), sort_keys=False, default_flow_style=None, width=110)}```",
-        "## To reproduce",
-        f"```bash\n{results.command}\n```",
-        "With "
-        + ", ".join(f"{package} {version(package)}" for package in ("fr3e-trl", "trl", "transformers", "torch"))
-        + ". Every run is in `results.json`.",
-    ]
-    return "\n\n".join(sections) + "\n"
-
-
-def _legend(results: Results) -> str:
-    arguments = results.arguments
-    return (
-        f"{_seeds(results)} seeds ({', '.join(map(str, arguments['seeds']))}), {arguments['num_heldout']} held-out "
-        f"prompts with {arguments['num_samples']} samples each; pass@1 is their mean reward. Mean: area under it "
-        f"against {COSTS[results.cost]}, up to {results.amount:,}, divided by its length. `±` is half of the "
-        "95% interval over seeds, by Student's t; differences and ratios are taken seed by seed, and no interval is "
-        "widened for the number of arms. Tokens and seconds (of CPU or GPU, in training): how many until pass@1 has "
-        f"come so far from the start to the best arm's end, as multiples of `{arguments['reference']}`'s, with the 95% "
-        "interval of the ratio; where a run never came there, how many did. Collapsed: runs whose last pass@1 is under "
-        f"half of their best, and more than {COLLAPSED_NOISE:g} below."
+    plots = plot_all(results, headline(results).replace("`", ""))
+    for plot in plots:
+        path = output_dir / PLOTS / f"{plot.name}.svg"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(plot.svg)
+    (output_dir / "report.md").write_text(markdown(results, plots))
+    (output_dir / "report.html").write_text(
+        page(
+            results,
+            plots,
+            sections(results),
+            title=title(results),
+            headline=headline(results),
+            beside=beside_reference(results),
+            costs=costs(results),
+            legend=legend(results),
+            lines=LINES,
+        )
     )
 
 
+def markdown(results: Results, plots: list[Plot]) -> str:
+    """The report, in Markdown."""
+    parts = [
+        f"# {title(results)}",
+        f"**{verdict(results)}**",
+        costs(results),
+        at_best(results),
+        tables.verdict_table(results).markdown(),
+        legend(results),
+        *(f"![{plot.title}]({PLOTS}/{plot.name}.svg)" for plot in plots),
+        f"In the plots, {LINES}." if plots else "",
+        *(section.markdown() for section in sections(results)),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def title(results: Results) -> str:
+    arguments = results.arguments
+    return f"{arguments['task'] or arguments['dataset_name']}: arms at equal {COSTS[results.cost]}"
+
+
+def sections(results: Results) -> list[Section]:
+    """What the report tells below its verdict."""
+    return [
+        Section(
+            "Until pass@1 has come so far",
+            table=tables.levels_table(results),
+            after="Median over seeds, and the lowest and highest (for 5 seeds a 94% interval of the median). A run "
+            "that never came there counts as ∞.",
+        ),
+        Section("pass@1 along the run", table=tables.course_table(results)),
+        Section(
+            "Diversity",
+            table=tables.diversity_table(results),
+            after="At half of that, and in the end. pass@k is the expected reward of the best of k samples. Distinct: "
+            f"different completions among the right ones of {results.arguments['num_samples']}, for prompts that have "
+            "a right one (with graded rewards, among those of the prompt's highest reward). Before training: "
+            f"{_start(results)}.",
+        ),
+        Section(
+            "pass@1 at equal cost of other kinds",
+            "Each column is taken at the largest amount that every run has spent.",
+            tables.equal_cost_table(results),
+        ),
+        Section(
+            "What a run cost",
+            table=tables.cost_table(results),
+            after="Forward tokens are those without gradients: generation (what it reads and what it samples), "
+            "entropies, old log-probs. Rows count whether or not they teach anything. The time is that of training; "
+            "evaluation took the given share of both.",
+        ),
+        Section(
+            "What the batches taught",
+            table=tables.signal_table(results),
+            after="Means over all batches. Reward from the prompt: of what is sampled from the prompt itself, not from "
+            "an anchor. Pairs that differ: how often two rows of a prompt have different rewards, whatever their "
+            "number. A row has a signal if it is in the loss with an advantage other than 0. Entropy (in nats) and "
+            "length are of the held-out samples, at the end.",
+        ),
+        *_tuning_section(results),
+        Section(
+            "Settings",
+            code=yaml.safe_dump(_settings(results), sort_keys=False, default_flow_style=None, width=110).rstrip(),
+            language="yaml",
+        ),
+        Section(
+            "To reproduce",
+            code=results.command,
+            language="bash",
+            after="With "
+            + ", ".join(f"{package} {version(package)}" for package in ("fr3e-trl", "trl", "transformers", "torch"))
+            + ". Every run is in `results.json`.",
+        ),
+    ]
+
+
+def legend(results: Results) -> str:
+    """What the figures of the first table are."""
+    arguments = results.arguments
+    seeds = f"{_seeds(results)} seed{'s' if _seeds(results) > 1 else ''} ({', '.join(map(str, arguments['seeds']))})"
+    parts = [
+        f"{seeds}, {arguments['num_heldout']} held-out prompts with {arguments['num_samples']} samples each; pass@1 is "
+        f"their mean reward. Mean: area under it against {COSTS[results.cost]}, up to {results.amount:,}, divided by "
+        "its length.",
+        "In brackets: the 95% interval over seeds and held-out prompts, both taken as drawn. Each has its own "
+        "Student's t, and what lies between 0 and 1 stays there (Wilson). Differences and ratios are taken seed by "
+        "seed, and no interval is widened for the number of arms. (all): no run differs from another.",
+        "Tokens and seconds (of CPU or GPU, in training): how many until pass@1 has come so far from the start to the "
+        f"best arm's end, as multiples of `{arguments['reference']}`'s, with the 95% interval of the ratio over seeds; "
+        "where a run never came there, how many did. Collapsed: runs whose last pass@1 is under half of their best, "
+        f"and more than {COLLAPSED_NOISE:g} below.",
+    ]
+    return " ".join(parts + _unscored(results))
+
+
+def headline(results: Results) -> str:
+    """Which arm is ahead, by how much, and whether that is sure."""
+    found = verdict_of(results)
+    if found is None:
+        (arm,) = results.arms
+        mean = tables.number(of_arm(results, arm, mean_rates, reward_bounds(results)))
+        return f"`{arm}` has a mean pass@1 of {mean}, and no other arm beside it"
+    by = f"{tables.signed_range(found.difference)} in mean pass@1"
+    if _seeds(results) == 1:
+        return f"`{found.leader}` is before `{found.other}` with one seed, by {by}: no verdict"
+    if found.is_sure:
+        return f"`{found.leader}` is ahead of `{found.other}` by {by}: beyond the 95% interval"
+    return f"No arm is surely ahead: `{found.leader}` is before `{found.other}` by {by}, which may be chance"
+
+
 def verdict(results: Results) -> str:
-    """What the intervals say of the mean along the run, in a sentence."""
+    """The headline, and what the intervals say of every arm beside the reference."""
+    return f"{headline(results)}. {beside_reference(results)}".strip()
+
+
+def beside_reference(results: Results) -> str:
+    """Which arms are better or worse than the reference, where there are several."""
     reference = results.arguments["reference"]
-    against = f"`{reference}` ({tables.estimate(results, reference, mean_accuracy)})"
-    after = f"By the mean of pass@1 along {results.amount:,} {COSTS[results.cost]}"
     others = [arm for arm in results.arms if arm != reference]
-    if len(results.arguments["seeds"]) == 1:
-        return f"{after}, one seed shows no difference from {against}: run more seeds for a verdict."
-    differences = {arm: tables.difference(results, arm, mean_accuracy) for arm in others}
-    better = {arm: difference for arm, difference in differences.items() if difference.low > 0}
-    worse = {arm: difference for arm, difference in differences.items() if difference.high < 0}
-    beaten = f"{after}, {_listed(better) or 'no arm'} {'beat' if len(better) > 1 else 'beats'} {against}"
-    parts = [beaten + " beyond the 95% interval"]
+    if _seeds(results) == 1 or len(others) < 2:
+        return ""
+    differences = {arm: difference(results, arm) for arm in others}
+    better = {arm: of_arm for arm, of_arm in differences.items() if of_arm.low > 0}
+    worse = {arm: of_arm for arm, of_arm in differences.items() if of_arm.high < 0}
+    parts = [f"Better than `{reference}`: {_listed(better) or 'none'}"]
     if worse:
-        parts.append(f"worse than it: {_listed(worse)}")
+        parts.append(f"worse: {_listed(worse)}")
     undecided = len(others) - len(better) - len(worse)
     if undecided:
-        parts.append(f"{undecided} of {len(others)} cannot be told from it by {_seeds(results)} seeds")
+        parts.append(f"{undecided} of {len(others)} cannot be told from it")
     return "; ".join(parts) + "."
+
+
+def costs(results: Results) -> str:
+    """What the arm that is ahead cost, beside the other."""
+    found = verdict_of(results)
+    if found is None:
+        return ""
+    soon = " and ".join(f"{ratio} of its {name}" for name, ratio in speeds(results, found).items())
+    spent = [
+        f"a run of `{arm}` took {fmean([run['evaluations'][-1]['seconds'] for run in results.of_arm(arm)]):,.0f} s"
+        for arm in (found.leader, found.other)
+    ]
+    said = (
+        f"Cost: to come ¾ of the way, `{found.leader}` needed, beside `{found.other}`, {soon}; " if soon else "Cost: "
+    )
+    return said + ", ".join(spent) + " of training."
+
+
+def speeds(results: Results, found: Verdict) -> dict[str, str]:
+    """Tokens and seconds of the leader to ¾ of the way, as multiples of the other's, where all runs came there."""
+    level = results.levels()["¾"]
+    ratios = {
+        name: tables.speed(results, found.leader, found.other, cost, level)
+        for cost, name in (("generated_tokens", "tokens"), ("seconds", "seconds"))
+    }
+    return {name: ratio for name, ratio in ratios.items() if "run" not in ratio}
 
 
 def _seeds(results: Results) -> int:
@@ -111,28 +215,33 @@ def _seeds(results: Results) -> int:
 
 def _listed(differences: dict[str, Interval]) -> str:
     ordered = sorted(differences.items(), key=lambda item: -item[1].mean)
-    return ", ".join(f"`{arm}` ({tables.signed(difference)})" for arm, difference in ordered)
+    return ", ".join(f"`{arm}` {tables.signed_range(of_arm)}" for arm, of_arm in ordered)
 
 
 def _start(results: Results) -> str:
-    first = results.runs[0]["evaluations"][0]
-    return ", ".join(f"{name} {measure(first):.3f}" for name, measure in tables.diversity_measures(results).items())
+    measures = tables.diversity_measures(results)
+    return ", ".join(
+        f"{name} {tables.number(of_arm(results, results.runs[0]['arm'], lambda run, m=measure: m(run, 0.0), bounds))}"  # type: ignore[misc]
+        for name, (measure, bounds) in measures.items()
+    )
 
 
-def _tuning_section(results: Results) -> list[str]:
+def _tuning_section(results: Results) -> list[Section]:
     """What was tried to tune the arms, and what came of it."""
     if not results.screening:
         return []
     arguments = results.arguments
     budget = arguments["tuning_tokens"] or results.amount
     return [
-        "## Tuning",
-        f"Each arm was run at each point of its grid, for {budget:,} {COSTS[results.cost]} with seed "
-        f"{arguments['tuning_seeds'][0]}: the mean of pass@1 along the run, of the best point with each value, and how "
-        "many runs collapsed. The best points were run whole with the seeds "
-        f"{', '.join(map(str, arguments['tuning_seeds']))}. The mean over these decided (of two alike, the lower "
-        "values). What the arm was then run with is bold.",
-        tables.tuning_table(results),
+        Section(
+            "Tuning",
+            f"Each arm was run at each point of its grid, for {budget:,} {COSTS[results.cost]} with seed "
+            f"{arguments['tuning_seeds'][0]}: the mean of pass@1 along the run, of the best point with each value, and "
+            "how many runs collapsed. The best points were run whole with the seeds "
+            f"{', '.join(map(str, arguments['tuning_seeds']))}. The mean over these decided (of two alike, the lower "
+            "values). What the arm was then run with is bold.",
+            tables.tuning_table(results),
+        )
     ]
 
 
@@ -158,5 +267,5 @@ def _unscored(results: Results) -> list[str]:
         return []
     return [
         f"{sum(counts)} held-out completions had no score (None or NaN), up to {max(counts)} in an evaluation. Their "
-        "prompts are left out of it."
+        "prompts are left out of it, and intervals are over seeds alone."
     ]

@@ -26,10 +26,10 @@ SHARES = {"½": 1 / 2, "¾": 3 / 4, "9/10": 9 / 10}
 # A run has collapsed if its last pass@1 is under this share of its best, by more than the noise of an evaluation
 COLLAPSED_SHARE, COLLAPSED_NOISE = 0.5, 0.03
 
-# What batches teach, see `sampled_states` and `batch_signal`
+# What batches teach, see `sampled_prompts` and `batch_signal`
 SIGNALS = {
-    "all_right": "states all right",
-    "all_wrong": "states all wrong",
+    "reward": "reward from the prompt",
+    "differing": "pairs of rows that differ",
     "signal": "rows with a signal",
     "rejected": "rows rejected",
     "advantage_mean": "advantages, mean",

@@ -1,5 +1,8 @@
 """One run of a comparison: an arm, trained with one seed until it has spent so much."""
 
+import math
+import os
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -12,6 +15,9 @@ import transformers
 
 from ..commands.outputs import as_json, damaged, read_object, write_json
 from ..commands.usage import UsageError
+from ..method.tree import Tree
+from ..page.record import record_trees
+from ..trl_adapter.setup import tokenizer_of
 from .arms import make_trainer
 from .evaluation import evaluate
 from .measures import now
@@ -52,6 +58,8 @@ class Run:
             See [`CompareArguments`].
         path (`str`):
             File that the result is written to.
+        policy_path (`str`, *optional*):
+            Directory that the policy is saved to when it is trained. If `None`, it is not kept.
     """
 
     arm: str
@@ -66,6 +74,7 @@ class Run:
     num_samples: int
     eval_batch_size: int
     path: str
+    policy_path: str | None = None
 
     @property
     def what_it_is(self) -> dict[str, Any]:
@@ -169,13 +178,39 @@ def execute(run: Run, report: Report) -> None:
         course = Course(run, trainer, report)
         trainer.add_callback(course)
         trainer.train()
+        if run.policy_path is not None:
+            save_policy(trainer, Path(run.policy_path))
+    for evaluation in course.evaluations[1:-1]:
+        del evaluation["shown"]  # to be read are the first and the last
     result = {
         **run.what_it_is,
         "evaluations": course.evaluations,
         "evaluation_seconds": course.evaluation_seconds,
         "batches": trainer.batches,
+        "tree": last_tree(trainer),
     }
     write_json(Path(run.path), result)
+
+
+def save_policy(trainer: Any, path: Path) -> None:
+    """Save what a run has trained, an adapter alone where it is one, whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    trainer.save_model(str(partial))
+    shutil.rmtree(path, ignore_errors=True)  # of a run that was killed before its result was written
+    partial.rename(path)
+
+
+def last_tree(trainer: Any) -> dict[str, Any] | None:
+    """A tree of the last batch, one with different rewards if there is one, see `page/record.py`. `None` for GRPO."""
+    trees: list[Tree] = getattr(trainer, "trees", [])
+    if not trees:
+        return None
+
+    def is_mixed(tree: Tree) -> bool:
+        rewards = [rollout.score.reward for state in tree.states for rollout in state.rollouts]
+        return len({reward for reward in rewards if math.isfinite(reward)}) > 1
+
+    return record_trees([next(filter(is_mixed, trees), trees[0])], [], tokenizer_of(trainer))[0]
 
 
 def tokens_per_prompt(settings: dict[str, Any], policy: Path, task: Task | OwnTask) -> float:

@@ -2,63 +2,110 @@
 
 import math
 import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
-from ..commands.statistics import Interval, mean_interval, paired_difference, ratio_interval
+from ..commands.statistics import SHARE, UNBOUNDED, Bounds, Interval, ratio_interval
+from .estimates import difference, final_rates, interval_of, mean_rates, of_arm, rates_at, reward_bounds
 from .results import (
     SHARES,
     SIGNALS,
     Measure,
     Results,
-    accuracy_at,
     curve,
     distinct_right,
-    final,
     has_collapsed,
     mean_accuracy,
-    pass_rate,
     reached,
     value_at,
 )
 from .tuning import GRIDS, TUNED
 
+AT_LEAST_0 = (0.0, math.inf)
+
+# Between what the measures of batches lie, where they have bounds
+SIGNAL_BOUNDS: dict[str, Bounds] = {
+    "differing": SHARE,
+    "signal": SHARE,
+    "rejected": SHARE,
+    "advantage_std": AT_LEAST_0,
+}
+
 # How the settings that are tuned are called in tables
 TUNED_NAMES = dict(zip(TUNED, ("rate", "prompts a batch", "updates a batch"), strict=True))
 
 
-def estimate(results: Results, arm: str, measure: Measure) -> str:
-    """A measure of an arm: its mean over the runs, and the interval."""
-    return number(mean_interval([measure(run) for run in results.of_arm(arm)]))
+@dataclass(frozen=True)
+class Table:
+    """A table of a report. Cells have `code` and **bold** as in Markdown."""
+
+    header: list[str]
+    rows: list[list[str]]
+
+    def markdown(self) -> str:
+        lines = [self.header, ["---"] * len(self.header), *self.rows]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def difference(results: Results, arm: str, measure: Measure) -> Interval:
-    """By how much an arm is above the reference, seed by seed."""
-    reference = results.of_arm(results.arguments["reference"])
-    return paired_difference([measure(run) for run in results.of_arm(arm)], [measure(run) for run in reference])
+@dataclass(frozen=True)
+class Section:
+    """
+    A part of the report, below its verdict.
+
+    Args:
+        title (`str`), before (`str`), table ([`Table`], *optional*), after (`str`):
+            Its parts, in order, with `code` and **bold** as in Markdown.
+        code (`str`), language (`str`):
+            What is to be shown as it is, between `before` and the table.
+    """
+
+    title: str
+    before: str = ""
+    table: Table | None = None
+    after: str = ""
+    code: str = ""
+    language: str = ""
+
+    def markdown(self) -> str:
+        code = f"```{self.language}\n{self.code}\n```" if self.code else ""
+        table = self.table.markdown() if self.table else ""
+        return "\n\n".join(part for part in (f"## {self.title}", self.before, code, table, self.after) if part)
 
 
 def number(interval: Interval, digits: int = 3) -> str:
-    """A mean and its interval, such as `0.803 ± 0.020`."""
-    half_width = "" if math.isnan(interval.half_width) else f" ± {interval.half_width:.{digits}f}"
-    return f"{round(interval.mean, digits) + 0.0:.{digits}f}{half_width}"  # 0.0 makes -0 a 0
+    """A mean and its interval, such as `0.803 (0.783–0.822)`; `0.000 (all)` where no run differs from another."""
+    mean, low, high = (f"{value + 0.0:.{digits}f}" for value in _rounded(interval, digits))  # 0.0 makes -0 a 0
+    if math.isnan(interval.low):
+        return mean.replace("-", "−")
+    if interval.high - interval.low < 1e-9:
+        return f"{mean} (all)".replace("-", "−")
+    between = "–" if interval.low >= 0 else " to "
+    return f"{mean} ({low}{between}{high})".replace("-", "−")
+
+
+def signed_range(interval: Interval) -> str:
+    """A difference and its interval, such as `+0.029 (+0.006 to +0.052)`."""
+    mean, low, high = (f"{value + 0.0:+.3f}".replace("-", "−") for value in _rounded(interval))
+    return mean if math.isnan(interval.low) else f"{mean} ({low} to {high})"
 
 
 def signed(interval: Interval) -> str:
-    """A difference and its interval, such as `+0.029 ± 0.023`."""
-    return f"{'+' if interval.mean >= 0 else ''}{number(interval)}".replace("-", "−")
+    """A difference and half of its symmetric interval, such as `+0.029 ± 0.023`."""
+    half_width = "" if math.isnan(interval.low) else f" ± {interval.half_width:.3f}"
+    return f"{round(interval.mean, 3) + 0.0:+.3f}{half_width}".replace("-", "−")
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def _rounded(interval: Interval, digits: int = 3) -> tuple[float, float, float]:
+    return round(interval.mean, digits), round(interval.low, digits), round(interval.high, digits)
 
 
-def verdict_table(results: Results) -> str:
+def verdict_table(results: Results) -> Table:
     """Each arm beside the reference: pass@1, how soon it came so far, and what it was tuned to."""
-    reference = results.arguments["reference"]
+    reference, bounds, levels = results.arguments["reference"], reward_bounds(results), results.levels()
     header = ["arm", "mean", f"− `{reference}`", "in the end", "tokens to ¾", "to 9/10", "seconds to ¾", "to 9/10"]
     rows = []
     for arm, settings in results.arms.items():
@@ -66,11 +113,11 @@ def verdict_table(results: Results) -> str:
         rows.append(
             [
                 f"`{arm}`",
-                estimate(results, arm, mean_accuracy),
-                "" if is_reference else signed(difference(results, arm, mean_accuracy)),
-                estimate(results, arm, final),
+                number(of_arm(results, arm, mean_rates, bounds)),
+                "" if is_reference else signed_range(difference(results, arm)),
+                number(of_arm(results, arm, final_rates, bounds)),
                 *(
-                    _speed(results, arm, cost, results.levels()[share])
+                    speed(results, arm, reference, cost, levels[share])
                     for cost in ("generated_tokens", "seconds")
                     for share in ("¾", "9/10")
                 ),
@@ -78,22 +125,20 @@ def verdict_table(results: Results) -> str:
                 *(f"{tuned(settings, name):g}" for name in TUNED),
             ]
         )
-    return _table([*header, "collapsed", *TUNED_NAMES.values()], rows)
+    return Table([*header, "collapsed", *TUNED_NAMES.values()], rows)
 
 
 def tuned(settings: dict[str, Any], name: str) -> float:
     return settings.get(name, 1)  # updates that are neither tuned nor set
 
 
-def _speed(results: Results, arm: str, cost: str, level: float) -> str:
-    """What an arm's runs had spent at a level, over the reference's, or how many came there if not all did."""
-    spent, of_reference = (
-        [reached(run, cost, level) for run in results.of_arm(name)] for name in (arm, results.arguments["reference"])
-    )
+def speed(results: Results, arm: str, reference: str, cost: str, level: float) -> str:
+    """What an arm's runs had spent at a level, over another's, or how many came there if not all did."""
+    spent, of_reference = ([reached(run, cost, level) for run in results.of_arm(name)] for name in (arm, reference))
     num_reached = sum(map(math.isfinite, spent))
     if num_reached < len(spent):
         return f"{num_reached} of {len(spent)} runs"
-    if arm == results.arguments["reference"]:
+    if arm == reference:
         return "1"
     if not all(map(math.isfinite, of_reference)):
         return f"{len(spent)} runs"
@@ -101,7 +146,7 @@ def _speed(results: Results, arm: str, cost: str, level: float) -> str:
     return f"{ratio:.2f}" if math.isnan(low) else f"{ratio:.2f} ({low:.2f}–{high:.2f})"
 
 
-def levels_table(results: Results) -> str:
+def levels_table(results: Results) -> Table:
     """What each arm spent until pass@1 had come to each level."""
     levels = results.levels()
     names = {"generated_tokens": "tokens", "tool_calls": "tool calls", "seconds": "seconds"}
@@ -115,7 +160,7 @@ def levels_table(results: Results) -> str:
                 cells.append(f"{_amount(statistics.median(spent))} ({_amount(spent[0])}–{_amount(spent[-1])})")
         rows.append([f"`{arm}`", *cells])
     header = [f"{what} to {share} ({levels[share]:.3f})" for what in costs.values() for share in SHARES]
-    return _table(["arm", *header], rows)
+    return Table(["arm", *header], rows)
 
 
 def _amount(value: float) -> str:
@@ -124,65 +169,67 @@ def _amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def diversity_measures(results: Results) -> dict[str, Measure]:
-    """What is measured of an evaluation, by name."""
+def diversity_measures(results: Results) -> dict[str, tuple[Callable[..., Any], Bounds]]:
+    """What is measured of a policy, by name: a measure of a run that has spent so much, and between what it lies."""
+    bounds, cost = reward_bounds(results), results.cost
     ks = [k for k in results.arguments["pass_at"] if k > 1]
-    passes: dict[str, Measure] = {f"pass@{k}": partial(pass_rate, k=k) for k in ks}
-    return {"entropy": itemgetter("entropy"), **passes, "distinct": distinct_right}
+
+    def passes(k: int) -> Callable[[dict[str, Any], float], Any]:
+        return lambda run, amount: rates_at(run, cost, amount, k)
+
+    def of_evaluations(measure: Measure) -> Callable[[dict[str, Any], float], Any]:
+        return lambda run, amount: value_at(run, measure, amount)
+
+    return {
+        "entropy": (of_evaluations(itemgetter("entropy")), AT_LEAST_0),
+        **{f"pass@{k}": (passes(k), bounds) for k in ks},
+        "distinct": (of_evaluations(distinct_right), AT_LEAST_0),
+    }
 
 
-def diversity_table(results: Results) -> str:
+def diversity_table(results: Results) -> Table:
     """Entropy, pass@k and distinct completions, halfway and in the end."""
     measures, end = diversity_measures(results), results.amount
     rows = [
         [
             f"`{arm}`",
             *(
-                estimate(results, arm, partial(value_at, measure=measure, amount=amount))
-                for measure in measures.values()
+                number(of_arm(results, arm, partial(measure, amount=amount), bounds))
+                for measure, bounds in measures.values()
                 for amount in (end / 2, end)
             ),
         ]
         for arm in results.arms
     ]
-    return _table(["arm", *(f"{name}, {when}" for name in measures for when in ("half", "end"))], rows)
+    return Table(["arm", *(f"{name}, {when}" for name in measures for when in ("half", "end"))], rows)
 
 
-def course_table(results: Results) -> str:
+def course_table(results: Results) -> Table:
     """pass@1 along the run."""
     budget, num_evals = results.amount, results.arguments["num_evals"]
     amounts = [budget * i / num_evals for i in range(num_evals + 1)]
-    rows = [
-        [
-            f"`{arm}`",
-            *(
-                estimate(results, arm, lambda run, amount=amount: accuracy_at(run, results.cost, amount))  # type: ignore[misc]
-                for amount in amounts
-            ),
-        ]
-        for arm in results.arms
-    ]
-    return _table(["arm", *(f"{amount:,.0f}" for amount in amounts)], rows)
+    rows = [_passes(results, arm, [(results.cost, amount) for amount in amounts]) for arm in results.arms]
+    return Table(["arm", *(f"{amount:,.0f}" for amount in amounts)], rows)
 
 
-def equal_cost_table(results: Results) -> str:
+def equal_cost_table(results: Results) -> Table:
     """pass@1 when all arms have spent as much, for each kind of cost."""
     costs = results.costs()
     amounts = {cost: min(curve(run, cost)[-1] for run in results.runs) for cost in costs}
-    rows = [
-        [
-            f"`{arm}`",
-            *(
-                estimate(results, arm, lambda run, cost=cost: accuracy_at(run, cost, amounts[cost]))  # type: ignore[misc]
-                for cost in costs
-            ),
-        ]
-        for arm in results.arms
+    rows = [_passes(results, arm, list(amounts.items())) for arm in results.arms]
+    return Table(["arm", *(f"{amounts[cost]:,.0f} {name}" for cost, name in costs.items())], rows)
+
+
+def _passes(results: Results, arm: str, places: list[tuple[str, float]]) -> list[str]:
+    """A row of an arm: its pass@1 where so much of a cost is spent."""
+    bounds = reward_bounds(results)
+    return [
+        f"`{arm}`",
+        *(number(of_arm(results, arm, partial(rates_at, cost=cost, amount=amount), bounds)) for cost, amount in places),
     ]
-    return _table(["arm", *(f"{amounts[cost]:,.0f} {name}" for cost, name in costs.items())], rows)
 
 
-def cost_table(results: Results) -> str:
+def cost_table(results: Results) -> Table:
     """What a run of each arm spent."""
     columns = results.costs()
     rows = []
@@ -195,26 +242,44 @@ def cost_table(results: Results) -> str:
         share = seconds / (seconds + sum(end["seconds"] for end in ends))
         row = [f"{settings['num_prompts']}", f"{batches:,.1f}", f"{tokens / batches:,.0f}", *costs, f"{share:.0%}"]
         rows.append([f"`{arm}`", *row])
-    return _table(["arm", "prompts a batch", "batches", "tokens a batch", *columns.values(), "evaluation"], rows)
+    return Table(["arm", "prompts a batch", "batches", "tokens a batch", *columns.values(), "evaluation"], rows)
 
 
-def signal_table(results: Results) -> str:
+def signal_table(results: Results) -> Table:
     """What the batches of each arm taught."""
+    bounds = SIGNAL_BOUNDS | {"reward": reward_bounds(results)}
+    names = signals(results)
     rows = []
-    for arm in results.arms:
+    for arm, settings in results.arms.items():
         runs = results.of_arm(arm)
-        signals = [
-            estimate(results, arm, lambda run, name=name: fmean([batch[name] for batch in run["batches"]]))  # type: ignore[misc]
-            for name in SIGNALS
+        means = [
+            _over_runs([_mean_of_batches(run, name) for run in runs], bounds.get(name, UNBOUNDED)) for name in names
         ]
-        ends = [
-            number(mean_interval([curve(run, name)[-1] for run in runs])) for name in ("entropy", "completion_length")
-        ]
-        rows.append([f"`{arm}`", *signals, *ends])
-    return _table(["arm", *SIGNALS.values(), "entropy", "completion length"], rows)
+        ends = [interval_of([curve(run, name)[-1] for run in runs], AT_LEAST_0) for name in ENDS]
+        rows.append([f"`{arm}`", f"{settings['num_generations']}", *map(number, [*means, *ends])])
+    return Table(["arm", "rows a prompt", *names.values(), *ENDS.values()], rows)
 
 
-def tuning_table(results: Results) -> str:
+def _over_runs(values: list[float], bounds: Bounds) -> Interval:
+    """An interval over runs. What is the same in all of them is so by the settings: no row is rejected, for one."""
+    return interval_of(values, bounds if max(values) - min(values) > 1e-9 else UNBOUNDED)
+
+
+ENDS = {"entropy": "entropy", "completion_length": "completion length"}
+
+
+def signals(results: Results) -> dict[str, str]:
+    """The measures of batches that all runs have: some are of earlier versions."""
+    known = set.intersection(*(set(run["batches"][0]) for run in results.runs))
+    return {name: title for name, title in SIGNALS.items() if name in known}
+
+
+def _mean_of_batches(run: dict[str, Any], name: str) -> float:
+    values = [batch[name] for batch in run["batches"] if math.isfinite(batch[name])]
+    return fmean(values) if values else math.nan
+
+
+def tuning_table(results: Results) -> Table:
     """What came of each value that was tried, and the finalists."""
     arguments = results.arguments
     rates, sizes, updates = (sorted(arguments[name] or []) for name in GRIDS.values())
@@ -234,7 +299,7 @@ def tuning_table(results: Results) -> str:
                 cell = _best_with(results, arm, name, value)
                 cells.append(f"**{cell}**" if cell and value == tuned(settings, name) else cell)
         rows.append([f"`{arm}`", *cells, _num_collapsed(results.grid_of(arm)), _finalists(results, arm)])
-    return _table(["arm", *header, "collapsed", "finalists: rate · prompts a batch · updates a batch, mean"], rows)
+    return Table(["arm", *header, "collapsed", "finalists: rate · prompts a batch · updates a batch, mean"], rows)
 
 
 def _num_collapsed(runs: list[dict[str, Any]]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..rewards import math_answers, math_reward
-from .statistics import best_of_k, bootstrap_interval, majority_of_k
+from .statistics import best_of_k, majority_of_k, mean_interval, share_interval
 
 # Rewards whose answers are those of math-verify
 MATH_REWARDS = ("math_reward", "accuracy_reward", "reasoning_accuracy_reward")
@@ -64,8 +64,8 @@ def with_interval(values: list[float]) -> dict[str, float]:
     """Mean over problems, and its interval, which a single problem has not."""
     if len(values) == 1:
         return {"mean": values[0]}
-    low, high = bootstrap_interval(values)
-    return {"mean": mean(values), "low": low, "high": high}
+    interval = share_interval(values) if all(0 <= value <= 1 for value in values) else mean_interval(values)
+    return {"mean": interval.mean, "low": interval.low, "high": interval.high}
 
 
 def answers_of(of_problems: list[list[dict[str, Any]]], regex: str | None, by_maths: bool) -> list[list[str | None]]:

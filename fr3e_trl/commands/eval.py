@@ -199,8 +199,8 @@ def as_markdown(results: dict[str, Any]) -> str:
             ]
     lines += [
         "",
-        "Intervals are of problems drawn anew (bootstrap): they say how far another set of such problems might be off, "
-        "not how far another sampling of the same would.",
+        "Intervals are by Student's t over problems, kept between 0% and 100%: they say how far another set of such "
+        "problems, with completions sampled anew, might be off.",
         "",
         f"`{results['command']}`",
         "",

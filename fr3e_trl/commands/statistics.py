@@ -1,34 +1,37 @@
 """Estimates and their uncertainty, as functions of plain numbers."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+# What lies between 0 and 1, and differences of such
+SHARE, DIFFERENCE_OF_SHARES, UNBOUNDED = (0.0, 1.0), (-1.0, 1.0), (-math.inf, math.inf)
+
+Bounds = tuple[float, float]
+
 
 @dataclass(frozen=True)
 class Interval:
     """
-    A mean and its confidence interval, `mean ± half_width`.
+    A mean and its confidence interval.
 
     Args:
         mean (`float`):
             The mean.
-        half_width (`float`):
-            Half of the interval's width, NaN where one value alone says nothing of it.
+        low (`float`), high (`float`):
+            Ends of the interval, NaN where one value alone says nothing of it.
     """
 
     mean: float
-    half_width: float
+    low: float
+    high: float
 
     @property
-    def low(self) -> float:
-        return self.mean - self.half_width
-
-    @property
-    def high(self) -> float:
-        return self.mean + self.half_width
+    def half_width(self) -> float:
+        return (self.high - self.low) / 2
 
 
 def best_of_k(rewards: Sequence[float], k: int) -> float:
@@ -44,6 +47,8 @@ def best_of_k(rewards: Sequence[float], k: int) -> float:
     n = len(rewards)
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} cannot be estimated from {n} samples: it takes at least as many as k.")
+    if k == 1:
+        return sum(rewards) / n
     return sum(math.comb(i, k - 1) * reward for i, reward in enumerate(sorted(rewards))) / math.comb(n, k)
 
 
@@ -93,33 +98,124 @@ def _losing_choices(counts: Sequence[int], most: int, k: int) -> dict[tuple[int,
     return choices
 
 
-def bootstrap_interval(
-    values: Sequence[float], confidence: float = 0.95, num_resamples: int = 10_000
-) -> tuple[float, float]:
+def mean_interval(values: Sequence[float], bounds: Bounds = UNBOUNDED, confidence: float = 0.95) -> Interval:
     """
-    Interval of the mean of independent values, by drawing as many of them with replacement again and again.
+    Mean of independent values and its interval by Student's t, from their own standard deviation, see [`within`].
 
-    It holds the middle of the means of what is drawn (Efron's percentile method).
+    Args:
+        values (`Sequence[float]`):
+            The values. One alone has no interval.
+        bounds (`tuple[float, float]`):
+            Between what the values lie.
+        confidence (`float`):
+            How often the interval holds the mean of all that could be drawn.
     """
-    generator = np.random.default_rng(0)
-    means = [generator.choice(values, len(values)).mean() for _ in range(num_resamples)]
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return float(low), float(high)
-
-
-def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Mean of independent values and its interval by Student's t, from their own standard deviation."""
     n = len(values)
     mean = sum(values) / n
     if n == 1:
-        return Interval(mean, math.nan)
+        return Interval(mean, math.nan, math.nan)
     variance = sum((value - mean) ** 2 for value in values) / (n - 1)
-    return Interval(mean, t_quantile((1 + confidence) / 2, n - 1) * math.sqrt(variance / n))
+    quantile = t_quantile((1 + confidence) / 2, n - 1)
+    return within(mean, quantile * math.sqrt(variance / n), bounds, quantile**2 / n)
 
 
-def paired_difference(values: Sequence[float], reference: Sequence[float], confidence: float = 0.95) -> Interval:
+def crossed_interval(values: np.ndarray, bounds: Bounds = UNBOUNDED, confidence: float = 0.95) -> Interval:
+    """
+    Mean of a measure of prompts by runs, and its interval where both were drawn: the runs' seeds, and the prompts.
+
+    Either part of the chance has its own Student's t, and the squares of their half-widths are added. Such an interval
+    holds the mean at least as often as it says (Banerjee, 1961, Sankhyā A 23, 359–378).
+
+    Args:
+        values (`np.ndarray` of shape (N, P)):
+            The measure of each of P prompts in each of N runs. One run alone has no interval.
+        bounds (`tuple[float, float]`):
+            Between what the values lie, see [`within`].
+        confidence (`float`):
+            How often the interval holds the mean over all seeds and prompts that could be drawn.
+    """
+    mean, num_prompts = float(values.mean()), values.shape[1]
+    if num_prompts == 1:
+        return mean_interval(values[:, 0].tolist(), bounds, confidence)
+    if len(values) == 1:
+        return Interval(mean, math.nan, math.nan)
+    half_width = math.hypot(*half_widths(values, confidence))
+    return within(mean, half_width, bounds, t_quantile((1 + confidence) / 2, num_prompts - 1) ** 2 / num_prompts)
+
+
+def half_widths(values: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
+    """
+    What the seeds alone, and the prompts alone, leave open of a mean: half-widths of its interval.
+
+    The variance over prompts is that of their means over runs, without the noise of single values, which is in the
+    variance over runs. Few runs may be alike by chance: they count for no less than that noise.
+
+    Args:
+        values (`np.ndarray` of shape (N, P)):
+            The measure of each of P prompts in each of N runs, both at least 2.
+        confidence (`float`):
+            See [`crossed_interval`].
+    """
+    n, num_prompts = values.shape
+    of_runs, of_prompts = values.mean(1), values.mean(0)
+    rest = values - of_runs[:, None] - of_prompts + values.mean()
+    noise = float((rest**2).sum()) / ((n - 1) * (num_prompts - 1)) / (n * num_prompts)
+    over_runs = float(of_runs.var(ddof=1)) / n
+    over_prompts = max(float(of_prompts.var(ddof=1)) / num_prompts - noise, 0.0)
+    by_runs, by_prompts = (t_quantile((1 + confidence) / 2, count - 1) for count in (n, num_prompts))
+    return max(by_runs * math.sqrt(over_runs), by_prompts * math.sqrt(noise)), by_prompts * math.sqrt(over_prompts)
+
+
+def within(mean: float, half_width: float, bounds: Bounds, least: float) -> Interval:
+    """
+    The interval `mean ± half_width`, made to stay in its bounds.
+
+    Between two bounds it is Wilson's score interval, with the standard error as it was estimated: the variance of a
+    mean m is taken to fall towards the bounds a and b as (m − a)(b − m) does. With one bound, it is cut off there.
+
+    Args:
+        mean (`float`), half_width (`float`):
+            The symmetric interval.
+        bounds (`tuple[float, float]`):
+            The bounds, infinite where there are none.
+        least (`float`):
+            Squared half-width over (m − a)(b − m) where the mean is on a bound, and no value differs from another:
+            t² / n for n values of which any could have been the other bound.
+    """
+    low, high = bounds
+    if math.isinf(low) or math.isinf(high):
+        return Interval(mean, max(mean - half_width, low), min(mean + half_width, high))
+    at = (mean - low) / (high - low)
+    room = at * (1 - at)
+    wilson = score_interval(at, (half_width / (high - low)) ** 2 / room if room > 1e-12 else least)
+    return Interval(mean, low + (high - low) * wilson.low, low + (high - low) * wilson.high)
+
+
+def score_interval(share: float, ratio: float) -> Interval:
+    """Wilson's interval of a share p, of which `ratio` is the squared half-width over p (1 − p): z² / n of n draws."""
+    centre = (share + ratio / 2) / (1 + ratio)
+    spread = math.sqrt(ratio * max(share * (1 - share), 0) + ratio**2 / 4) / (1 + ratio)
+    return Interval(share, centre - spread, centre + spread)
+
+
+def share_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """
+    Mean of independent values between 0 and 1, at least two, and its interval.
+
+    It is Wilson's, with the variance of the values and of a 0 and a 1 more: where almost all are alike, the few that
+    differ and were not drawn would be overlooked.
+    """
+    mean, more = sum(values) / len(values), [*values, 0.0, 1.0]
+    middle = sum(more) / len(more)
+    variance = sum((value - middle) ** 2 for value in more) / (len(more) - 1) / len(more)
+    return score_interval(
+        mean, t_quantile((1 + confidence) / 2, len(more) - 1) ** 2 * variance / (middle * (1 - middle))
+    )
+
+
+def paired_difference(values: Sequence[float], reference: Sequence[float]) -> Interval:
     """Mean of `values` − `reference`, which belong together one by one, and its interval."""
-    return mean_interval([a - b for a, b in zip(values, reference, strict=True)], confidence)
+    return mean_interval([a - b for a, b in zip(values, reference, strict=True)])
 
 
 def ratio_interval(values: Sequence[float], reference: Sequence[float]) -> tuple[float, float, float]:
@@ -128,6 +224,7 @@ def ratio_interval(values: Sequence[float], reference: Sequence[float]) -> tuple
     return math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high)
 
 
+@functools.lru_cache(maxsize=1024)
 def t_quantile(probability: float, degrees: int) -> float:
     """Quantile of Student's t distribution with a whole number of degrees of freedom, for a probability above 0.5."""
     low, high = 0.0, 1.0

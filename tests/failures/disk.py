@@ -15,7 +15,13 @@ CASES = [
     Case("a directory for a lock of compare", COMPARE, (".lock", "directory"), files={"out/.lock/a": ""}),
     Case("no room for a report of compare", COMPARE, (FULL, "room"), setup=link("out/report.md", "/dev/full")),
     Case("no room for a dataset", EVAL, ("File too large", "room"), largest_file=100),
-    Case("no room for raw data", COMPARE, ("File too large", "out/results.json", "room"), largest_file=2000),
+    Case("no room for a policy", COMPARE, ("File too large", "room"), largest_file=20_000),
+    Case(
+        "no room for raw data",
+        f"{COMPARE} --keep_policies=false",
+        ("File too large", "out/results.json", "room"),
+        largest_file=3000,
+    ),
     Case(
         "a directory for completions",
         f"{EVAL} --output_dir=.",

@@ -1,0 +1,228 @@
+"""The report of a comparison: intervals that hold the truth as often as they say, and a page that one can read."""
+
+import os
+import re
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from simulated import GAINS, PROMPTS, expected, share, simulated, truth
+from test_page import CONTRAST, browser  # noqa: F401
+
+from fr3e_trl.bench.estimates import at_best, difference, final_rates, mean_rates, of_arm, verdict_of
+from fr3e_trl.bench.report import markdown, write_report
+from fr3e_trl.commands.answers import with_interval
+from fr3e_trl.commands.statistics import DIFFERENCE_OF_SHARES, SHARE, best_of_k, mean_interval
+
+NUM_DRAWN = 200
+
+# Where the browser's pictures go, to be looked at
+SCREENSHOTS = Path(os.environ.get("SCREENSHOTS", "."))
+
+
+@pytest.mark.parametrize("num_seeds", [2, 3, 5, 10])
+def test_intervals_hold_the_truth(num_seeds):
+    """As often as they say: each kind that is printed, in comparisons drawn from the same arms."""
+    generator = np.random.default_rng(num_seeds)
+    arms = ("grpo", "shared", "fr3e")  # the first two are as good
+    means = {arm: (truth(arm) + truth(None)) / 2 for arm in arms}  # along runs that are evaluated at their ends
+    true = {"mean": means["fr3e"], "end": truth("fr3e"), "pass@4": truth("fr3e", 4)}
+    true |= {"difference": means["fr3e"] - means["grpo"], "no difference": 0.0}
+    held, of_seeds = dict.fromkeys(true, 0), 0
+    for _ in range(NUM_DRAWN):
+        results = simulated(generator, num_seeds, arms)
+        intervals = {
+            "mean": of_arm(results, "fr3e", mean_rates, SHARE),
+            "end": of_arm(results, "fr3e", final_rates, SHARE),
+            "pass@4": of_arm(results, "fr3e", partial(final_rates, k=4), SHARE),
+            "difference": difference(results, "fr3e"),
+            "no difference": difference(results, "shared"),
+        }
+        for name, interval in intervals.items():
+            low, high = DIFFERENCE_OF_SHARES if "difference" in name else SHARE
+            assert low <= interval.low <= interval.mean <= interval.high <= high
+            held[name] += interval.low <= true[name] <= interval.high
+        alone = mean_interval([float(mean_rates(run).mean()) for run in results.of_arm("fr3e")])
+        of_seeds += alone.low <= true["mean"] <= alone.high
+    shares = {name: count / NUM_DRAWN for name, count in held.items()}
+    print(num_seeds, shares, of_seeds / NUM_DRAWN)
+    # The standard deviation of a share is .015. With few seeds, the two parts of the chance, each with its own
+    # Student's t, hold the truth more often, and never less
+    assert all(held_share >= 0.92 for held_share in shares.values()), shares
+    assert all(held_share <= (0.98 if num_seeds >= 5 else 1) for held_share in shares.values()), shares
+    if num_seeds == 10:  # of which the interval over seeds alone, with the prompts as they are, says nothing
+        assert of_seeds / NUM_DRAWN < 0.85
+
+
+@pytest.mark.parametrize("log_odds", [-2.5, -0.5, 1.0, 3.0])
+@pytest.mark.parametrize("num_problems", [12, 50, 200])
+def test_intervals_of_an_evaluation_hold_the_truth(num_problems, log_odds):
+    """With eight samples or one of each problem, from rates of .1 to .998."""
+    generator, num_drawn = np.random.default_rng(num_problems), 400
+    by_name = {"pass@1": [], "pass@4": [], "one sample": []}
+    for _ in range(num_drawn):
+        rates = share(log_odds + PROMPTS * generator.normal(size=num_problems))
+        right = generator.binomial(8, rates).tolist()
+        for k in (1, 4):
+            by_name[f"pass@{k}"].append(with_interval([OF_EIGHT[k][n] for n in right]))
+        by_name["one sample"].append(with_interval(generator.binomial(1, rates).tolist()))
+    one, best = (expected(log_odds, PROMPTS, k) for k in (1, 4))
+    true = {"pass@1": one, "pass@4": best, "one sample": one}
+    for name, intervals in by_name.items():
+        held = sum(interval["low"] <= true[name] <= interval["high"] for interval in intervals)
+        assert held >= 0.92 * num_drawn, (name, held)
+        # The standard deviation is .011. Next to 0 and 1 they are to hold it more often, and elsewhere not
+        assert held <= (0.98 if num_problems > 12 and 0.2 < true[name] < 0.8 else 1) * num_drawn, (name, held)
+
+
+OF_EIGHT = {k: [best_of_k([1.0] * n + [0.0] * (8 - n), k) for n in range(9)] for k in (1, 4)}
+
+
+def test_an_evaluation_with_all_right_is_not_sure():
+    """
+    Of 48 problems: with a 0 and a 1 more, 49 of 50 are right, and the variance of their mean is .02 · .98 / 49.
+
+    So it is Wilson's interval of 49 draws, 49 / (49 + 2.0096²) to 1.
+    """
+    assert with_interval([1.0] * 48) == pytest.approx(
+        {"mean": 1.0, "low": 49 / (49 + 2.0096**2), "high": 1.0}, abs=1e-4
+    )
+    assert with_interval([0.3] * 5)["low"] < 0.2 and with_interval([0.3] * 5)["high"] > 0.4
+    assert with_interval([2.0, 4.0])["low"] < 0  # with rewards of other bounds
+    assert with_interval([1.0]) == {"mean": 1.0}
+
+
+# What the report says
+
+
+ARMS = tuple(GAINS)
+
+
+def compared(num_seeds, arms=ARMS[:2], seed=0, **settings):
+    return simulated(np.random.default_rng(seed), num_seeds, arms, **settings)
+
+
+def test_the_verdict_is_sure_where_its_interval_is_above_0():
+    """With ten seeds the better arm is ahead. Two cannot say, one says nothing, and an arm alone is ahead of none."""
+    ten, two, one, alone = (markdown(compared(*case), []) for case in [(10,), (2,), (1,), (3, ("grpo",))])
+    found = verdict_of(compared(10))
+    assert (found.leader, found.other, found.is_sure) == ("fr3e", "grpo", True)
+    said = r"^\*\*`fr3e` is ahead of `grpo` by \+0\.\d{3} \(\+0\.\d{3} to \+0\.\d{3}\) in mean"
+    assert re.search(said, ten, re.MULTILINE)
+    assert "No arm is surely ahead: `fr3e` is before `grpo` by +0." in two and "which may be chance" in two
+    assert "with one seed, by +0." in one and "no verdict" in one
+    assert "no other arm beside it" in alone
+    # The reference is ahead of the next best where it is the best
+    turned = verdict_of(compared(10, ("fr3e", "grpo")))
+    assert (turned.leader, turned.other) == ("fr3e", "grpo")
+
+
+@pytest.mark.parametrize("num_seeds", [1, 2, 3, 5, 10])
+def test_no_figure_is_impossible(num_seeds):
+    """No share below 0 or above 1, and none that looks exact while it was sampled."""
+    report = markdown(compared(num_seeds, ARMS[:4], num_evals=3), []).partition("## Diversity")[0]
+    assert "±" not in report.replace("leave ±", "")
+    shares = re.findall(r"(\d\.\d{3}) \((\d\.\d{3})–(\d\.\d{3})\)", report)
+    assert len(shares) == (0 if num_seeds == 1 else 4 * (2 + 4))
+    for mean, low, high in shares:
+        assert 0 <= float(low) < float(mean) < float(high) <= 1
+
+
+def test_what_seeds_and_prompts_can_tell_at_best():
+    two, ten = at_best(compared(2)), at_best(compared(10))
+    assert two.startswith("Warning: 2 seeds are few. At best, 2 seeds and 48 held-out prompts can tell arms apart")
+    assert re.search(r"by \d\.\d+ with 5, \d\.\d+ with 10 seeds", two)
+    assert "Warning" not in ten and "with 20 seeds" in ten
+    least = float(re.search(r"differ by (\S+) or more", ten)[1])
+    assert least == pytest.approx(difference(compared(10), "fr3e").half_width, rel=0.05)
+    assert at_best(compared(1)).startswith("Warning: one seed says nothing")
+    assert at_best(compared(3, ("grpo",))) == ""
+    apart = compared(2)
+    for seed, run in enumerate(apart.of_arm("fr3e")):  # one is all right, and one all wrong
+        for evaluation in run["evaluations"]:
+            evaluation["rewards"] = [[float(seed)] * 4] * 48
+    assert "cannot tell arms apart here, however much they differ" in at_best(apart)
+
+
+def test_prompts_without_a_score_leave_intervals_over_seeds():
+    results = compared(3)
+    first = results.runs[0]["evaluations"][0]
+    first["num_unscored"], first["rewards"] = 1, first["rewards"][1:]
+    assert "intervals are over seeds alone" in markdown(results, [])
+    values = [float(np.mean(mean_rates(run))) for run in results.of_arm("grpo")]
+    assert of_arm(results, "grpo", mean_rates, SHARE) == mean_interval(values, SHARE)
+
+
+def test_the_report_of_the_same_runs_is_the_same(tmp_path):
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        write_report(compared(2), tmp_path / folder)
+    files = [path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file()]
+    assert len(files) > 8
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes()
+
+
+# In a browser
+
+HOSTILE = "<script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'>"
+
+
+def with_texts(results):
+    """What runs keep to be read."""
+    for run in results.runs:
+        for evaluation in (run["evaluations"][0], run["evaluations"][-1]):
+            said = f"{run['arm']} {HOSTILE * 4}"
+            evaluation["shown"] = [
+                {"prompt": f"What is {i} + {i}? {HOSTILE}", "completion": said, "reward": i % 2} for i in range(6)
+            ]
+        states = [
+            {"base": None, "position": 0, "entropy": None, "rollouts": [0]},
+            {"base": 0, "position": 2, "entropy": 0.5, "rollouts": [1]},
+        ]
+        rollouts = [{"tokens": [*"abc", HOSTILE], "reward": 1.0}, {"tokens": ["d"], "reward": 0.0}]
+        tree = {"prompt": ["2 + 2", " ="], "states": states, "bases": [0], "rollouts": rollouts}
+        run["tree"] = None if run["arm"] == "grpo" else tree
+    return results
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    write_report(with_texts(compared(5, ARMS, num_evals=4)), folder)
+    return folder / "report.html"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width, height", [(1400, 900), (390, 844)])
+def test_the_first_screen_answers(browser, report, width, height, scheme):  # noqa: F811
+    """Which arm is ahead, by how much, whether that is sure, what it cost; and nothing is wider than the screen."""
+    complaints = []
+    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: request.url.startswith(("file:", "data:")) or complaints.append(request.url))
+    page.goto(report.as_uri())
+    page.screenshot(path=str(SCREENSHOTS / f"report-{width}-{scheme}.png"))
+    answers = page.locator(".answers > div")
+    said = [answers.nth(i).locator("dt, .say").all_text_contents() for i in range(4)]
+    assert said[0] == ["Ahead", "tree"]
+    assert said[1][0] == "By how much" and re.fullmatch(r"\+0\.\d{3}", said[1][1])
+    assert said[2] == ["Is that sure?", "Yes"]
+    assert said[3][0] == "What tree cost" and re.fullmatch(r"\d+ s a run", said[3][1])
+    for i in range(4):
+        box = answers.nth(i).bounding_box()
+        assert box["y"] + box["height"] <= height and box["x"] + box["width"] <= width
+    figure = page.locator("figure img").first.bounding_box()
+    assert figure["y"] < height and figure["width"] > 0.4 * width
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("[...document.images].every(image => image.loading === 'lazy' || image.naturalWidth > 0)")
+    assert {name: ratio for name, ratio in page.evaluate(CONTRAST).items() if ratio < 4.5} == {}
+    # What completions say is text and nothing else
+    assert page.evaluate("window.hurt") is None and page.locator("script").count() == 0
+    assert HOSTILE in page.locator("#said ~ details .say-grid .text").first.text_content()
+    branch = page.locator("#trees ~ details .branch").first.text_content()
+    assert branch.split() == "S1, before token 3, H = 0.50 ✗ d".split()
+    page.close()
+    assert complaints == []
