@@ -249,7 +249,7 @@ FUNCTIONS = [
     Name("transformers.trainer_utils.PREFIX_CHECKPOINT_DIR", "console.py resume.py", "names of checkpoints"),
     Name(
         "transformers.models.qwen3.modeling_qwen3.eager_attention_forward",
-        "prefix_sharing.py",
+        "shared_attention.py",
         "replaced, in each module of a model: attention along the paths of a trie",
         "module query key value attention_mask",
         False,
@@ -258,10 +258,10 @@ FUNCTIONS = [
     Name(
         "torch.nn.Module._forward_hooks", "decoding.py", "surplus hooks of transformers' are removed", of_instances=True
     ),
-    Name("transformers.PreTrainedModel._is_stateful", "prefix_sharing.py", "whether layers are recurrent"),
+    Name("transformers.PreTrainedModel._is_stateful", "sharing_probe.py", "whether layers are recurrent"),
     Name(
         "transformers.PreTrainedConfig._attn_implementation",
-        "prefix_sharing.py",
+        "sharing_probe.py",
         "which attention is called",
     ),
 ]

@@ -12,8 +12,9 @@ from trl.trainer import utils as trl_utils
 
 from .decoding import drop_surplus_hooks
 from .overriding import overridden
-from .prefix_sharing import Trie, fold, obstacle_to_sharing
+from .prefix_sharing import Trie, fold
 from .setup import computed_in
+from .sharing_probe import obstacle_to_sharing
 
 logger = logging.getLogger(__name__)
 
