@@ -5,6 +5,7 @@ No GPU is needed, and none was used. FlashAttention is a stand-in that has its s
 flex_attention has no backward pass on a CPU, and has a stand-in too, which reads the same mask.
 """
 
+import argparse
 import functools
 import math
 
@@ -16,6 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils
 from transformers.integrations import flash_attention, flex_attention
 
+from fr3e_trl.bench.cost.tensors import in_layer_shared, make_trie
 from fr3e_trl.trl_adapter import shared_attention
 
 FLASH = ("flash_attention_2", "kernels-community/vllm-flash-attn3")
@@ -150,7 +152,7 @@ def test_sdpa_on_a_gpu(family, stand_ins, monkeypatch):
     if family in ("Gemma2", "GptOss"):
         pytest.skip("it has no such attention")
     rows, apart = scored_apart(family)
-    monkeypatch.setattr(shared_attention, "_runs_flash", lambda *states: True)
+    monkeypatch.setattr(shared_attention, "runs_flash", lambda *states: True)
     assert_same(score(trainer_with(family, "sdpa"), *rows, share=True), apart)
 
 
@@ -181,3 +183,15 @@ def test_queries_in_blocks(family, implementation, block, monkeypatch):
     rows, apart = scored_apart(family)
     monkeypatch.setattr(shared_attention, "BLOCK", block)
     assert_same(score(trainer_with(family, implementation), *rows, share=True), apart)
+
+
+@pytest.mark.parametrize("flash", [False, True], ids=["sdpa", "flash"])
+def test_nothing_grows_with_the_square_of_the_length(flash):
+    """64 rows of 16k tokens, forward and backward, on fake tensors."""
+    shape = {"hidden_size": 16, "num_heads": 2, "num_key_value_heads": 1, "vocab_size": 99, "prompt_length": 64}
+    options = argparse.Namespace(**shape, num_prompts=8, num_generations=8)
+    trie, mask = make_trie(options, 16_000)
+    assert len(mask) == 64
+    masks, tensors = in_layer_shared(options, trie, flash)
+    assert tensors.largest < 16_000**2 / 4  # bytes, and a mask for the rows that leave early would have as many again
+    assert masks.largest == 0 if flash else masks.largest <= 2 * shared_attention.BLOCK * len(mask[0])

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.utils.generic import is_flash_attention_requested
 
@@ -53,7 +54,7 @@ def share(model: nn.Module, implementation: str) -> bool:
         for module in {sys.modules[type(part).__module__] for part in model.modules()}:
             functions = vars(module)
             if "eager_attention_forward" in functions:
-                functions["eager_attention_forward"] = _with_paths(functions["eager_attention_forward"], _masked)
+                functions["eager_attention_forward"] = _with_paths(functions["eager_attention_forward"], _eager)
         return True
     way = _flash if is_flash_attention_requested(requested_attention_implementation=implementation) else None
     way = {"sdpa": _sdpa, "flex_attention": _flex}.get(implementation, way)
@@ -98,14 +99,17 @@ def _flash(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """All rows in one call. New nodes are numbered as rows have them, so that queries are in place."""
+    """
+    All rows in one call. New nodes are numbered as rows have them, so that queries are in place.
+
+    transformers' attention passes the lengths on to its `_flash_attention_forward`.
+    """
     key, value = (
         states[0].transpose(0, 1).index_select(0, trie.path).transpose(0, 1).unsqueeze(0) for states in (key, value)
     )
-    return attention(query, key, value, None, *args, **trie.lengths, **kwargs)[0]  # type: ignore[no-any-return]
+    return attention(query, key, value, None, **trie.lengths, **kwargs)[0]  # type: ignore[no-any-return]
 
 
 def _sdpa(
@@ -114,19 +118,42 @@ def _sdpa(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
     """FlashAttention where sdpa would use it; or no mask where no row has a prefix; or else masks."""
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # as sdpa does
         query, key, value = (states.to(torch.get_autocast_dtype(kind)) for states in (query, key, value))
-    if not args and not kwargs.get("dropout") and _runs_flash(query, key, value):
+    if not kwargs.get("dropout") and runs_flash(query, key, value):
         return _flash(_varlen, trie, query, key, value, **kwargs)
-    return _masked(attention, trie, query, key, value, *args, skips_mask=True, **kwargs)
+    window = kwargs.get("sliding_window")
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int) -> torch.Tensor:
+        if start == 0 and (window is None or window >= key.size(2)):
+            return attention(query, key, value, None, **kwargs)[0]  # type: ignore[no-any-return]
+        # Here and not for each block, of which each would keep its own for the backward pass
+        key, value = (states.repeat_interleave(query.size(1) // states.size(1), 1) for states in (key, value))
+        return _in_blocks(functools.partial(_masked_sdpa, **kwargs), trie, query, key, value, start, window)
+
+    return _by_groups(trie, query, key, value, attend)
 
 
-def _runs_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+def _masked_sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """torch's sdpa, called as transformers calls attention."""
+    output = scaled_dot_product_attention(query, key, value, attention_mask, dropout, scale=scaling)
+    return output.transpose(1, 2), None
+
+
+def runs_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether sdpa would run FlashAttention, and torch has it for rows end to end."""
     has_varlen = tuple(map(int, torch.__version__.split(".")[:2])) >= VARLEN_TORCH
     if not (query.is_cuda and has_varlen and query.size(-1) % 8 == 0):
@@ -167,7 +194,6 @@ def _flex(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
     """A call for each group of rows, with blocks that say what is seen."""
@@ -177,38 +203,42 @@ def _flex(
         name = (start, key.size(2), window)
         if name not in trie.masks:
             trie.masks[name] = block_mask(*name, query.device)
-        return attention(query, key, value, trie.masks[name], *args, **kwargs)[0]  # type: ignore[no-any-return]
+        return attention(query, key, value, trie.masks[name], **kwargs)[0]  # type: ignore[no-any-return]
 
     return _by_groups(trie, query, key, value, attend)
 
 
-def _masked(
+def _eager(
     attention: Attention,
     trie: Trie,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *args: Any,
-    skips_mask: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """A call for each block of each group of rows; one without a mask where `skips_mask` and none is needed."""
-    window = kwargs.get("sliding_window")
+    """It is causal by its mask alone."""
+    call = functools.partial(_in_blocks, functools.partial(attention, **kwargs), trie)
+    return _by_groups(trie, query, key, value, functools.partial(call, window=kwargs.get("sliding_window")))
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int) -> torch.Tensor:
-        length = key.size(2)
-        if skips_mask and start == 0 and (window is None or window >= length):
-            return attention(query, key, value, None, *args, **kwargs)[0]  # type: ignore[no-any-return]
-        outputs = []
-        for first in range(start, length, BLOCK):
-            end = min(first + BLOCK, length)
-            begin = 0 if window is None else max(first + 1 - window, 0)
-            mask = _mask(trie, end - first, end - begin, window, query)
-            states = query[:, :, first - start : end - start], key[:, :, begin:end], value[:, :, begin:end]
-            outputs.append(attention(*states, mask, *args, **kwargs)[0])
-        return torch.cat(outputs, 1)
 
-    return _by_groups(trie, query, key, value, attend)
+def _in_blocks(
+    attention: Attention,
+    trie: Trie,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: int,
+    window: int | None,
+) -> torch.Tensor:
+    """Attention of a group of rows, of as many queries at a time as have a mask that is short."""
+    outputs = []
+    for first in range(start, key.size(2), BLOCK):
+        end = min(first + BLOCK, key.size(2))
+        begin = 0 if window is None else max(first + 1 - window, 0)
+        mask = _mask(trie, end - first, end - begin, window, query)
+        states = query[:, :, first - start : end - start], key[:, :, begin:end], value[:, :, begin:end]
+        outputs.append(attention(*states, mask)[0])
+    return torch.cat(outputs, 1)
 
 
 def _by_groups(
