@@ -109,7 +109,7 @@ def _flash(
     key, value = (
         states[0].transpose(0, 1).index_select(0, trie.path).transpose(0, 1).unsqueeze(0) for states in (key, value)
     )
-    return attention(query, key, value, None, **trie.lengths, **kwargs)[0]  # type: ignore[no-any-return]
+    return attention(query, key, value, None, **trie.lengths, **kwargs)[0]
 
 
 def _sdpa(
@@ -130,7 +130,7 @@ def _sdpa(
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int) -> torch.Tensor:
         if start == 0 and (window is None or window >= key.size(2)):
-            return attention(query, key, value, None, **kwargs)[0]  # type: ignore[no-any-return]
+            return attention(query, key, value, None, **kwargs)[0]
         # Here and not for each block, of which each would keep its own for the backward pass
         key, value = (states.repeat_interleave(query.size(1) // states.size(1), 1) for states in (key, value))
         return _in_blocks(functools.partial(_masked_sdpa, **kwargs), trie, query, key, value, start, window)
@@ -178,9 +178,14 @@ def _varlen(
     """torch's FlashAttention, called as transformers calls attention."""
     from torch.nn.attention.varlen import varlen_attn
 
-    output = varlen_attn(
-        *(states[0].transpose(0, 1) for states in (query, key, value)),
-        *(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k),
+    output: Any = varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seq_lens_q,
+        cu_seq_lens_k,
+        max_length_q,
+        max_length_k,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=True,
@@ -203,7 +208,7 @@ def _flex(
         name = (start, key.size(2), window)
         if name not in trie.masks:
             trie.masks[name] = block_mask(*name, query.device)
-        return attention(query, key, value, trie.masks[name], **kwargs)[0]  # type: ignore[no-any-return]
+        return attention(query, key, value, trie.masks[name], **kwargs)[0]
 
     return _by_groups(trie, query, key, value, attend)
 
