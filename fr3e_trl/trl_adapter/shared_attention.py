@@ -10,7 +10,7 @@ That is causal attention with fewer queries than keys, aligned at the last of bo
 - `sdpa` elsewhere, and `eager`, know no such alignment without a mask. They get queries in blocks, and of a mask a
   stretch as long as a block and the keys that it sees.
 
-Nothing grows with the square of a row's length but what `eager` itself makes of a block.
+No tensor grows with the square of a row's length. `eager` keeps the scores of all blocks for the backward pass.
 """
 
 import functools
@@ -34,7 +34,7 @@ BLOCK = 256
 # Queries and keys of a block of flex_attention: its default
 FLEX_BLOCK = 128
 
-# From then on `varlen_attn` takes windows and grouped heads
+# The first torch of which `varlen_attn` is known to take windows and grouped heads
 VARLEN_TORCH = (2, 13)
 
 Attention = Callable[..., Any]
