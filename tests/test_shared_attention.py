@@ -15,7 +15,7 @@ from test_prefix_sharing import FAMILIES, assert_same, make_family, make_trainer
 from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils
-from transformers.integrations import flash_attention, flex_attention
+from transformers.integrations import flash_attention, flex_attention, sdpa_attention
 
 from fr3e_trl.bench.cost.tensors import in_layer_shared, make_trie
 from fr3e_trl.trl_adapter import shared_attention
@@ -163,6 +163,16 @@ def test_flex_attention(family, stand_ins, monkeypatch):
     trainer = trainer_with(family, "flex_attention")
     with torch.compiler.set_stance("force_eager"):  # transformers compiles the masks of rows apart
         assert_same(score(trainer, *rows, share=True), apart)
+
+
+def test_a_kernel_that_is_registered_anew():
+    """It would ignore that rows share prefixes, without an error of its own."""
+    trainer = trainer_with("Qwen3", "sdpa")
+    rows = padded(trainer)
+    score(trainer, *rows, share=True)
+    AttentionInterface.register("sdpa", sdpa_attention.sdpa_attention_forward)
+    with pytest.raises(RuntimeError, match="registered anew"):
+        trainer._get_per_token_logps_and_entropies(trainer.model, *rows)
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 300])

@@ -292,7 +292,7 @@ FUNCTIONS = [
     Name("transformers.PreTrainedModel._is_stateful", "sharing_probe.py", "whether layers are recurrent"),
     Name(
         "transformers.PreTrainedConfig._attn_implementation",
-        "sharing_probe.py",
+        "sharing_probe.py shared_forward.py",
         "which attention is called",
     ),
 ]

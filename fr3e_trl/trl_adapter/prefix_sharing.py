@@ -52,8 +52,8 @@ class Trie:
             functions for rows end to end take them, by the names that transformers has for them.
         of_rows, scored (`torch.Tensor` of shape (R, C)):
             The node before each token of a completion, and whether the token is scored.
-        windows (`set`, *optional*):
-            Collects the windows that attention is called with.
+        windows (`set`):
+            The windows that attention was called with, `None` for none.
         masks (`dict`):
             Masks that calls of attention have in common, by what they depend on.
     """
@@ -67,7 +67,7 @@ class Trie:
     lengths: dict[str, Any]
     of_rows: torch.Tensor
     scored: torch.Tensor
-    windows: set[int | None] | None = None
+    windows: set[int | None] = field(default_factory=set)
     masks: dict[Any, Any] = field(default_factory=dict)
 
     @property

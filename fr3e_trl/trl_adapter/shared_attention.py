@@ -81,8 +81,7 @@ def _with_paths(attention: Attention, way: Callable[..., torch.Tensor]) -> Atten
     ) -> Any:
         if shared_prefixes is None:
             return attention(module, query, key, value, attention_mask, *args, **kwargs)
-        if shared_prefixes.windows is not None:
-            shared_prefixes.windows.add(kwargs.get("sliding_window"))
+        shared_prefixes.windows.add(kwargs.get("sliding_window"))
         call = functools.partial(attention, module)
         return way(call, shared_prefixes, query, key, value, *args, **kwargs), None
 

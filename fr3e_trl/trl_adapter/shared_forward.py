@@ -113,7 +113,13 @@ def _forward(trainer: Any, model: Any, trie: Trie) -> Any:
     """What TRL's LM head makes of a trie."""
     # Without Triton it takes all positions, with a label or without
     with trainer.accelerator.autocast(), overridden(trl_utils, _use_triton=lambda device: True):
-        return model(**trie.model_inputs, shift_labels=trie.labels, fused_lm_head=True)
+        outputs = model(**trie.model_inputs, shift_labels=trie.labels, fused_lm_head=True)
+    if not trie.windows:  # loading a kernel of the hub anew does that
+        raise RuntimeError(
+            f"attn_implementation={trainer.model.config.get_text_config()._attn_implementation!r} was registered anew after "
+            "training had begun, and does not know shared prefixes any more. Set share_prefixes=False."
+        )
+    return outputs
 
 
 @contextmanager

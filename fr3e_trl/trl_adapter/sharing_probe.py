@@ -1,7 +1,6 @@
 """Whether a model can forward shared prefixes once: tried on the model itself."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,7 +59,7 @@ def obstacle_to_sharing(
     input_ids, mask = _branching_rows(model)
     input_ids, mask = input_ids.to(device), mask.to(device)
     num_columns = input_ids.size(1) // 2
-    trie = replace(fold(input_ids, mask, mask[:, -num_columns:].bool()), windows=set())
+    trie = fold(input_ids, mask, mask[:, -num_columns:].bool())
     try:
         with torch.no_grad(), unchanged(model, device), without_dropout(model):
             apart = score_apart(input_ids, mask, num_columns)
@@ -71,7 +70,6 @@ def obstacle_to_sharing(
             noise = (apart - torch.cat(alone)[:, :num_columns]).abs().mean().item()
     except Exception as error:
         return f"{name} raises {type(error).__name__}: {error}"
-    assert trie.windows is not None
     for window in windows:
         if window not in trie.windows:  # it may be longer than what is tried out
             return f"the window of {name}, {window} tokens, is in its mask alone"
