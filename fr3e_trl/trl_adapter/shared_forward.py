@@ -115,9 +115,10 @@ def _forward(trainer: Any, model: Any, trie: Trie) -> Any:
     with trainer.accelerator.autocast(), overridden(trl_utils, _use_triton=lambda device: True):
         outputs = model(**trie.model_inputs, shift_labels=trie.labels, fused_lm_head=True)
     if not trie.windows:  # loading a kernel of the hub anew does that
+        implementation = trainer.model.config.get_text_config()._attn_implementation
         raise RuntimeError(
-            f"attn_implementation={trainer.model.config.get_text_config()._attn_implementation!r} was registered anew after "
-            "training had begun, and does not know shared prefixes any more. Set share_prefixes=False."
+            f"attn_implementation={implementation!r} was registered anew after training had begun, and does not know shared "
+            "prefixes any more. Set share_prefixes=False."
         )
     return outputs
 
