@@ -117,8 +117,8 @@ def _forward(trainer: Any, model: Any, trie: Trie) -> Any:
     if not trie.windows:  # loading a kernel of the hub anew does that
         implementation = trainer.model.config.get_text_config()._attn_implementation
         raise RuntimeError(
-            f"attn_implementation={implementation!r} was registered anew after training had begun, and does not know shared "
-            "prefixes any more. Set share_prefixes=False."
+            f"attn_implementation={implementation!r} was registered anew after training had begun, and does not know "
+            "shared prefixes any more. Set share_prefixes=False."
         )
     return outputs
 
