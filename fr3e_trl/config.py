@@ -257,7 +257,8 @@ class FR3EConfig(GRPOConfig):
         metadata={
             "help": "Whether tokens that rows of a micro-batch have in common are forwarded once. These are prompts "
             "and the prefixes of branches. Log-probs change by rounding alone. Rows of a prompt stay together in "
-            "micro-batches. It needs the attention implementation 'sdpa' or 'eager'. Models that cannot share "
+            "micro-batches. It needs the attention implementation 'sdpa', 'eager', 'flex_attention' or one of "
+            "FlashAttention. Models that cannot share "
             "prefixes turn it off, with a warning. `None`: `True` while exploring, `False` with `num_anchors=0`. "
             "`True` also works for plain GRPO."
         },

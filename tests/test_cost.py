@@ -101,6 +101,22 @@ def test_update(capsys):
         assert shares == sorted(shares, reverse=True) and shares[-1] < 0.6 < 0.95 < shares[0]
 
 
+def test_tensors(capsys):
+    """Masks of rows apart grow with the square of the length, all else with the length; logits with neither."""
+    shape = ["--hidden_size=32", "--num_heads=2", "--num_key_value_heads=1", "--vocab_size=5000", "--prompt_length=8"]
+    cli.main(["cost", "tensors", "--num_generations=4", "--lengths", "4096", "8192", *shape])
+    output = capsys.readouterr().out
+    apart, shared, flash = (
+        [[float(cell.replace(",", "")) for cell in cells(output, f"{length} tokens, {way}")] for length in (4096, 8192)]
+        for way in ("rows apart, sdpa", "shared, sdpa", "shared, FlashAttention")
+    )
+    assert apart[1][0] > 3.9 * apart[0][0] > 0
+    assert 0 < shared[1][0] <= 4 and flash[1][0] == 0
+    for of_way in (shared, flash):
+        assert of_way[1][2] < 2.3 * of_way[0][2]
+    assert float(cells(output, "generate: leaving rows")[1]) > 0
+
+
 def test_entropies(capsys):
     cli.main(["cost", "entropies", "--num_turns=1"])
     output = capsys.readouterr().out

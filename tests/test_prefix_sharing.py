@@ -373,6 +373,12 @@ def make_hybrid():
     return transformers.Qwen3NextForCausalLM(config)
 
 
+def make_with_attention_of_its_own():
+    """Of which nothing is known."""
+    transformers.AttentionInterface.register("of_its_own", transformers.AttentionInterface()["sdpa"])
+    return make_family("Qwen3", "of_its_own")
+
+
 @pytest.mark.parametrize(
     ("make", "settings", "reason"),
     [
@@ -380,9 +386,9 @@ def make_hybrid():
         (make_with_alibi, {}, "BloomForCausalLM"),
         (make_hybrid, {"router_aux_loss_coef": 0.0}, "Qwen3NextForCausalLM"),
         (lambda: make_family("Qwen3Moe"), {}, "router_aux_loss_coef"),
-        (lambda: make_family("Qwen3", "flex_attention"), {}, "attn_implementation='flex_attention'"),
+        (make_with_attention_of_its_own, {}, "attn_implementation='of_its_own'"),
     ],
-    ids=["recurrent", "alibi", "hybrid", "router", "flex"],
+    ids=["recurrent", "alibi", "hybrid", "router", "attention"],
 )
 def test_it_is_off_by_itself(make, settings, reason, caplog):
     trainer = make_trainer(make(), **settings)

@@ -18,6 +18,7 @@ from .usage import Parser, explain
 COSTS = {
     "step": ("A step of FR3E beside one of GRPO: tokens, time, and where it goes.", "fr3e_trl.bench.cost.step"),
     "update": ("The update, with shared prefixes forwarded once or with every row.", "fr3e_trl.bench.cost.update"),
+    "tensors": ("The largest tensors with long completions, counted.", "fr3e_trl.bench.cost.tensors"),
     "bookkeeping": ("FR3E's own part of a large step.", "fr3e_trl.bench.cost.bookkeeping"),
     "processes": ("Two processes beside one.", "fr3e_trl.bench.cost.processes"),
     "vllm": ("A vLLM server: requests in flight, and the sync of the adapter.", "fr3e_trl.bench.cost.vllm"),

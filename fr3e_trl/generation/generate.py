@@ -57,8 +57,8 @@ class DecodingSteps(Protocol):
         """The model's keyword arguments after a step, with its cache."""
 
 
-# How many logits are kept until log-probs and entropies are made of them, beside those of one step: 64 MiB
-MAX_LOGITS = 2**24
+# How many logits are kept until log-probs and entropies are made of them, beside those of one step: 16 MiB
+MAX_LOGITS = 2**22
 
 # Settings that rollouts can leave a row under while it grows, where they have these values: no state of a row's own
 BY_ROW: dict[str, tuple[Any, ...]] = {
@@ -435,7 +435,8 @@ class _PolicyRecord(LogitsProcessor):
 def _policy(logits: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities (B, L, V) and entropies (B, L) of the policy, from its logits, at each row's temperature."""
     logprobs = (logits.float() / temperatures[:, None, None]).log_softmax(2)
-    return logprobs, torch.special.entr(logprobs.exp()).sum(2)
+    probs = logprobs.exp()
+    return logprobs, torch.special.entr(probs, out=probs).sum(2)
 
 
 def _statistics(logprobs: torch.Tensor, entropies: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -524,6 +525,7 @@ class _GrowingRows:
             outputs = model(**inputs, return_dict=True)
             model_kwargs = self.decoding.updated(model, outputs, model_kwargs)
             logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
+            del outputs  # logits of all rows, a second time
             logprobs, entropies = _policy(logits[:, None], self.processor.temperatures)
             probs = logits_processor(input_ids, logits).softmax(1)
             leaving = self._leave(input_ids.shape[1], entropies[:, 0])

@@ -129,7 +129,10 @@ def _difference(model: Any, requests: list[SamplingRequest], samples: list[Sampl
         row = np.concatenate([prefix, sample.token_ids])
         ids[: len(row)], mask[: len(row)] = torch.from_numpy(row), 1
     logits = model(input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), use_cache=False).logits
-    logprobs = logits[:, :-1].float().log_softmax(2).cpu().gather(2, input_ids[:, 1:, None])[:, :, 0].numpy()
+    logprobs = [  # of each row alone: a vocabulary may be large
+        of_row[:-1].float().log_softmax(1).cpu().gather(1, ids[1:, None])[:, 0].numpy()
+        for of_row, ids in zip(logits, input_ids, strict=True)
+    ]
     return float(
         np.concatenate(
             [

@@ -16,6 +16,9 @@ from .overriding import overridden
 from .prompts import padded
 from .setup import is_sharded
 
+# How much of the vocabulary TRL's LM head takes at a time
+HEAD_TILE = trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE
+
 
 @torch.no_grad()
 def token_statistics(
@@ -71,3 +74,25 @@ def head_kernel(kernel: Callable[..., Any]) -> Iterator[None]:
     """
     with overridden(trl_utils, _ChunkedLogProbFunction=SimpleNamespace(apply=kernel)):
         yield
+
+
+def scored_by_head(
+    hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Log-probabilities and entropies by TRL's LM head, without a model.
+
+    Args:
+        hidden (`torch.Tensor` of shape (N, H)):
+            What the head projects.
+        weight (`torch.Tensor` of shape (V, H)):
+            The head.
+        tokens (`torch.Tensor` of shape (N,)):
+            Ids.
+
+    Returns:
+        `tuple`: Both of shape (N,), in nats.
+    """
+    arguments = hidden, weight, None, tokens, 1.0, HEAD_TILE, None, 1.0, ("log_probs", "entropy")
+    logprobs, entropies, *_ = trl_utils._ChunkedLogProbFunction.apply(*arguments)
+    return logprobs, entropies

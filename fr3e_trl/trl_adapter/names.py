@@ -214,6 +214,9 @@ FUNCTIONS = [
         "replaced: the kernel of the LM head, by one of truncated distributions",
     ),
     Name(
+        f"{UTILS}._CHUNKED_LOGPROB_CHUNK_SIZE", "logprobs.py", "how much of the vocabulary the LM head takes at a time"
+    ),
+    Name(
         f"{UTILS}._ChunkedLogProbFunction.forward",
         "logprobs.py",
         "what the kernel is called with, by position",
@@ -249,19 +252,47 @@ FUNCTIONS = [
     Name("transformers.trainer_utils.PREFIX_CHECKPOINT_DIR", "console.py resume.py", "names of checkpoints"),
     Name(
         "transformers.models.qwen3.modeling_qwen3.eager_attention_forward",
-        "prefix_sharing.py",
+        "shared_attention.py",
         "replaced, in each module of a model: attention along the paths of a trie",
         "module query key value attention_mask",
+        False,
+    ),
+    Name(
+        "transformers.modeling_flash_attention_utils._flash_attention_forward",
+        "shared_attention.py",
+        "takes rows end to end by these names, which models pass on to it",
+        "cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k",
+        False,
+    ),
+    Name(
+        "transformers.utils.generic.is_flash_attention_requested",
+        "shared_attention.py",
+        "which kernels are called as FlashAttention is",
+        "requested_attention_implementation",
+        False,
+    ),
+    Name(
+        "torch.nn.attention.varlen.varlen_attn",
+        "shared_attention.py",
+        "torch's FlashAttention for rows end to end",
+        "query key value cu_seq_q cu_seq_k max_q max_k scale window_size enable_gqa",
+        False,
+    ),
+    Name(
+        "torch.nn.attention.flex_attention.BlockMask.from_kv_blocks",
+        "shared_attention.py",
+        "which blocks flex_attention looks at",
+        "kv_num_blocks kv_indices full_kv_num_blocks full_kv_indices BLOCK_SIZE mask_mod seq_lengths",
         False,
     ),
     Name("torch.nn.Module._buffers", "decoding.py", "put back after a trial", of_instances=True),
     Name(
         "torch.nn.Module._forward_hooks", "decoding.py", "surplus hooks of transformers' are removed", of_instances=True
     ),
-    Name("transformers.PreTrainedModel._is_stateful", "prefix_sharing.py", "whether layers are recurrent"),
+    Name("transformers.PreTrainedModel._is_stateful", "sharing_probe.py", "whether layers are recurrent"),
     Name(
         "transformers.PreTrainedConfig._attn_implementation",
-        "prefix_sharing.py",
+        "sharing_probe.py shared_forward.py",
         "which attention is called",
     ),
 ]

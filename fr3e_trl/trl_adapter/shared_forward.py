@@ -12,8 +12,9 @@ from trl.trainer import utils as trl_utils
 
 from .decoding import drop_surplus_hooks
 from .overriding import overridden
-from .prefix_sharing import Trie, fold, obstacle_to_sharing
+from .prefix_sharing import Trie, fold
 from .setup import computed_in
+from .sharing_probe import obstacle_to_sharing
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,14 @@ def _forward(trainer: Any, model: Any, trie: Trie) -> Any:
     """What TRL's LM head makes of a trie."""
     # Without Triton it takes all positions, with a label or without
     with trainer.accelerator.autocast(), overridden(trl_utils, _use_triton=lambda device: True):
-        return model(**trie.model_inputs, shift_labels=trie.labels, fused_lm_head=True)
+        outputs = model(**trie.model_inputs, shift_labels=trie.labels, fused_lm_head=True)
+    if not trie.windows:  # loading a kernel of the hub anew does that
+        implementation = trainer.model.config.get_text_config()._attn_implementation
+        raise RuntimeError(
+            f"attn_implementation={implementation!r} was registered anew after training had begun, and does not know "
+            "shared prefixes any more. Set share_prefixes=False."
+        )
+    return outputs
 
 
 @contextmanager

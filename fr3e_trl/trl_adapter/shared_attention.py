@@ -1,0 +1,327 @@
+"""
+Attention of a trie's nodes: the new nodes of each row look back along its whole path.
+
+That is causal attention with fewer queries than keys, aligned at the last of both. Kernels differ in how they are told:
+
+- FlashAttention has a length of queries and one of keys for each row, and takes all rows in one call. transformers
+  calls it for `flash_attention_2`, `flash_attention_3` and kernels from the hub. torch has a copy of it, which takes
+  the place of `sdpa` where that would use it: on CUDA, in half precision.
+- `flex_attention` is told which blocks of queries look at which blocks of keys.
+- `sdpa` elsewhere, and `eager`, know no such alignment without a mask. They get queries in blocks, and of a mask a
+  stretch as long as a block and the keys that it sees.
+
+No tensor grows with the square of a row's length. `eager` keeps the scores of all blocks for the backward pass.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.utils.generic import is_flash_attention_requested
+
+from .prefix_sharing import Trie
+
+# Queries of one call with a mask: few for what they skip of the keys, enough for a call to be worth it
+BLOCK = 256
+
+# Queries and keys of a block of flex_attention: its default
+FLEX_BLOCK = 128
+
+# The first torch of which `varlen_attn` is known to take windows and grouped heads
+VARLEN_TORCH = (2, 13)
+
+Attention = Callable[..., Any]
+
+
+def share(model: nn.Module, implementation: str) -> bool:
+    """
+    Have a model's attention take the keyword `shared_prefixes`, a [`Trie`].
+
+    transformers looks attention up by name, in its register or in the model's own module, and passes on the keywords
+    that a model is called with. The function of that name gets one more keyword, without which it is as before.
+
+    Returns:
+        `bool`: Whether there is a way to call this implementation.
+    """
+    if implementation == "eager":
+        for module in {sys.modules[type(part).__module__] for part in model.modules()}:
+            functions = vars(module)
+            if "eager_attention_forward" in functions:
+                functions["eager_attention_forward"] = _with_paths(functions["eager_attention_forward"], _eager)
+        return True
+    way = _flash if is_flash_attention_requested(requested_attention_implementation=implementation) else None
+    way = {"sdpa": _sdpa, "flex_attention": _flex}.get(implementation, way)
+    if way is not None:
+        AttentionInterface.register(implementation, _with_paths(AttentionInterface()[implementation], way))
+    return way is not None
+
+
+def _with_paths(attention: Attention, way: Callable[..., torch.Tensor]) -> Attention:
+    """Attention that takes `shared_prefixes`, in a way that fits the implementation."""
+    if hasattr(attention, "takes_paths"):
+        return attention
+
+    @functools.wraps(attention)
+    def with_paths(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        shared_prefixes: Trie | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if shared_prefixes is None:
+            return attention(module, query, key, value, attention_mask, *args, **kwargs)
+        shared_prefixes.windows.add(kwargs.get("sliding_window"))
+        call = functools.partial(attention, module)
+        return way(call, shared_prefixes, query, key, value, *args, **kwargs), None
+
+    with_paths.takes_paths = True  # type: ignore[attr-defined]
+    return with_paths
+
+
+# Each way: attention without its module, the trie, queries, keys and values (1, H, U, D) to outputs (1, U, H, D)
+
+
+def _flash(
+    attention: Attention,
+    trie: Trie,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """
+    All rows in one call. New nodes are numbered as rows have them, so that queries are in place.
+
+    transformers' attention passes the lengths on to its `_flash_attention_forward`.
+    """
+    key, value = (
+        states[0].transpose(0, 1).index_select(0, trie.path).transpose(0, 1).unsqueeze(0) for states in (key, value)
+    )
+    return attention(query, key, value, None, **trie.lengths, **kwargs)[0]
+
+
+def _sdpa(
+    attention: Attention,
+    trie: Trie,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """FlashAttention where sdpa would use it; or no mask where no row has a prefix; or else masks."""
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # as sdpa does
+        query, key, value = (states.to(torch.get_autocast_dtype(kind)) for states in (query, key, value))
+    if not kwargs.get("dropout") and runs_flash(query, key, value):
+        return _flash(_varlen, trie, query, key, value, **kwargs)
+    window = kwargs.get("sliding_window")
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int) -> torch.Tensor:
+        if start == 0 and (window is None or window >= key.size(2)):
+            return attention(query, key, value, None, **kwargs)[0]
+        # Here and not for each block, of which each would keep its own for the backward pass
+        key, value = (states.repeat_interleave(query.size(1) // states.size(1), 1) for states in (key, value))
+        return _in_blocks(functools.partial(_masked_sdpa, **kwargs), trie, query, key, value, start, window)
+
+    return _by_groups(trie, query, key, value, attend)
+
+
+def _masked_sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """torch's sdpa, called as transformers calls attention."""
+    output = scaled_dot_product_attention(query, key, value, attention_mask, dropout, scale=scaling)
+    return output.transpose(1, 2), None
+
+
+def runs_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether sdpa would run FlashAttention, and torch has it for rows end to end."""
+    has_varlen = tuple(map(int, torch.__version__.split(".")[:2])) >= VARLEN_TORCH
+    if not (query.is_cuda and has_varlen and query.size(-1) % 8 == 0):
+        return False
+    return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_k: torch.Tensor,
+    max_length_q: int,
+    max_length_k: int,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """torch's FlashAttention, called as transformers calls attention."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    output: Any = varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seq_lens_q,
+        cu_seq_lens_k,
+        max_length_q,
+        max_length_k,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=True,
+    )
+    return output.unsqueeze(0), None
+
+
+def _flex(
+    attention: Attention,
+    trie: Trie,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """A call for each group of rows, with blocks that say what is seen."""
+    window = kwargs.get("sliding_window")
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int) -> torch.Tensor:
+        name = (start, key.size(2), window)
+        if name not in trie.masks:
+            trie.masks[name] = block_mask(*name, query.device)
+        return attention(query, key, value, trie.masks[name], **kwargs)[0]
+
+    return _by_groups(trie, query, key, value, attend)
+
+
+def _eager(
+    attention: Attention,
+    trie: Trie,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """It is causal by its mask alone."""
+    call = functools.partial(_in_blocks, functools.partial(attention, **kwargs), trie)
+    return _by_groups(trie, query, key, value, functools.partial(call, window=kwargs.get("sliding_window")))
+
+
+def _in_blocks(
+    attention: Attention,
+    trie: Trie,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: int,
+    window: int | None,
+) -> torch.Tensor:
+    """Attention of a group of rows, of as many queries at a time as have a mask that is short."""
+    outputs = []
+    for first in range(start, key.size(2), BLOCK):
+        end = min(first + BLOCK, key.size(2))
+        begin = 0 if window is None else max(first + 1 - window, 0)
+        mask = _mask(trie, end - first, end - begin, window, query)
+        states = query[:, :, first - start : end - start], key[:, :, begin:end], value[:, :, begin:end]
+        outputs.append(attention(*states, mask)[0])
+    return torch.cat(outputs, 1)
+
+
+def _by_groups(
+    trie: Trie,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor],
+) -> torch.Tensor:
+    """Attention of groups of r rows, from queries (r, H, t - start, D) and keys (r, H, t, D) each."""
+    outputs = [
+        attend(_along(query, path[:, start:]), _along(key, path), _along(value, path), start).flatten(0, 1)
+        for start, path in trie.paths
+    ]
+    return torch.cat(outputs).index_select(0, trie.nodes).unsqueeze(0)
+
+
+def _along(states: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+    """Of states of shape (1, H, U, D), those along the paths of r rows: (r, H, t, D)."""
+    return states[0].index_select(1, path.flatten()).unflatten(1, path.shape).transpose(0, 1)
+
+
+def _mask(trie: Trie, num_queries: int, num_keys: int, window: int | None, query: torch.Tensor) -> torch.Tensor:
+    """
+    What is added to the scores of a block, (1, 1, num_queries, num_keys): aligned at the last of both.
+
+    All blocks are a part of one mask at its lower right, which is made once for all layers.
+    """
+    longest = trie.lengths["max_length_k"]
+    width = longest if window is None else min(longest, window + BLOCK - 1)
+    name = (window, query.dtype)
+    if name not in trie.masks:
+        columns = torch.arange(width, device=query.device)
+        rows = torch.arange(width - BLOCK, width, device=query.device)[:, None]
+        is_seen = columns <= rows
+        if window is not None:
+            is_seen &= rows - columns < window
+        trie.masks[name] = torch.zeros_like(is_seen, dtype=query.dtype).masked_fill_(
+            ~is_seen, torch.finfo(query.dtype).min
+        )
+    mask: torch.Tensor = trie.masks[name][BLOCK - num_queries :, width - num_keys :]
+    # Where kernels want memory that is aligned, a part of it must be one of its own
+    return (mask if query.device.type == "cpu" else mask.contiguous())[None, None]
+
+
+def block_mask(start: int, length: int, window: int | None, device: torch.device) -> BlockMask:
+    """
+    What tokens from `start` on see, for `flex_attention`.
+
+    Made of bounds: `create_block_mask` would compare all queries with all keys.
+
+    Args:
+        start, length (`int`):
+            Of `length` tokens, those from `start` on are queries.
+        window (`int`, *optional*):
+            How many tokens a query sees, itself included.
+        device (`torch.device`):
+            Where attention computes.
+    """
+    offset = torch.tensor(start, device=device)  # a number would have each one compiled anew
+
+    def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        is_seen = query + offset >= key
+        return is_seen if window is None else is_seen & (query + offset - key < window)
+
+    queries = torch.arange(start, length, FLEX_BLOCK, device=device)[:, None]
+    keys = torch.arange(0, length, FLEX_BLOCK, device=device)
+    last_query, last_key = (first + FLEX_BLOCK - 1 for first in (queries, keys))
+    some = keys <= last_query.clamp(max=length - 1)
+    every = (last_key <= queries) & (last_query < length)
+    if window is not None:
+        some &= queries - last_key < window
+        every &= last_query - keys < window
+
+    def listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many blocks of keys each block of queries has, and which, these first."""
+        order = blocks.int().argsort(dim=1, descending=True, stable=True)
+        return blocks.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+    return BlockMask.from_kv_blocks(
+        *listed(some & ~every), *listed(every), FLEX_BLOCK, sees, seq_lengths=(length - start, length)
+    )

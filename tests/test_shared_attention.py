@@ -1,0 +1,207 @@
+"""
+Attention of shared prefixes by the kernels that GPUs run, and how large its tensors are.
+
+No GPU is needed, and none was used. FlashAttention is a stand-in that has its signature and computes by definition.
+flex_attention has no backward pass on a CPU, and has a stand-in too, which reads the same mask.
+"""
+
+import argparse
+import functools
+import math
+
+import pytest
+import torch
+from test_prefix_sharing import FAMILIES, assert_same, make_family, make_trainer, padded, score
+from torch.nn.attention import varlen
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils
+from transformers.integrations import flash_attention, flex_attention, sdpa_attention
+
+from fr3e_trl.bench.cost.tensors import in_layer_shared, make_trie
+from fr3e_trl.trl_adapter import shared_attention
+
+FLASH = ("flash_attention_2", "kernels-community/vllm-flash-attn3")
+
+
+def by_definition(query, key, value, is_seen, scale, softcap=0.0, sink=None):
+    """Attention of a row: (q, H, D), (k, H', D) and (k, H', D), with a mask of shape (q, k)."""
+    key, value = (states.repeat_interleave(query.size(1) // key.size(1), 1) for states in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * (scale or 1 / math.sqrt(query.size(-1)))
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    is_seen = is_seen | ~is_seen.any(-1, keepdim=True)  # a padding token sees nothing, and what it gets is not used
+    scores = scores.masked_fill(~is_seen, -torch.inf)
+    if sink is not None:
+        scores = torch.cat([scores, sink[:, None, None].expand(-1, len(query), 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value)
+
+
+def seen_at_lower_right(num_queries, num_keys, causal, window_size):
+    """The rule of FlashAttention since 2.1: the last query is where the last key is."""
+    distance = torch.arange(num_queries)[:, None] + num_keys - num_queries - torch.arange(num_keys)
+    left, right = window_size
+    is_seen = (distance >= 0) if causal else torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        is_seen &= distance <= left
+    if right >= 0:
+        is_seen &= -distance <= right
+    return is_seen
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+    s_aux=None,  # vllm-flash-attn3 has it
+):
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    lengths_q, lengths_k = (bounds.diff().tolist() for bounds in (cu_seqlens_q, cu_seqlens_k))
+    assert (max_seqlen_q, max_seqlen_k) == (max(lengths_q), max(lengths_k))
+    rows = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
+    return torch.cat(
+        [
+            by_definition(
+                *row, seen_at_lower_right(len(row[0]), len(row[1]), causal, window_size), softmax_scale, softcap, s_aux
+            )
+            for row in rows
+        ]
+    )
+
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), **kwargs):
+    is_seen = seen_at_lower_right(q.size(1), k.size(1), causal, window_size)
+    rows = zip(q, k, v, strict=True)
+    options = {"softcap": kwargs.get("softcap", 0.0), "sink": kwargs.get("s_aux")}
+    return torch.stack([by_definition(*row, is_seen, softmax_scale, **options) for row in rows])
+
+
+def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """As torch's, which has only CUDA kernels."""
+    assert enable_gqa
+    causal = window_size == (-1, 0)
+    return flash_attn_varlen_func(
+        *(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k),
+        softmax_scale=scale,
+        causal=causal,
+        window_size=window_size,
+    )
+
+
+def flex_by_definition(query, key, value, training, score_mod, block_mask, enable_gqa, scale, **kwargs):
+    """As `compile_friendly_flex_attention` of transformers."""
+    is_seen = create_mask(block_mask.mask_mod, len(query), 1, query.size(2), key.size(2), device=query.device)
+    softcap = next((cell.cell_contents for cell in score_mod.__closure__ if isinstance(cell.cell_contents, float)), 0.0)
+    rows = zip(*(states.transpose(1, 2) for states in (query, key, value)), is_seen[:, 0], strict=True)
+    return torch.stack([by_definition(*row, scale, softcap) for row in rows]).transpose(1, 2)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """FlashAttention, torch's copy of it, and flex_attention."""
+    functions = flash_attn_func, flash_attn_varlen_func, None
+    pads = modeling_flash_attention_utils._pad_input, modeling_flash_attention_utils._unpad_input
+    monkeypatch.setattr(modeling_flash_attention_utils, "_lazy_imports", lambda *args, **kwargs: functions + pads)
+    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", flex_by_definition)
+    # As transformers registers a kernel of the hub
+    AttentionInterface.register(FLASH[1], flash_attention.flash_attention_forward)
+    AttentionMaskInterface.register(FLASH[1], AttentionMaskInterface()[FLASH[0]])
+
+
+def trainer_with(family, implementation):
+    """A trainer of a model that transformers would not make without the kernel."""
+    trainer = make_trainer(make_family(family, "eager"), router_aux_loss_coef=0)
+    trainer.model.config._attn_implementation = implementation
+    return trainer
+
+
+@functools.cache
+def scored_apart(family):
+    """By definition: eager attention, row by row."""
+    trainer = trainer_with(family, "eager")
+    rows = padded(trainer)
+    return rows, score(trainer, *rows, share=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flash_attention(family, stand_ins):
+    if family == "GPT2":
+        pytest.skip("transformers takes it in half precision alone")
+    rows, apart = scored_apart(family)
+    trainer = trainer_with(family, FLASH[family == "GptOss"])  # only the latter has attention sinks
+    assert_same(score(trainer, *rows, share=False), apart)
+    assert_same(score(trainer, *rows, share=True), apart)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sdpa_on_a_gpu(family, stand_ins, monkeypatch):
+    if family in ("Gemma2", "GptOss"):
+        pytest.skip("it has no such attention")
+    rows, apart = scored_apart(family)
+    monkeypatch.setattr(shared_attention, "runs_flash", lambda *states: True)
+    assert_same(score(trainer_with(family, "sdpa"), *rows, share=True), apart)
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma2", "Mistral"])
+def test_flex_attention(family, stand_ins, monkeypatch):
+    rows, apart = scored_apart(family)
+    monkeypatch.setattr(shared_attention, "FLEX_BLOCK", 8)
+    trainer = trainer_with(family, "flex_attention")
+    with torch.compiler.set_stance("force_eager"):  # transformers compiles the masks of rows apart
+        assert_same(score(trainer, *rows, share=True), apart)
+
+
+def test_a_kernel_that_is_registered_anew():
+    """It would ignore that rows share prefixes, without an error of its own."""
+    trainer = trainer_with("Qwen3", "sdpa")
+    rows = padded(trainer)
+    score(trainer, *rows, share=True)
+    AttentionInterface.register("sdpa", sdpa_attention.sdpa_attention_forward)
+    with pytest.raises(RuntimeError, match="registered anew"):
+        trainer._get_per_token_logps_and_entropies(trainer.model, *rows)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 300])
+@pytest.mark.parametrize(("start", "length"), [(0, 128), (0, 700), (5, 133), (129, 640), (255, 257), (256, 512)])
+def test_blocks_of_flex_attention(start, length, window):
+    """As torch makes them of all pairs; some that are seen wholly may be among those that are looked into."""
+    blocks = shared_attention.block_mask(start, length, window, torch.device("cpu"))
+    expected = create_block_mask(blocks.mask_mod, None, None, length - start, length, "cpu")
+    assert blocks.shape == expected.shape
+    assert torch.equal(blocks.to_dense(), expected.to_dense())
+    assert torch.equal(blocks.full_kv_num_blocks, expected.full_kv_num_blocks)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["Qwen3", "Mistral"])
+@pytest.mark.parametrize("block", [1, 3, 5])
+def test_queries_in_blocks(family, implementation, block, monkeypatch):
+    rows, apart = scored_apart(family)
+    monkeypatch.setattr(shared_attention, "BLOCK", block)
+    assert_same(score(trainer_with(family, implementation), *rows, share=True), apart)
+
+
+@pytest.mark.parametrize("flash", [False, True], ids=["sdpa", "flash"])
+def test_nothing_grows_with_the_square_of_the_length(flash):
+    """64 rows of 16k tokens, forward and backward, on fake tensors."""
+    shape = {"hidden_size": 16, "num_heads": 2, "num_key_value_heads": 1, "vocab_size": 99, "prompt_length": 64}
+    options = argparse.Namespace(**shape, num_prompts=8, num_generations=8)
+    trie, mask = make_trie(options, 16_000)
+    assert len(mask) == 64
+    masks, tensors = in_layer_shared(options, trie, flash)
+    assert tensors.largest < 16_000**2 / 4  # bytes, and a mask for the rows that leave early would have as many again
+    assert masks.largest == 0 if flash else masks.largest <= 2 * shared_attention.BLOCK * len(mask[0])
