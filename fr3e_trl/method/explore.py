@@ -32,7 +32,7 @@ from .anchors import (
 from .credit import CREDIT_RULES
 from .plan import Plan
 from .rows import RowSharding
-from .sampling import Branching, Sample, Sampler, SamplingRequest
+from .sampling import Branching, Sample, Sampler, SamplingRequest, distinct_from
 from .tree import Dialogue, Rollout, Score, State, TokenIds, Tree, as_ids
 
 # Scores completions: (index of each one's tree, their whole token ids, their turns) to what they scored.
@@ -382,6 +382,7 @@ class _Exploration:
 
     def _request(self, i: int, state: State, num_samples: int) -> SamplingRequest:
         tree = self.trees[i]
+        base = None if state.base is None else tree.bases[state.base]
         return SamplingRequest(
             prefix_ids=np.concatenate([tree.prompt_ids, state.prefix_ids]),
             num_samples=num_samples,
@@ -389,16 +390,10 @@ class _Exploration:
             temperature=self.plan.temperature,
             num_prompt_tokens=len(tree.prompt_ids),
             tree=i,
-            dialogue=None if state.base is None else tree.bases[state.base].dialogue,
+            dialogue=None if base is None else base.dialogue,
             multimodal=tree.multimodal,
-            distinct_from=self._distinct_from(tree, state),
+            **(distinct_from(base, state.position) if base is not None and self.plan.distinct else {}),
         )
-
-    def _distinct_from(self, tree: Tree, state: State) -> int | None:
-        """The base trajectory's token at an anchor, if its rollouts are to begin with others."""
-        if state.base is None or not self.plan.distinct:
-            return None
-        return int(tree.bases[state.base].token_ids[state.position])
 
     def _score(self, rollouts: list[tuple[int, State, Rollout]]) -> None:
         """Score rollouts, given with their tree's index and their state, and keep what they got."""
