@@ -1,14 +1,20 @@
 """Branches that begin with another token than their base trajectory, through `train()`."""
 
+import itertools
 import math
+from collections import Counter
+from dataclasses import replace
 
 import factory
+import numpy as np
 import pytest
 import torch
 from factory import logged
 
+from fr3e_trl.generation.vllm import Course
 from fr3e_trl.method.credit.tree import masses_of, set_weights
 from fr3e_trl.method.metrics import tree_metrics
+from fr3e_trl.method.sampling import Sample, SamplingRequest
 from fr3e_trl.method.tree import Rollout, Score, State, Tree
 
 SETTINGS = {"distinct_branches": True, "num_generations": 4, "max_steps": 4, "reward_funcs": factory.letters}
@@ -90,6 +96,116 @@ def test_what_cannot_draw_them_says_so(caplog):
     caplog.clear()
     factory.make_trainer(**SETTINGS)
     assert not [record.message for record in caplog.records if "distinct_branches" in record.message]
+
+
+class Distinct:
+    """A sampler of one's own that says that it draws without replacement, and changes what it drew by `spoil`."""
+
+    draws_distinct = True
+
+    def __init__(self, trainer, spoil=lambda sample: sample):
+        self.sampler, self.spoil = trainer.sampler, spoil
+
+    def sample(self, requests):
+        samples = self.sampler.sample(requests)
+        for request, of_request in zip(requests, samples, strict=True):
+            if request.distinct_from is not None:
+                of_request[:] = [self.spoil(sample) for sample in of_request]
+        return samples
+
+
+def test_a_sampler_of_ones_own_draws_them(caplog):
+    trainer = factory.train(**SETTINGS | size_of({}) | {"sampler": Distinct})
+    assert not [record.message for record in caplog.records if "distinct_branches" in record.message]
+    assert any(
+        rollout.chances
+        for _, trees in trainer.batches
+        for tree in trees
+        for *_, of in branches_of(tree)
+        for rollout in of
+    )
+
+
+@pytest.mark.parametrize(
+    ("chances", "message"),
+    [
+        ((0.5, 0.0), r"have the chances \[\(0\.5, 0\.0\)\]. They must be above 0, and 1 at most"),
+        ("same", "All must differ"),
+    ],
+    ids=["no probability", "the same token"],
+)
+def test_a_sampler_of_ones_own_is_told_what_is_wrong(chances, message):
+    def spoil(sample):
+        if chances == "same":
+            return replace(sample, token_ids=[spoil.token, *sample.token_ids[1:]])
+        return replace(sample, chances=chances)
+
+    def sampler(trainer):
+        own = Distinct(trainer, spoil)
+        ask = own.sample
+
+        def sample(requests):
+            spoil.token = next((r.distinct_from for r in requests if r.distinct_from is not None), None)
+            return ask(requests)
+
+        own.sample = sample
+        return own
+
+    with pytest.raises(ValueError, match=message):
+        factory.train(**SETTINGS | size_of({}) | {"sampler": sampler, "num_generations": 2, "num_anchors": 1})
+
+
+def answer(course, draw):
+    """Answer all that a course asks, one after the other."""
+    i = 0
+    while i < len(course.asked):
+        course.answer(i, draw(course.asked[i]))
+        i += 1
+    return course.samples
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_vllms_first_tokens_are_drawn_without_replacement(num):
+    """A course's tokens, against the probabilities of drawing them one after the other."""
+    rng = np.random.default_rng(0)
+    probs = np.array([0.05, 0.45, 0.3, 0.2])
+
+    def draw(request):
+        rows = rng.choice(4, (request.num_samples, min(request.max_new_tokens, 3)), p=probs)
+        return [Sample(row.tolist(), np.log(probs[row]).tolist()) for row in rows]
+
+    request = SamplingRequest(
+        [9, 9], num, 5, 1.0, num_prompt_tokens=1, distinct_from=1, distinct_logprob=math.log(0.45)
+    )
+    found = Counter()
+    for _ in range(4000):
+        (samples,) = answer(Course([request], [0], draws_branches=False), draw)
+        assert len(samples) == num
+        for sample in samples:
+            assert sample.chances == pytest.approx((0.45, probs[sample.token_ids[0]]))
+            assert len(sample.token_ids) == len(sample.logprobs) == (1 if sample.token_ids[0] == 0 else 4)
+        found[tuple(sample.token_ids[0] for sample in samples)] += 1
+    expected = {}
+    for tokens in itertools.permutations([0, 2, 3], num):
+        expected[tokens], left = 1.0, 0.55
+        for token in tokens:
+            expected[tokens], left = expected[tokens] * probs[token] / left, left - probs[token]
+    assert found.keys() == expected.keys()
+    chi_square = sum((found[tokens] - 4000 * p) ** 2 / (4000 * p) for tokens, p in expected.items())
+    assert chi_square < 20  # 5 degrees of freedom at most: .0012
+
+
+def test_where_no_other_token_comes_branches_are_independent():
+    request = SamplingRequest([9, 9], 1, 5, 1.0, num_prompt_tokens=1, distinct_from=1, distinct_logprob=0.0)
+    asked = []
+
+    def draw(request):
+        asked.append(request.num_samples)
+        return [Sample([1] * min(request.max_new_tokens, 3), [0.0] * 3) for _ in range(request.num_samples)]
+
+    ((sample,),) = answer(Course([request], [0], draws_branches=False), draw)
+    assert sample.chances is None and list(sample.token_ids) == [1, 1, 1, 1]
+    assert asked == [8, 64, 512, 1]
 
 
 def test_rollout_credit_does_not_take_them():

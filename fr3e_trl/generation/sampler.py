@@ -19,6 +19,10 @@ class OwnSampler:
         needs_logprobs (`bool`):
             Whether samples must have log-probs.
 
+    Attributes:
+        draws_distinct (`bool`):
+            Whether it says that it draws without replacement where it is asked to.
+
     Raises:
         ValueError: By [`sample`], what it returned is not what it was asked for.
     """
@@ -26,6 +30,7 @@ class OwnSampler:
     def __init__(self, sampler: Sampler, needs_logprobs: bool):
         self.sampler = sampler
         self.needs_logprobs = needs_logprobs
+        self.draws_distinct = bool(getattr(sampler, "draws_distinct", False))
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         samples = list(self.sampler.sample([replace(request, branching=None) for request in requests]))
@@ -34,6 +39,8 @@ class OwnSampler:
         for i, (request, of_request) in enumerate(zip(requests, samples, strict=True)):
             if len(of_request) != request.num_samples:
                 raise self._error(f"{len(of_request)} samples for request {i}, whose num_samples={request.num_samples}")
+            if self.draws_distinct and (obstacle := _repetition(request, of_request)):
+                raise self._error(f"samples for request {i} that {obstacle}")
             for sample in of_request:
                 if obstacle := self._obstacle(request, sample):
                     raise self._error(f"a sample for request {i} that has {obstacle}")
@@ -61,6 +68,21 @@ class OwnSampler:
 
     def _error(self, what: str) -> ValueError:
         return ValueError(f"The sampler {type(self.sampler).__name__} returned {what}.")
+
+
+def _repetition(request: SamplingRequest, samples: Sequence[Sample]) -> str | None:
+    """What is wrong with samples that are drawn without replacement, or independently where that cannot be."""
+    with_chances = [sample for sample in samples if sample.chances is not None]
+    if request.distinct_from is None or not with_chances:
+        return None
+    if len(with_chances) < len(samples):
+        return "have chances in part. All of a request have them, or none"
+    first = [request.distinct_from, *(int(sample.token_ids[0]) for sample in samples)]
+    if len(set(first)) < len(first):
+        return f"begin with {first[1:]}, and the base trajectory with {first[0]} (distinct_from). All must differ"
+    if not all(0 < chance <= 1 for sample in samples for chance in sample.chances or ()):
+        return f"have the chances {[sample.chances for sample in samples]}. They must be above 0, and 1 at most"
+    return None
 
 
 class InStepSampler:

@@ -1,8 +1,10 @@
 """Sampling with vLLM: a server, or an engine in this process."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -16,6 +18,9 @@ from .vllm_server import VLLMServer
 
 # Log-probs of a token's distribution that entropies are made of: as many as a server gives by default
 NUM_LOGPROBS = 20
+
+# Tokens to draw at an anchor, until there is one that the base trajectory does not have
+FEWEST_DRAWS, MOST_DRAWS = 8, 512
 
 
 class Engine(Protocol):
@@ -81,6 +86,113 @@ def entropies_of(logprobs: Iterable[Iterable[float]], num_logprobs: int = NUM_LO
         return (-np.where(probs > 0, probs * known, 0).sum(1) - of_rest).astype(np.float32)
 
 
+class Course:
+    """
+    What is asked of vLLM for some requests, and what follows from its answers: branches, and tokens at anchors.
+
+    Where rollouts are to begin with other tokens than a base trajectory, tokens are drawn until there are as many that
+    differ: the first of these are a draw without replacement. With each of them the prefix is continued.
+
+    Args:
+        requests (`Sequence[SamplingRequest]`):
+            What samples are wanted of.
+        stop_token_ids (`list[int]`):
+            Tokens that end a continuation.
+        draws_branches (`bool`):
+            Whether branches are drawn with the samples that they leave.
+
+    Attributes:
+        asked (`list[SamplingRequest]`):
+            What is to be asked for, in order. None of it has a `distinct_from`.
+        samples (`list[list[Sample]]`):
+            Those of each request, once all is answered.
+    """
+
+    def __init__(self, requests: Sequence[SamplingRequest], stop_token_ids: list[int], draws_branches: bool):
+        self.asked: list[SamplingRequest] = []
+        self.samples: list[list[Sample]] = [[] for _ in requests]
+        self.draws_branches = draws_branches
+        self._stop_token_ids = set(stop_token_ids)
+        self._takers: list[Callable[[list[Sample]], None]] = []
+        for i, request in enumerate(requests):
+            self._add(request, partial(self._take, i, request))
+
+    def answer(self, i: int, samples: list[Sample]) -> list[SamplingRequest]:
+        """Take the samples of what was asked as number `i`, and return what is to be asked then."""
+        num_asked = len(self.asked)
+        self._takers[i](samples)
+        return self.asked[num_asked:]
+
+    def _add(self, request: SamplingRequest, take: Callable[[list[Sample]], None]) -> None:
+        if request.distinct_from is None:
+            self.asked.append(request)
+            self._takers.append(take)
+        else:
+            self._draw_first(request, take, FEWEST_DRAWS, {})
+
+    def _take(self, i: int, request: SamplingRequest, samples: list[Sample]) -> None:
+        self.samples[i] = samples
+        if self.draws_branches:
+            for sample, position, further in branch_requests(request, samples):
+                self._add(further, partial(sample.branches.__setitem__, position))
+
+    def _draw_first(
+        self, request: SamplingRequest, take: Callable[[list[Sample]], None], num: int, found: dict[int, float]
+    ) -> None:
+        """Draw first tokens. `found` are those that differ, with their log-probs."""
+
+        def taken(samples: list[Sample]) -> None:
+            drawn = [(int(sample.token_ids[0]), float(sample.logprobs[0])) for sample in samples]
+            for token_id, logprob in drawn:
+                if token_id != request.distinct_from and len(found) < request.num_samples:
+                    found.setdefault(token_id, logprob)
+            if len(found) == request.num_samples:
+                of_base = math.exp(request.distinct_logprob)
+                self._go_on(request, take, [(t, p, (of_base, math.exp(p))) for t, p in found.items()])
+            elif num < MOST_DRAWS:
+                self._draw_first(request, take, 8 * num, found)
+            else:  # hardly another one has a probability
+                self._go_on(request, take, [(t, p, None) for t, p in drawn[: request.num_samples]])
+
+        self._add(replace(request, num_samples=num, max_new_tokens=1, distinct_from=None), taken)
+
+    def _go_on(
+        self,
+        request: SamplingRequest,
+        take: Callable[[list[Sample]], None],
+        first: list[tuple[int, float, tuple[float, float] | None]],
+    ) -> None:
+        """Continue the prefix with each of the first tokens, given with their log-probs and chances."""
+        samples = [Sample([token_id], [logprob], chances=chances) for token_id, logprob, chances in first]
+        unfinished = {
+            k
+            for k, (token_id, _, _) in enumerate(first)
+            if request.max_new_tokens > 1 and token_id not in self._stop_token_ids
+        }
+
+        def taken(k: int, rest: list[Sample]) -> None:
+            samples[k] = replace(
+                samples[k],
+                token_ids=[*samples[k].token_ids, *rest[0].token_ids],
+                logprobs=[*samples[k].logprobs, *rest[0].logprobs],
+            )
+            unfinished.remove(k)
+            if not unfinished:
+                take(samples)
+
+        if not unfinished:
+            take(samples)
+        for k in sorted(unfinished):
+            further = replace(
+                request,
+                prefix_ids=np.append(request.prefix_ids, np.asarray(first[k][0], request.prefix_ids.dtype)),
+                num_samples=1,
+                max_new_tokens=request.max_new_tokens - 1,
+                distinct_from=None,
+            )
+            self._add(further, partial(taken, k))
+
+
 class VLLMSampler:
     """
     Draws with vLLM: one request for each prefix, with a budget and a temperature of its own.
@@ -104,6 +216,16 @@ class VLLMSampler:
         self.eos_token_ids = eos_token_ids
         self.profiler = profiler
 
+    @property
+    def draws_distinct(self) -> bool:
+        """Whether log-probs are of the distribution that tokens are drawn from, as by TRL's engine."""
+        return True
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """Tokens that end a continuation."""
+        return [*self.eos_token_ids, *self.generation.generation_kwargs.get("stop_token_ids", [])]
+
     def sampling_params(self, request: SamplingRequest) -> dict[str, Any]:
         """
         What a request asks of vLLM.
@@ -120,7 +242,7 @@ class VLLMSampler:
             "min_p": self.generation.min_p or 0.0,
             "repetition_penalty": self.generation.repetition_penalty,
             **settings,
-            "stop_token_ids": [*self.eos_token_ids, *settings.get("stop_token_ids", [])],
+            "stop_token_ids": self.stop_token_ids,
             "min_tokens": max(0, min(min_tokens, request.max_new_tokens)),  # vLLM refuses more than the budget
             "temperature": request.temperature,
             "n": request.num_samples,
@@ -160,16 +282,20 @@ class VLLMServerSampler(VLLMSampler):
     def knows_entropies(self, request: SamplingRequest) -> bool:
         assert self.generation.server is not None
         config = self.generation.server.config["model_config"]
-        gives_them = config["logprobs_mode"] == "processed_logprobs" and not 0 <= config["max_logprobs"] < NUM_LOGPROBS
+        gives_them = self.draws_distinct and not 0 <= config["max_logprobs"] < NUM_LOGPROBS
         return gives_them and super().knows_entropies(request)
+
+    @property
+    def draws_distinct(self) -> bool:
+        server = self.generation.server  # in other processes there is none, and nothing is warned of
+        return server is None or server.config["model_config"]["logprobs_mode"] == "processed_logprobs"
 
     def _ask(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         if not requests:
             return []
         server = self.generation.server
         assert server is not None
-        asked = list(requests)
-        branches: list[tuple[Sample, int]] = []  # what the requests after the first are of
+        course = Course(requests, self.stop_token_ids, draws_branches=True)
 
         def payload(request: SamplingRequest) -> dict[str, Any]:
             return {
@@ -179,24 +305,19 @@ class VLLMServerSampler(VLLMSampler):
             }
 
         def read(i: int, response: dict[str, Any]) -> list[Sample]:
-            return [self._sample(asked[i], choice) for choice in response["choices"]]
+            return [self._sample(course.asked[i], choice) for choice in response["choices"]]
 
         def follow(i: int, samples: list[Sample]) -> list[dict[str, Any]]:
-            """Go on with what branches off the samples of a request."""
-            further = branch_requests(asked[i], samples)
-            asked.extend(request for _, _, request in further)
-            branches.extend((sample, position) for sample, position, _ in further)
-            return [payload(request) for _, _, request in further]
+            """Go on with what follows from the samples of a request."""
+            return [payload(request) for request in course.answer(i, samples)]
 
         with self.profiler():
             queries_before, hits_before = server.prefix_cache_counters()
-            samples = server.complete([payload(request) for request in requests], follow, read)
+            server.complete([payload(request) for request in course.asked], follow, read)
             queries, hits = server.prefix_cache_counters()
         # Counters begin anew when the server is restarted
         self.hit_rate = (hits - hits_before) / (queries - queries_before) if queries > queries_before else None
-        for i, (sample, position) in enumerate(branches, len(requests)):
-            sample.branches[position] = samples[i]
-        return samples[: len(requests)]
+        return course.samples
 
     def _sample(self, request: SamplingRequest, choice: dict[str, Any]) -> Sample:
         logprobs = choice["logprobs"]
@@ -230,12 +351,23 @@ class VLLMColocateSampler(VLLMSampler):
         return self._ask(requests)
 
     def _ask(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
+        course = Course(requests, self.stop_token_ids, draws_branches=False)
+        num_answered = 0
+        with self.profiler():
+            while num_answered < len(course.asked):
+                asked = course.asked[num_answered:]
+                for i, samples in enumerate(self._generate(asked), num_answered):
+                    course.answer(i, samples)
+                num_answered += len(asked)
+        return course.samples
+
+    def _generate(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
+        """The samples of requests that are asked for as they are."""
         from vllm import SamplingParams
 
         prompts = [self._prompt(request) for request in requests]
         params = [SamplingParams(**self.sampling_params(request)) for request in requests]
-        with self.profiler():
-            outputs = self.generation.llm.generate(prompts, sampling_params=params, use_tqdm=False)
+        outputs = self.generation.llm.generate(prompts, sampling_params=params, use_tqdm=False)
         return [
             [
                 Sample(

@@ -32,7 +32,7 @@ from .anchors import (
 from .credit import CREDIT_RULES
 from .plan import Plan
 from .rows import RowSharding
-from .sampling import Branching, Sample, Sampler, SamplingRequest
+from .sampling import Branching, Sample, Sampler, SamplingRequest, distinct_from
 from .tree import Dialogue, Rollout, Score, State, TokenIds, Tree, as_ids
 
 # Scores completions: (index of each one's tree, their whole token ids, their turns) to what they scored.
@@ -386,6 +386,7 @@ class _Exploration:
 
     def _request(self, i: int, state: State, num_samples: int) -> SamplingRequest:
         tree = self.trees[i]
+        base = None if state.base is None else tree.bases[state.base]
         return SamplingRequest(
             prefix_ids=np.concatenate([tree.prompt_ids, state.prefix_ids]),
             num_samples=num_samples,
@@ -393,14 +394,10 @@ class _Exploration:
             temperature=self.plan.temperature,
             num_prompt_tokens=len(tree.prompt_ids),
             tree=i,
-            dialogue=None if state.base is None else tree.bases[state.base].dialogue,
+            dialogue=None if base is None else base.dialogue,
             multimodal=tree.multimodal,
-            distinct_from=self._distinct_from(tree, state),
+            **(distinct_from(base, state.position) if base is not None and self.plan.distinct else {}),
         )
-
-    def _distinct_from(self, tree: Tree, state: State) -> int | None:
-        """The base trajectory's token at an anchor, if its rollouts are to begin with others."""
-        return None if state.base is None or not self.plan.distinct else self._token_at(tree, state)
 
     def _token_at(self, tree: Tree, state: State) -> int:
         """The base trajectory's token at an anchor."""

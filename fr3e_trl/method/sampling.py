@@ -1,5 +1,6 @@
 """What is asked of a sampler, and what it returns: the interface between the method and generation."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -8,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .anchors import StoppingRule
-from .tree import Dialogue, TokenIds, as_ids
+from .tree import Dialogue, Rollout, TokenIds, as_ids
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class SamplingRequest:
         distinct_from (`int`, *optional*):
             A token that no sample may begin with, as it was drawn there before. The samples begin with different tokens
             too, and have `chances`. A sampler that cannot draws them independently.
+        distinct_logprob (`float`):
+            Its log-probability by the sampler that drew it. NaN where that has none.
     """
 
     prefix_ids: TokenIds
@@ -91,6 +94,7 @@ class SamplingRequest:
     multimodal: list[dict[str, Any]] | None = None
     tool_images: list[Any] = field(default_factory=list)
     distinct_from: int | None = None
+    distinct_logprob: float = math.nan
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix_ids", as_ids(self.prefix_ids))
@@ -135,6 +139,12 @@ class Sample:
     chances: tuple[float, float] | None = None
 
 
+def distinct_from(base: Sample | Rollout, position: int) -> dict[str, Any]:
+    """What a request says whose samples are to leave a base trajectory by another token than its own."""
+    logprob = math.nan if base.logprobs is None else float(base.logprobs[position])
+    return {"distinct_from": int(base.token_ids[position]), "distinct_logprob": logprob}
+
+
 def branch_requests(request: SamplingRequest, samples: Sequence[Sample]) -> list[tuple[Sample, int, SamplingRequest]]:
     """
     What branches off the finished samples of a request, each with the sample and its number of tokens that it begins
@@ -159,7 +169,7 @@ def branch_requests(request: SamplingRequest, samples: Sequence[Sample]) -> list
                 request.temperature,
                 num_prompt_tokens=len(request.prefix_ids),
                 multimodal=request.multimodal,
-                distinct_from=int(sample.token_ids[position]) if branching.distinct else None,
+                **(distinct_from(sample, position) if branching.distinct else {}),
             ),
         )
         for sample, position in anchors

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 import shutil
 import subprocess
@@ -162,6 +163,31 @@ CALLING_RESPONSES = {
         "content": {"close_pattern": "<eos>", "content": "text"},
     },
 }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"anchor_threshold": 0.3}, {"anchor_threshold": 0.3, "num_generations": 3, "top_p": 0.9, "temperature": 1.3}],
+    ids=str,
+)
+def test_branches_differ(server, settings):
+    """As they grow, and in a second round, where entropies are unknown. Their chances are the policy's, cut off."""
+    trainer = make_trainer(server, distinct_branches=True, num_iterations=1, **settings)
+    trainer.train()
+    num_branches = 0
+    for batch, trees in trainer.batches:
+        assert (ratios(batch) - 1).abs().max() < 1e-3
+        check_budgets(trees, trainer.max_completion_length)
+        check_rows(batch, trees)
+        for tree in trees:
+            for state in tree.states[1:]:
+                base = tree.bases[state.base]
+                for rollout in state.rollouts:
+                    assert rollout.token_ids[0] != base.token_ids[state.position]
+                    expected = [math.exp(base.logprobs[state.position]), math.exp(rollout.logprobs[0])]
+                    assert list(rollout.chances) == pytest.approx(expected, rel=1e-3)
+                    num_branches += 1
+    assert num_branches > 10
 
 
 def test_tools(server):
