@@ -210,7 +210,8 @@ def last_tree(trainer: Any) -> dict[str, Any] | None:
         rewards = [rollout.score.reward for state in tree.states for rollout in state.rollouts]
         return len({reward for reward in rewards if math.isfinite(reward)}) > 1
 
-    return record_trees([next(filter(is_mixed, trees), trees[0])], [], tokenizer_of(trainer))[0]
+    shown = next(filter(is_mixed, trees), trees[0])
+    return record_trees([shown], [], tokenizer_of(trainer), trainer.args.plan.credit)[0]
 
 
 def tokens_per_prompt(settings: dict[str, Any], policy: Path, task: Task | OwnTask) -> float:
