@@ -258,8 +258,6 @@ class FR3ETrainer(GRPOTrainer):
             else:
                 rows, metrics = self._refill.fill(partial(self._explore_drawn, explored), num_prompts, num_rows)
                 hand_over(rows, sharding(self, num_rows), in_every_process, self.train_dataset)
-        if self._tree_log is not None:
-            self._tree_log.write(self.trees, explored, self.args, self.state.global_step + 1)
         counts = self.sampler.take_counts() if isinstance(self.sampler, ToolCallingSampler) else (0, 0)
         if self.args.anchor_threshold == "auto":
             self._threshold = next_threshold(self._threshold, self._uncertainties)
@@ -271,6 +269,8 @@ class FR3ETrainer(GRPOTrainer):
         loss.set_credit(self, batch, rows, of_tokens=rule.by_token)
         if has_dropped:
             loss.weigh_dropped(self, batch)
+        if self._tree_log is not None:
+            self._tree_log.write(self.trees, explored, self.args, self.state.global_step + 1)
         log_metrics(self, self._metrics_of_step(rows) | metrics)
         if self._refill is not None:
             score_leftovers(self, self._refill.leftovers)
