@@ -21,6 +21,8 @@ NUM_LOGPROBS = 20
 
 # Tokens to draw at an anchor, until there is one that the base trajectory does not have
 FEWEST_DRAWS, MOST_DRAWS = 8, 512
+# Log-prob of the base trajectory's token above which there is no other
+CERTAIN = -1e-4
 
 
 class Engine(Protocol):
@@ -103,7 +105,7 @@ class Course:
 
     Attributes:
         asked (`list[SamplingRequest]`):
-            What is to be asked for, in order. None of it has a `distinct_from`.
+            What is to be asked for, in order, whose samples need not differ.
         samples (`list[list[Sample]]`):
             Those of each request, once all is answered.
     """
@@ -124,7 +126,7 @@ class Course:
         return self.asked[num_asked:]
 
     def _add(self, request: SamplingRequest, take: Callable[[list[Sample]], None]) -> None:
-        if request.distinct_from is None:
+        if request.distinct_from is None or request.distinct_logprob > CERTAIN:
             self.asked.append(request)
             self._takers.append(take)
         else:

@@ -167,12 +167,15 @@ CALLING_RESPONSES = {
 
 @pytest.mark.parametrize(
     "settings",
-    [{"anchor_threshold": 0.3}, {"anchor_threshold": 0.3, "num_generations": 3, "top_p": 0.9, "temperature": 1.3}],
+    [
+        {"anchor_threshold": 0.3, "temperature": 0.7},
+        {"anchor_threshold": 0.3, "num_anchors": 3, "top_p": 0.9, "top_k": 8, "min_p": 0.02, "temperature": 1.3},
+    ],
     ids=str,
 )
 def test_branches_differ(server, settings):
     """As they grow, and in a second round, where entropies are unknown. Their chances are the policy's, cut off."""
-    trainer = make_trainer(server, distinct_branches=True, num_iterations=1, **settings)
+    trainer = make_trainer(server, distinct_branches=True, **settings)
     trainer.train()
     num_branches = 0
     for batch, trees in trainer.batches:
