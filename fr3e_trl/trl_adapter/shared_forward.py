@@ -105,6 +105,12 @@ def _score(
     """
     trie = fold(input_ids, attention_mask, scored)
     outputs = _forward(trainer, model, trie)
+    if not trie.windows:  # loading a kernel of the hub anew does that
+        implementation = trainer.model.config.get_text_config()._attn_implementation
+        raise RuntimeError(
+            f"attn_implementation={implementation!r} was registered anew after training had begun, and does not know "
+            "shared prefixes any more. Set share_prefixes=False."
+        )
     logprobs = trie.to_rows(outputs.log_probs)
     return logprobs, torch.zeros_like(logprobs) if outputs.entropy is None else trie.to_rows(outputs.entropy)
 
@@ -114,12 +120,6 @@ def _forward(trainer: Any, model: Any, trie: Trie) -> Any:
     # Without Triton it takes all positions, with a label or without
     with trainer.accelerator.autocast(), overridden(trl_utils, _use_triton=lambda device: True):
         outputs = model(**trie.model_inputs, shift_labels=trie.labels, fused_lm_head=True)
-    if not trie.windows:  # loading a kernel of the hub anew does that
-        implementation = trainer.model.config.get_text_config()._attn_implementation
-        raise RuntimeError(
-            f"attn_implementation={implementation!r} was registered anew after training had begun, and does not know "
-            "shared prefixes any more. Set share_prefixes=False."
-        )
     return outputs
 
 
