@@ -119,8 +119,7 @@ def _forward(trainer: Any, model: Any, trie: Trie) -> Any:
     """What TRL's LM head makes of a trie."""
     # Without Triton it takes all positions, with a label or without
     with trainer.accelerator.autocast(), overridden(trl_utils, _use_triton=lambda device: True):
-        outputs = model(**trie.model_inputs, shift_labels=trie.labels, fused_lm_head=True)
-    return outputs
+        return model(**trie.model_inputs, shift_labels=trie.labels, fused_lm_head=True)
 
 
 @contextmanager
