@@ -14,6 +14,7 @@ TASKS: dict[str, Task] = {
     for task in (
         ModularChain(),
         Countdown(),
+        Countdown(name="countdown_taught", policy_steps=6000),  # hardly slips in its arithmetic
         StateMachine(),
         StateMachine(
             name="hard", max_completion_length=113, policy_steps=700, num_steps=16, num_careful=4, loop_length=3
