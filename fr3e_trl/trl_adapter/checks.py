@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import is_async_callable
 
 from ..config import FR3EConfig
@@ -217,10 +217,15 @@ def warn_of_single_prompt(args: FR3EConfig) -> None:
         )
 
 
+# Arguments of `from_pretrained` that say where files are
+WHERE_A_MODEL_IS = {"cache_dir", "gguf_file", "local_files_only", "revision", "subfolder", "token"}
+
+
 def check_model_name(name: str, args: FR3EConfig) -> None:
     """Refuse a name whose configuration does not say which class the model has: TRL asks for it."""
-    trust = {"trust_remote_code": (args.model_init_kwargs or {}).get("trust_remote_code", False)}
-    if not AutoConfig.from_pretrained(name, **trust).architectures:
+    place = {key: value for key, value in (args.model_init_kwargs or {}).items() if key in WHERE_A_MODEL_IS}
+    config, _ = PreTrainedConfig.get_config_dict(name, **place)  # without running code that comes with it
+    if not config.get("architectures"):
         raise ValueError(
             f"model_name_or_path={name!r} has a config.json without 'architectures', the class of the model. Add it, "
             'for example "architectures": ["Qwen3ForCausalLM"], or pass the trainer the model itself.'
