@@ -358,12 +358,12 @@ class VLLMColocateSampler(VLLMSampler):
         with self.profiler():
             while num_answered < len(course.asked):
                 asked = course.asked[num_answered:]
-                for i, samples in enumerate(self._generate(asked), num_answered):
+                for i, samples in enumerate(self._draw(asked), num_answered):
                     course.answer(i, samples)
                 num_answered += len(asked)
         return course.samples
 
-    def _generate(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
+    def _draw(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         """The samples of requests that are asked for as they are."""
         from vllm import SamplingParams
 
