@@ -101,7 +101,7 @@ class Console(ProgressCallback, PrinterCallback):
             super().on_train_end(args, state, control, **kwargs)
         if state.is_world_process_zero:
             steps = state.global_step - self._first_step
-            print(f"\n{steps} steps in {duration(time.monotonic() - self._began)}")
+            print(f"\n{steps} step{'s' * (steps != 1)} in {duration(time.monotonic() - self._began)}")
             show(self._rows(args, state))
 
     def _rows(self, args: Any, state: Any) -> Rows:
