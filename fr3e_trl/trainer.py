@@ -258,7 +258,25 @@ class FR3ETrainer(GRPOTrainer):
             self._tree_log.write(self.trees, explored, self.args, self.state.global_step + 1)
         counts = self.sampler.take_counts() if isinstance(self.sampler, ToolCallingSampler) else (0, 0)
         if self.args.anchor_threshold == "auto":
-            self._threshold = next_threshold(self._threshold, self._uncertainties)
+            import os
+            import numpy as np
+            off = os.environ.get("FR3E_RULE")
+            if off:
+                ents = [np.asarray(e, dtype=np.float64) for t in self.trees for e in t.entropies]
+                ref = np.sort(np.concatenate(ents))
+                offset = float(off) * float(np.median([len(e) for e in ents]))
+                from .method.anchors import Hazard
+                h = Hazard(limit=0.0, offset=offset, ref=ref)
+                k = self.args.plan.shape.num_anchors // self.args.plan.shape.num_bases
+                us = []
+                for e in ents:
+                    g = np.sort(np.where(e[1:] > 0, h.score(e[1:], np.arange(1, len(e))), np.inf))
+                    us.append(g[k - 1] if len(g) >= k else 1e9)
+                u = min(float(np.median(us)), 1e6)
+                c = u if self._threshold is None else 0.7 * self._threshold[0] + 0.3 * u
+                self._threshold = (c, offset, ref)
+            else:
+                self._threshold = next_threshold(self._threshold, self._uncertainties)
         batch = assemble(self, rows, counts)
         rule = CREDIT_RULES[self.args.plan.credit]
         has_dropped = rule.leaves_out_truncated and loss.mask_dropped(self, batch, rows)
@@ -329,7 +347,7 @@ class FR3ETrainer(GRPOTrainer):
             is_broken = [dialogue is not None and dialogue.is_broken for dialogue in dialogues]
             metrics["fr3e/tools/skipped"] = sum(map(sum, in_every_process(lambda: is_broken))) / len(rows)
         if self._threshold is not None:
-            metrics["fr3e/anchor/threshold"] = self._threshold
+            metrics["fr3e/anchor/threshold"] = self._threshold if isinstance(self._threshold, float) else self._threshold[0]
         if self._value_tracker is not None:
             metrics |= track_values(self.trees, self.args.plan, self._value_tracker)
         hit_rate = getattr(self.sampler, "hit_rate", None)  # of what was sampled last: the anchors' rollouts

@@ -162,10 +162,31 @@ ANCHOR_RULES: dict[str, Callable[[float | None, int], AnchorRule]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Hazard(StoppingRule):
+    limit: float
+    offset: float
+    ref: Any  # sorted entropies
+
+    def is_uncertain(self, entropies, positions):
+        import torch
+        if isinstance(entropies, torch.Tensor):
+            pos = positions if isinstance(positions, torch.Tensor) else torch.tensor(positions)
+            found = self.score(entropies.cpu().numpy(), pos.cpu().numpy())
+            return torch.from_numpy(found <= self.limit) & (entropies > 0)
+        return (self.score(np.asarray(entropies), np.asarray(positions)) <= self.limit) & (np.asarray(entropies) > 0)
+
+    def score(self, entropies, positions):
+        tail = 1 - np.searchsorted(self.ref, entropies, side="left") / len(self.ref)
+        return (positions + self.offset) * np.maximum(tail, 1 / len(self.ref))
+
+
 def anchor_rule(plan: Plan, threshold: float | None = None) -> AnchorRule:
     """The rule of a step, of which `threshold` stands for `anchor_threshold="auto"`."""
     if not isinstance(plan.anchor_threshold, str):
         threshold = plan.anchor_threshold
+    if isinstance(threshold, tuple):
+        return Hazard(limit=threshold[0], offset=threshold[1], ref=threshold[2], min_gap=plan.anchor_min_gap)
     return ANCHOR_RULES[plan.anchor_score](threshold, plan.anchor_min_gap)
 
 
