@@ -27,6 +27,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ..commands.outputs import check_same, read_object, resumable, write_json
@@ -167,11 +168,14 @@ class Comparison:
         if args.tuning_tokens is None:  # those of the first seeds are the screening's own
             counts["finalists"] = {arm: n * max(0, seeds - SCREENING_SEEDS) for arm, n in finalists.items() if n > 1}
         what = COSTS[whole.cost]
+        speeds = {arm: self.seconds_of(arm, whole.cost) for arm in grids}
+        known = [speed for speed in speeds.values() if not math.isnan(speed)]
+        usual = fmean(known) if known else math.nan  # of an arm that nothing tells of
         total_amount, total_hours = 0.0, 0.0
         for stage, of_arms in counts.items():
             amount = args.tuning_tokens if stage == "screening" and args.tuning_tokens is not None else whole.amount
             spent = {arm: count * amount for arm, count in of_arms.items()}
-            hours = sum(spent[arm] * self.seconds_of(arm, whole.cost) for arm in spent) / 3600
+            hours = sum(spent[arm] * (usual if math.isnan(speeds[arm]) else speeds[arm]) for arm in spent) / 3600
             total_amount, total_hours = total_amount + sum(spent.values()), total_hours + hours
             num_runs = sum(of_arms.values())
             if num_runs:

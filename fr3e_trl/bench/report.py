@@ -263,8 +263,8 @@ def _tuning_section(results: Results) -> list[Section]:
         Section(
             "Tuning",
             f"Each arm was run at each point of its grid, for {budget:,} {COSTS[results.cost]} with "
-            f"{_seeds_of(results.screening)}: the mean of pass@1 along the runs, of the best point with each value, and "
-            "how many runs collapsed. The best points were run whole with the seeds "
+            f"{_seeds_of(results.screening)}: the mean of pass@1 along the runs, of the best point with each value, "
+            "and how many runs collapsed. The best points were run whole with the seeds "
             f"{', '.join(map(str, arguments['tuning_seeds']))}. The mean over these decided (of two alike, the lower "
             "values). What the arm was then run with is bold.",
             tables.tuning_table(results),
