@@ -1,6 +1,7 @@
 """`fr3e compare`: what it counts, when it stops, what it reports, and that a kill changes nothing."""
 
 import base64
+import gzip
 import html
 import itertools
 import json
@@ -28,6 +29,7 @@ from fr3e_trl.bench.arms import make_config, make_trainer, whole_prompts
 from fr3e_trl.bench.compare import compare, main
 from fr3e_trl.bench.compare_arguments import CompareArguments
 from fr3e_trl.bench.evaluation import evaluate
+from fr3e_trl.bench.fits import fit, sigmoid
 from fr3e_trl.bench.measures import batch_signal, sampled_prompts
 from fr3e_trl.bench.results import has_collapsed
 from fr3e_trl.bench.tasks import HELDOUT_SEED
@@ -527,32 +529,36 @@ def mean_along(result, end):
 
 
 def test_both_sides_are_tuned_alike(tuning_tokens=150):
-    """In the same grid: all of it with one seed, the best of each arm with both, by the mean along whole runs."""
+    """In the same grid: all of it with two seeds, the best of each arm with three, by the mean along whole runs."""
     grid = {"learning_rates": [0.0, 1e-2], "tokens_per_batch": [30, 70], "num_iterations": [1, 2]}
-    tuning = {"tuning_seeds": [7, 8], "tuning_finalists": 2, "tuning_tokens": tuning_tokens}
+    tuning = {"tuning_seeds": [7, 8, 9], "tuning_finalists": 2, "tuning_tokens": tuning_tokens}
     arms = {"fr3e": FR3E, "own": GRPO | {"num_iterations": 1}}
     raw = run(base=UNTUNED, arms=arms, reference="own", generated_tokens=300, **grid, **tuning)
     table = rows_of(Path("out/report.md").read_text(), "Tuning")
     for arm in arms:
-        screened = {point_of(result): result for result in raw["screening"] if result["arm"] == arm}
-        assert {(result["seed"], result["amount"]) for result in screened.values()} == {(7, tuning_tokens)}
+        screened = {}
+        for result in raw["screening"]:
+            if result["arm"] == arm:
+                assert result["amount"] == tuning_tokens
+                screened.setdefault(point_of(result), {})[result["seed"]] = mean_along(result, tuning_tokens)
+        assert all(of_point.keys() == {7, 8} for of_point in screened.values())
         rates, sizes, updates = (set(values) for values in zip(*screened, strict=True))
         assert rates == {0.0, 1e-2} and len(sizes) == 2 and updates == ({1} if arm == "own" else {1, 2})
         assert screened.keys() == set(itertools.product(rates, sizes, updates))
-        scores = {point: mean_along(result, tuning_tokens) for point, result in screened.items()}
+        scores = {point: sum(of_point.values()) / 2 for point, of_point in screened.items()}
         finalists = sorted(sorted(scores), key=lambda point: -scores[point])[:2]  # of two alike, the lower values
         means = dict.fromkeys(finalists, 0.0)
         for result in raw["tuning"]:
             if result["arm"] == arm:
                 assert result["amount"] == 300
-                means[point_of(result)] += mean_along(result, 300) / 2
+                means[point_of(result)] += mean_along(result, 300) / 3
         assert means.keys() == set(finalists)
         (result,) = (result for result in raw["runs"] if result["arm"] == arm)
         assert point_of(result) == max(finalists, key=lambda point: means[point])
         for rate, cell in zip((0.0, 1e-2), table[arm], strict=False):
             best = max(score for point, score in scores.items() if point[0] == rate)
             assert cell == (f"**{best:.3f}**" if rate == point_of(result)[0] else f"{best:.3f}")
-    assert len(raw["tuning"]) == 2 * 2 * 2
+    assert len(raw["tuning"]) == 2 * 2 * 3
 
 
 def point_of(result):
@@ -572,6 +578,37 @@ def test_several_updates_of_a_batch(arm):
     assert clipped[0] == 0 < min(clipped[1:])
     end = result["evaluations"][-1]
     assert end["batches"] == len(result["batches"]) and end["training_rows"] == 16 * end["batches"]
+
+
+def test_plan(capsys):
+    """Runs and tokens of each stage, before anything is run; hours by a batch, and then by the runs that are done."""
+    grid = {"learning_rates": [1e-3, 3e-3, 1e-2], "tokens_per_batch": 300, "tuning_tokens": 100, "tuning_finalists": 2}
+    settings = {"base": UNTUNED, "arms": {"fr3e": FR3E, "grpo": GRPO}, "tuning_seeds": [7, 8, 9], "seeds": [0, 1]}
+    compare(arguments(**settings, **grid, plan=True), "fr3e compare")
+    told = capsys.readouterr().err
+    lines = told[told.index("Plan: ") :].splitlines()  # the libraries may warn before
+    # 2 arms: 3 rates × 2 seeds of 100 tokens; 2 finalists × 3 seeds, and 2 seeds, of 500
+    assert lines[0].startswith("Plan: 9,200 generated tokens, ")
+    assert [line.partition(" tokens")[0] for line in lines[1:]] == [
+        "  screening: 12 runs of 100 generated",
+        "  finalists: 12 runs of 500 generated",
+        "  runs: 4 runs of 500 generated",
+    ]
+    assert not list(Path("out").glob("*/*.json"))
+
+
+def test_a_log_says_where_a_run_is(capsys, monkeypatch):
+    monkeypatch.setattr("fr3e_trl.bench.progress.SECONDS_BETWEEN_LINES", 0)
+    run(arms={"grpo": GRPO}, reference="grpo")
+    lines = [line for line in capsys.readouterr().err.splitlines() if ": step " in line]
+    name = r"grpo-rate0\.001-prompts4-updates1-seed0"
+    pattern = name + r": step \d+, \d+ of 500 generated tokens, pass@1 0\.\d{3}, after 0:\d\d, about"
+    assert len(lines) > 2 and all(re.match(pattern, line) for line in lines)
+
+
+def test_fewer_samples_than_the_usual_k():
+    assert arguments(num_samples=2, pass_at=None).pass_at == [2]
+    assert arguments(num_samples=8, pass_at=None).pass_at == [4]
 
 
 def test_batches_of_equal_tokens():
@@ -612,11 +649,15 @@ def test_killed_comparison_goes_on_as_the_uncut_one(tmp_path):
     psutil.wait_procs(workers, timeout=20)
     assert not [worker for worker in workers if worker.is_running()]  # none goes on by itself
 
+    # Of those that were under way, the curve so far is there
+    curves = [path.read_text().splitlines() for path in Path("cut/under_way").glob("runs-*.jsonl")]
+    assert all(json.loads(lines[0])["generated_tokens"] == 0 and "pass@4" in lines[0] for lines in curves if lines)
     finished = {path: path.stat().st_mtime_ns for path in Path("cut").glob("runs/*.json")}
     assert 1 <= len(finished) <= 4
     resumed = run(output_dir="cut", **settings)
     assert without_times(resumed) == without_times(uncut)
     assert {path: path.stat().st_mtime_ns for path in finished} == finished  # not run again
+    assert not list(Path("cut/under_way").iterdir())
 
 
 def test_two_comparisons_at_once(tmp_path):
@@ -692,6 +733,76 @@ def write_results(name, **means):
     ]
     Path(name).mkdir()
     Path(name, "results.json").write_text(json.dumps({"runs": runs}))
+
+
+@pytest.mark.plots
+def test_reports_anew_from_what_is_kept(monkeypatch, capsys):
+    """The same files as the run wrote, but for what completions and trees look like; the same pooled figures."""
+    settings = {"base": UNTUNED | {"num_prompts": 4}, "learning_rates": [1e-3, 1e-2], "tuning_seeds": [7, 8, 9]}
+    raw = run(**settings, tuning_finalists=2, tuning_tokens=200, seeds=[0, 1, 2], num_evals=4, output_dir="chain")
+    kept = Path("runs/other.jsonl.gz")
+    kept.parent.mkdir()
+    kept.write_bytes(Path("chain/kept.jsonl.gz").read_bytes())
+    # A package of later makes no difference: what is told is what the runs were made with
+    monkeypatch.setattr("fr3e_trl.bench.report.revision", lambda: {"fr3e-trl": "9.9"})
+    cli.main(["pooled", str(kept), "--reference", "grpo", "--reports", "reports"])
+    from_file = capsys.readouterr().out
+    written = {path.name: path.read_text() for path in Path("chain").rglob("*.svg")}
+    assert written and {path.name: path.read_text() for path in Path("reports").rglob("*.svg")} == written
+    assert Path("reports/other/report.md").read_text() == Path("chain/report.md").read_text()
+    assert "Ceiling and efficiency" in Path("reports/other/report.html").read_text()
+    cli.main(["pooled", "chain", "--reference", "grpo"])
+    assert capsys.readouterr().out == from_file.replace("other", "chain")
+    # By hand, from its lines
+    head, *lines = map(json.loads, gzip.decompress(kept.read_bytes()).splitlines())
+    assert head["arms"]["grpo"]["learning_rate"] in (1e-3, 1e-2) and head["arguments"]["task"] == "ones"
+    of_runs = [line for line in lines if "stage" not in line]
+    assert len(of_runs) == 6 and {line["stage"] for line in lines if "stage" in line} == {"screening", "tuning"}
+    for line, result in zip(of_runs, raw["runs"], strict=True):
+        assert (line["arm"], line["seed"]) == (result["arm"], result["seed"])
+        tokens = [evaluation["generated_tokens"] for evaluation in result["evaluations"]]
+        assert line["evaluations"]["generated_tokens"] == tokens
+        rates = [sum(map(sum, evaluation["rewards"])) / 24 for evaluation in result["evaluations"]]
+        assert line["pass@1"] == pytest.approx(rates, abs=1e-6)
+        assert line["mean"] == pytest.approx(mean_along(result, 500), abs=1e-6)
+        assert line["revision"]["trl"] and line["revision"] == result["revision"]
+
+
+def test_kept_file_that_is_damaged(capsys):
+    Path("cut.jsonl.gz").write_bytes(gzip.compress(b'{"arms": {'))
+    with pytest.raises(SystemExit):
+        cli.main(["pooled", "cut.jsonl.gz"])
+    assert "fr3e pooled: error: cut.jsonl.gz is damaged: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bound", [1.0, math.inf])
+def test_fits_find_the_parameters_again(bound):
+    """Of a curve without noise all but exactly; of ten seeds with noise, within what the resamples say."""
+    spent = np.linspace(0, 5000, 9)
+    truth = (0.85, 1500.0, 1.7)
+    curve = np.array([0.2, *sigmoid(spent[1:], 0.2, *truth)])
+    found = fit(spent, np.stack([curve] * 3), bound)
+    assert (found.ceiling[0], found.midpoint[0], found.exponent[0]) == pytest.approx(truth, rel=2e-3)
+    assert not found.undetermined
+    noise = 0.02 * np.random.default_rng(0).normal(size=(10, 8))
+    found = fit(spent, np.column_stack([np.full(10, 0.2), curve[1:] + noise]), bound)
+    assert not found.undetermined
+    for value, (mean, low, high) in zip(truth, (found.ceiling, found.midpoint, found.exponent), strict=True):
+        assert low < value < high and mean == pytest.approx(value, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("curve", "why"),
+    [
+        (0.2 + 0.02 * np.arange(9), "half of the way may lie beyond the budget"),  # it rises as at the start
+        (np.full(9, 0.2), "no exponent that is tried fits|half of the way|seeds disagree"),
+    ],
+)
+def test_curves_that_do_not_determine_a_fit(curve, why):
+    noise = 0.01 * np.random.default_rng(0).normal(size=(5, 9))
+    assert re.search(why, fit(np.linspace(0, 5000, 9), curve + noise, 1.0).undetermined)
+    assert fit(np.linspace(0, 5000, 9), curve + noise[:2]) is None  # two seeds
+    assert fit(np.linspace(0, 5000, 4), curve[:4] + noise[:, :4]) is None  # three evaluations
 
 
 def test_pooled_differences(capsys):
@@ -795,7 +906,7 @@ def test_shipped_configurations(path):
     (args,) = RecipeParser([CompareArguments]).parse_args_and_config(["--config", str(path), "--seeds", "5", "6"])
     assert args.seeds == [5, 6]
     assert args.output_dir == f"outputs/bench/{path.stem.removeprefix('compare_')}"
-    if path.stem in ("smoke", "compare_refill", "compare_qwen3", "compare_rows", "compare_shapes"):
+    if "extends: shared/families.yaml" not in text:
         return
     kinds = {
         (settings.get("trainer", args.base["trainer"]), settings.get("num_anchors")) for settings in args.arms.values()

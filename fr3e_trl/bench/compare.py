@@ -11,21 +11,23 @@ Every arm is first tuned in the same grid. A recipe sets the grid by:
     num_iterations: [1, 2, 4]          # updates of a batch
     tuning_seeds: [1000, 1001]
     tuning_finalists: 3                # points of each arm's grid that are run with all of these seeds
-    tuning_tokens: 100000              # length of the runs that find the finalists; left out, they are whole runs
+    tuning_tokens: 100000              # length of the runs that find the finalists; left out, they are whole
 
 Each axis of the grid is a list, or one value. An arm with a `learning_rate`, `num_prompts` or `num_iterations` of its
-own keeps it. All points of the grid are run with the first tuning seed, and the best of each arm with all tuning seeds.
-Each arm is then run at the point with the best mean of held-out pass@1 along those whole runs.
+own keeps it. All points of the grid are run with the first two tuning seeds, and the three with the best mean are run
+whole with all of them. The best mean of held-out pass@1 along those whole runs decides.
 
 Every run is a file in `output_dir/runs` (or `screening` and `tuning`), written when the run is done. After a cut, the
 same command goes on from these files. Once a comparison is complete, the command writes its report anew.
 """
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ..commands.outputs import check_same, read_object, resumable, write_json
@@ -35,10 +37,10 @@ from .compare_arguments import CompareArguments
 from .own_task import OwnTask
 from .progress import CONSOLE
 from .report import write_report
-from .results import BUDGETS, Results, mean_accuracy
+from .results import BUDGETS, COSTS, Results, mean_accuracy
 from .runs import Run, be_quiet, read_result, tokens_per_prompt
 from .tasks import Task
-from .tuning import TUNED, grid, ranked
+from .tuning import SCREENING_SEEDS, TUNED, grid, ranked
 from .worker import execute_all
 
 # Settings that may change between one call and the next: no finished run depends on them
@@ -55,9 +57,11 @@ FREE = (
     "pass_at",
     "keep_policies",
     "num_workers",
+    "plan",
 )
 
 TOKENS_FILE = "tokens_per_prompt.json"
+SPEED_FILE = "seconds_per_token.json"
 POLICIES = "policies"
 
 
@@ -88,6 +92,9 @@ def compare(args: CompareArguments, command: str) -> None:
     comparison = Comparison(args, task, policy)
     if check_same(output_dir, fixed, has_runs, growing="arms", check_results=comparison.check_finished):
         (output_dir / TOKENS_FILE).unlink(missing_ok=True)  # it was measured for other arguments
+    CONSOLE.print(comparison.plan(), markup=False, highlight=False, soft_wrap=True)
+    if args.plan:
+        return
     arms, screening, tuning = comparison.tuned_arms()
     runs = list(comparison.final_runs(arms))
     execute_all(runs, args.num_workers)
@@ -141,18 +148,66 @@ class Comparison:
                 run = self.make_run(arm, tuned | self.args.settings_of(arm), result.get("seed", 0), amount, folder)
                 read_result(dataclasses.replace(run, path=str(path)))
 
+    def plan(self) -> str:
+        """
+        What the comparison takes: runs, what they spend, and hours.
+
+        Hours are by the runs that are done, and before there are any by one batch of each arm, which leaves out
+        evaluations and further updates of a batch.
+        """
+        args, lines = self.args, []
+        grids = {arm: self.grid_of(arm) for arm in args.arms or {}}
+        tuned = {arm: points for arm, points in grids.items() if len(points) > 1}
+        finalists = {arm: min(args.tuning_finalists or len(points), len(points)) for arm, points in tuned.items()}
+        seeds, whole = len(args.tuning_seeds), next(self.final_runs({arm: grids[arm][0] for arm in grids}))
+        counts = {
+            "screening": {arm: len(points) * min(SCREENING_SEEDS, seeds) for arm, points in tuned.items()},
+            "finalists": {arm: count * seeds for arm, count in finalists.items() if count > 1},
+            "runs": {arm: len(args.seeds) for arm in grids},
+        }
+        if args.tuning_tokens is None:  # those of the first seeds are the screening's own
+            counts["finalists"] = {arm: n * max(0, seeds - SCREENING_SEEDS) for arm, n in finalists.items() if n > 1}
+        what = COSTS[whole.cost]
+        speeds = {arm: self.seconds_of(arm, whole.cost) for arm in grids}
+        known = [speed for speed in speeds.values() if not math.isnan(speed)]
+        usual = fmean(known) if known else math.nan  # of an arm that nothing tells of
+        total_amount, total_hours = 0.0, 0.0
+        for stage, of_arms in counts.items():
+            amount = args.tuning_tokens if stage == "screening" and args.tuning_tokens is not None else whole.amount
+            spent = {arm: count * amount for arm, count in of_arms.items()}
+            hours = sum(spent[arm] * (usual if math.isnan(speeds[arm]) else speeds[arm]) for arm in spent) / 3600
+            total_amount, total_hours = total_amount + sum(spent.values()), total_hours + hours
+            num_runs = sum(of_arms.values())
+            if num_runs:
+                lines.append(f"  {stage}: {num_runs} runs of {amount:,} {what}{_told_hours(hours)}")
+        return "\n".join(
+            [f"Plan: {total_amount:,.0f} {what}{_told_hours(total_hours)}, with what is done already", *lines]
+        )
+
+    def seconds_of(self, arm: str, cost: str) -> float:
+        """Seconds that an arm takes for a unit of what is spent, NaN if nothing tells."""
+        if cost == "seconds":
+            return 1.0
+        done = [read_object(path) for path in Path(self.args.output_dir).glob(f"*/{arm}-rate*.json")]
+        done = [run for run in done if run.get("arm") == arm and run.get("evaluations")]
+        if done:
+            seconds = sum(run["evaluations"][-1]["seconds"] + run["evaluation_seconds"] for run in done)
+            return seconds / sum(run["evaluations"][-1][cost] for run in done)
+        path = Path(self.args.output_dir) / SPEED_FILE
+        return read_object(path).get(arm, math.nan) if cost == "generated_tokens" and path.exists() else math.nan
+
     def tuned_arms(self) -> tuple[dict[str, Settings], list[Run], list[Run]]:
         """
         Tune the arms.
 
         Returns:
-            The settings of each arm, with the best point of its grid; the runs of all points with the first tuning
-            seed; the runs of the finalists with all tuning seeds.
+            The settings of each arm, with the best point of its grid; the runs of all points with the first two tuning
+            seeds; the runs of the finalists with all tuning seeds.
         """
         args = self.args
         grids = {arm: self.grid_of(arm) for arm in args.arms or {}}
         folder = "tuning" if args.tuning_tokens is None else "screening"
-        screening = list(self.tuning_runs(grids, args.tuning_seeds[:1], args.tuning_tokens, folder))
+        screening = list(self.tuning_runs(grids, args.tuning_seeds[:SCREENING_SEEDS], args.tuning_tokens, folder))
         execute_all(screening, args.num_workers)
         finalists = {arm: best_points(arm, points, screening)[: args.tuning_finalists] for arm, points in grids.items()}
         tuning = list(self.tuning_runs(finalists, args.tuning_seeds, None, "tuning"))
@@ -173,8 +228,10 @@ class Comparison:
         path = Path(self.args.output_dir) / TOKENS_FILE
         measured: dict[str, float] = read_object(path) if path.exists() else {}
         if arm not in measured:
-            measured[arm] = tokens_per_prompt(self.args.settings_of(arm), self.policy, self.task)
+            measured[arm], seconds = tokens_per_prompt(self.args.settings_of(arm), self.policy, self.task)
             write_json(path, measured)
+            speeds = Path(self.args.output_dir) / SPEED_FILE
+            write_json(speeds, (read_object(speeds) if speeds.exists() else {}) | {arm: seconds})
         return measured[arm]
 
     def tuning_runs(
@@ -216,6 +273,10 @@ class Comparison:
             path=str(Path(args.output_dir) / folder / f"{name}.json"),
             policy_path=str(kept) if args.keep_policies and folder == "runs" else None,
         )
+
+
+def _told_hours(hours: float) -> str:
+    return "" if math.isnan(hours) else f", {hours:.1f} hours of one worker" if hours >= 0.05 else ", minutes"
 
 
 def best_points(arm: str, points: list[Settings], runs: list[Run]) -> list[Settings]:

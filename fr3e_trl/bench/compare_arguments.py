@@ -12,6 +12,8 @@ from .tuning import GRIDS
 OWN_TOKENS = 1_000_000
 OWN_EVAL_BATCH_SIZE = 64
 
+USUAL_K = 4  # of pass@k, with as many samples
+
 
 @dataclass(kw_only=True)
 class CompareArguments(ArmsArguments):
@@ -75,8 +77,8 @@ class CompareArguments(ArmsArguments):
     tuning_finalists: int | None = field(
         default=3,
         metadata={
-            "help": "Combinations for each arm that are tried with all tuning seeds: the best by the first seed, with "
-            "which all of them are run. If `None`, all."
+            "help": "Combinations for each arm that are run whole with all tuning seeds: the best by the mean over the "
+            "first two, with which all of them are run. If `None`, all."
         },
     )
     tuning_tokens: int | None = field(
@@ -92,14 +94,17 @@ class CompareArguments(ArmsArguments):
     )
     num_heldout: int = field(default=128, metadata={"help": "Held-out prompts, the same in every evaluation."})
     num_samples: int = field(default=4, metadata={"help": "Completions sampled of each held-out prompt."})
-    pass_at: list[int] = field(
-        default_factory=lambda: [4], metadata={"help": "Values of k in pass@k, up to `num_samples`."}
+    pass_at: list[int] | None = field(
+        default=None, metadata={"help": "Values of k in pass@k, up to `num_samples`. If `None`, 4, or what there are."}
     )
     eval_batch_size: int | None = field(
         default=None,
         metadata={
             "help": "Completions that an evaluation generates at once. If `None`, 512, and 64 for a task of your own."
         },
+    )
+    plan: bool = field(
+        default=False, metadata={"help": "Say what the comparison takes, in runs, tokens and hours, and end."}
     )
     keep_policies: bool | None = field(
         default=None,
@@ -128,6 +133,8 @@ class CompareArguments(ArmsArguments):
         check_counts(self, num_samples=1, eval_batch_size=1, num_workers=1)
         if self.tuning_finalists is not None:
             check_counts(self, tuning_finalists=1)
+        if self.pass_at is None:
+            self.pass_at = [min(USUAL_K, self.num_samples)]
         check_lists(self, seeds=0, tuning_seeds=0, pass_at=1)
         if max(self.pass_at) > self.num_samples:
             raise ValueError(

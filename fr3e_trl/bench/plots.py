@@ -1,7 +1,6 @@
 """The figures of a comparison, a panel each."""
 
 import io
-import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,15 +18,12 @@ from matplotlib.ticker import EngFormatter
 
 from ..commands.statistics import Bounds, interpolate, mean_interval
 from .estimates import FEW_SEEDS, is_aligned, rates, reward_bounds
-from .results import COSTS, Results, curve, distinct_right, mean_accuracy
+from .results import COSTS, DRAWN, Results, curve, distinct_right, taught
 from .tables import AT_LEAST_0, SIGNAL_BOUNDS, signals
 
 POINTS_BETWEEN = 4  # points of a curve for each of its markers
 NUM_MARKERS = 10
 MARKERS = "osD^vP*X<>"
-
-# What is drawn of the batches
-DRAWN = ("reward", "differing", "signal")
 
 # Reports of the same runs are the same bytes. Letters are shapes, for those who have not the font
 STYLE: Any = {"svg.hashsalt": "fr3e", "svg.fonttype": "path", "font.size": 10, "axes.titlesize": 10.5}
@@ -111,11 +107,9 @@ def _evaluated(run: dict[str, Any], cost: str, measure: Any) -> Points:
 
 
 def _smoothed(run: dict[str, Any], cost: str, name: str) -> Points:
-    """A measure of the batches of a run, as means over a tenth of them."""
-    batches = [batch for batch in run["batches"] if math.isfinite(batch[name])]
-    size = max(1, len(batches) // 10)
-    parts = [batches[start : start + size] for start in range(0, len(batches), size)]
-    return [part[-1][cost] for part in parts], [sum(batch[name] for batch in part) / len(part) for part in parts]
+    """A measure of the batches of a run against generated tokens, as means over a tenth of them."""
+    tokens, means = taught(run)["course"][name]
+    return tokens, means
 
 
 @dataclass(frozen=True)
@@ -184,9 +178,8 @@ def _draw_rates(results: Results) -> Plot:
     title = "mean held-out pass@1 of tuning runs"
     figure, panel = pyplot.subplots(figsize=(4.4, 3.6))
     for arm, style in zip(results.arms, _styles(results), strict=True):
-        grid = results.grid_of(arm)
-        tried = sorted({run["settings"]["learning_rate"] for run in grid})
-        best = [max(mean_accuracy(run) for run in grid if run["settings"]["learning_rate"] == rate) for rate in tried]
+        tried = sorted({run["settings"]["learning_rate"] for run in results.grid_of(arm)})
+        best = [results.best_in_grid(arm, "learning_rate", rate) for rate in tried]
         panel.plot(tried, best, label=arm, **style)
     panel.set_xscale("log")
     panel.set_xlabel("learning rate")

@@ -1,7 +1,11 @@
 """
-Differences between arms, pooled over several comparisons.
+Differences between arms, pooled over several comparisons, and the reports of these anew.
 
     fr3e pooled outputs/bench/chain outputs/bench/machine --reference prior_4
+    fr3e pooled docs/runs/*.jsonl.gz --reports docs/reports
+
+A comparison is the directory of its results, or the small file that was kept of it: its `kept.jsonl.gz`, under any
+name. With --reports, the report of each is written anew too, to a folder of its name.
 
 It reports each arm that all comparisons have. A difference is the mean of pass@1 along a run, minus that of the
 reference's run with the same seed. Pooled, the pairs of all comparisons count as draws of one difference, with a 95%
@@ -16,6 +20,8 @@ from statistics import mean
 from ..commands.outputs import damaged, read_object
 from ..commands.statistics import mean_interval
 from ..commands.usage import Parser, UsageError
+from .kept import KEPT, read_kept
+from .report import write_pages
 from .results import mean_accuracy
 from .tables import signed
 
@@ -26,10 +32,17 @@ GRPO = ["grpo_4", "grpo_8", "grpo_dapo"]
 def main(argv: list[str]) -> None:
     """Print the differences."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directories", nargs="+", type=Path, help="output directories of comparisons")
+    parser.add_argument(
+        "comparisons", nargs="+", type=Path, help=f"output directories of comparisons, or files kept of them ({KEPT})"
+    )
     parser.add_argument("--reference", nargs="+", default=GRPO, help=f"an arm, or several (default: {' '.join(GRPO)})")
+    parser.add_argument("--reports", type=Path, help="directory that the reports are written to, from kept files")
     options = parser.parse_args(argv)
-    comparisons = {directory.name: means_of(directory) for directory in options.directories}
+    comparisons = {name_of(path): means_of(path) for path in options.comparisons}
+    if len(comparisons) < len(options.comparisons):
+        raise UsageError(f"Two comparisons have one name: {', '.join(map(name_of, options.comparisons))}. Rename one.")
+    for path in options.comparisons if options.reports is not None else []:
+        write_pages(read_kept(path / KEPT if path.is_dir() else path), options.reports / name_of(path))
     references = {name: best_of(options.reference, arms, name) for name, arms in comparisons.items()}
     print("reference:", ", ".join(f"{arm} on {name}" for name, arm in references.items()))
     for arm in sorted(set.intersection(*map(set, comparisons.values()))):
@@ -49,15 +62,20 @@ def main(argv: list[str]) -> None:
             print(f"    {name}: {signed(mean_interval(of_one))}")
 
 
-def means_of(directory: Path) -> dict[str, dict[int, float]]:
+def name_of(path: Path) -> str:
+    """The name of a comparison: its directory's, or that of the file that was kept of it."""
+    return path.parent.name if path.name == KEPT else path.name.partition(".")[0]
+
+
+def means_of(comparison: Path) -> dict[str, dict[int, float]]:
     """The mean of pass@1 along each run of a comparison, by arm and seed."""
-    path = directory / "results.json"
+    path = comparison if comparison.is_file() else comparison / "results.json"
     if not path.is_file():
-        raise UsageError(f"{directory} has no results.json. Run fr3e compare with output_dir={directory} first.")
+        raise UsageError(f"{comparison} has no results.json. Run fr3e compare with output_dir={comparison} first.")
     means: dict[str, dict[int, float]] = defaultdict(dict)
-    results = read_object(path)
+    runs = read_kept(path).runs if comparison.is_file() else read_object(path).get("runs")
     try:
-        for run in results["runs"]:
+        for run in runs:  # type: ignore[union-attr]
             means[run["arm"]][run["seed"]] = mean_accuracy(run)
     except (KeyError, IndexError, TypeError, ValueError, ZeroDivisionError) as error:
         raise damaged(path, f"{type(error).__name__}: {error}") from error

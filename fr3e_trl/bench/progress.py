@@ -2,6 +2,7 @@
 
 import sys
 import time
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -10,21 +11,47 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 CONSOLE = Console(stderr=True)
 
+# A log has a line at most as often, and one for each finished run
+SECONDS_BETWEEN_LINES = 60
+
+
+@dataclass(frozen=True)
+class Place:
+    """
+    Where a run is.
+
+    Args:
+        spent (`float`):
+            What it has spent of its budget.
+        step (`int`):
+            Optimizer steps so far.
+        pass_at_1 (`float`):
+            Held-out pass@1 when it was last evaluated.
+    """
+
+    spent: float
+    step: int
+    pass_at_1: float
+
 
 class RunProgress:
     """
-    Shows the progress of runs on stderr: a bar if it is a terminal, and a line for each finished run.
+    Shows the progress of runs on stderr: a bar and where the last run is on a terminal, a line a minute in a log, and a
+    line for each finished run.
 
     Args:
         amounts (`dict[str, float]`):
             What each run is to spend, by its name.
+        cost (`str`):
+            What that is of, to be read.
     """
 
-    def __init__(self, amounts: dict[str, float]):
+    def __init__(self, amounts: dict[str, float], cost: str):
         self.amounts = amounts
+        self.cost = cost
         self.done = dict.fromkeys(amounts, 0.0)
         self.num_finished = 0
-        self.start = time.monotonic()
+        self.start = self.last_line = time.monotonic()
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -45,23 +72,37 @@ class RunProgress:
     ) -> None:
         self.bar.stop()
 
-    def update(self, name: str, spent: float) -> None:
-        """A run has spent so much."""
-        self.done[name] = min(spent, self.amounts[name])
-        self.bar.update(self.task, completed=sum(self.done.values()))
+    def update(self, name: str, place: Place) -> None:
+        """A run is there."""
+        self._spend(name, place.spent)
+        told = (
+            f"{name}: step {place.step}, {place.spent:,.0f} of {self.amounts[name]:,.0f} {self.cost}, "
+            f"pass@1 {place.pass_at_1:.3f}"
+        )
+        self.bar.update(self.task, description=f"{self.num_finished} of {len(self.amounts)} runs; {told}")
+        if not sys.stderr.isatty() and time.monotonic() - self.last_line >= SECONDS_BETWEEN_LINES:
+            self._print(f"{told}, {self._times()}")
 
     def finish(self, name: str) -> None:
         """A run is done."""
-        self.update(name, self.amounts[name])
+        self._spend(name, self.amounts[name])
         self.num_finished += 1
-        elapsed = time.monotonic() - self.start
-        left = elapsed * (sum(self.amounts.values()) / sum(self.done.values()) - 1)
-        CONSOLE.print(
-            f"[{self.num_finished}/{len(self.amounts)}] {name} after {minutes(elapsed)}, about {minutes(left)} left",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        self._print(f"[{self.num_finished}/{len(self.amounts)}] {name} {self._times()}")
+
+    def _spend(self, name: str, spent: float) -> None:
+        self.done[name] = min(spent, self.amounts[name])
+        self.bar.update(self.task, completed=sum(self.done.values()))
+
+    def _times(self) -> str:
+        elapsed, done = time.monotonic() - self.start, sum(self.done.values())
+        if done == 0:
+            return f"after {minutes(elapsed)}"
+        left = elapsed * (sum(self.amounts.values()) / done - 1)
+        return f"after {minutes(elapsed)}, about {minutes(left)} left"
+
+    def _print(self, line: str) -> None:
+        self.last_line = time.monotonic()
+        CONSOLE.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def minutes(seconds: float) -> str:

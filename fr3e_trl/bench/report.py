@@ -1,7 +1,6 @@
 """From the runs of a comparison to its report."""
 
 from dataclasses import MISSING, asdict, fields
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,9 +12,12 @@ from ..commands.statistics import Interval
 from . import tables
 from .arguments import ArmsArguments
 from .estimates import Verdict, at_best, difference, mean_rates, of_arm, reward_bounds, verdict_of
+from .fits import MOST_OF_CEILING, MOST_OF_MIDPOINT
+from .kept import KEPT, keep, restore, with_readings
 from .plots import Plot, plot_all
 from .report_page import page
 from .results import COLLAPSED_NOISE, COSTS, Results
+from .revision import revision
 from .tables import Section
 from .tuning import TUNED
 
@@ -27,8 +29,16 @@ LINES = (
 
 
 def write_report(results: Results, output_dir: Path) -> None:
-    """Write `results.json`, with all raw data, `report.html`, `report.md` and the plots."""
+    """Write `results.json`, with all raw data, the small file that is kept of it, and the report made from that."""
     write_json(output_dir / "results.json", asdict(results))
+    content = keep(results)
+    (output_dir / KEPT).write_bytes(content)
+    write_pages(with_readings(restore(content), results), output_dir)
+
+
+def write_pages(results: Results, output_dir: Path) -> None:
+    """Write `report.html`, `report.md` and the plots."""
+    output_dir.mkdir(parents=True, exist_ok=True)
     plots = plot_all(results, headline(results).replace("`", ""))
     for plot in plots:
         path = output_dir / PLOTS / f"{plot.name}.svg"
@@ -82,6 +92,15 @@ def sections(results: Results) -> list[Section]:
         ),
         Section("pass@1 along the run", table=tables.course_table(results)),
         Section(
+            "Ceiling and efficiency",
+            table=tables.fits_table(results),
+            after="The sigmoid R_0 + (A − R_0) / (1 + (C_mid / C)^B) of arXiv 2510.13786, fitted to the mean of pass@1 "
+            "over seeds by least squares. R_0 is pass@1 before training. In brackets: what 95% of the fits to seeds "
+            "drawn with replacement have, which is narrow for few seeds. A curve does not determine the fit if that "
+            f"is wider than {MOST_OF_CEILING:g} for A or a factor of {MOST_OF_MIDPOINT:g} for C_mid, or if C_mid may "
+            "lie beyond the budget.",
+        ),
+        Section(
             "Diversity",
             table=tables.diversity_table(results),
             after="At half of that, and in the end. pass@k is the expected reward of the best of k samples. Distinct: "
@@ -120,10 +139,18 @@ def sections(results: Results) -> list[Section]:
             code=results.command,
             language="bash",
             after="With "
-            + ", ".join(f"{package} {version(package)}" for package in ("fr3e-trl", "trl", "transformers", "torch"))
-            + ". Every run is in `results.json`.",
+            + "; with ".join(made_with(results))
+            + f". Every run is in `results.json`, and its curve in `{KEPT}`.",
         ),
     ]
+
+
+def made_with(results: Results) -> list[str]:
+    """The revisions of the runs, each once. Runs of earlier versions do not say theirs: those of now are told."""
+    revisions = [run.get("revision") or revision() for run in results.runs]
+    return list(
+        dict.fromkeys(", ".join(f"{name} {of_name}" for name, of_name in told.items() if of_name) for told in revisions)
+    )
 
 
 def legend(results: Results) -> str:
@@ -235,14 +262,19 @@ def _tuning_section(results: Results) -> list[Section]:
     return [
         Section(
             "Tuning",
-            f"Each arm was run at each point of its grid, for {budget:,} {COSTS[results.cost]} with seed "
-            f"{arguments['tuning_seeds'][0]}: the mean of pass@1 along the run, of the best point with each value, and "
-            "how many runs collapsed. The best points were run whole with the seeds "
+            f"Each arm was run at each point of its grid, for {budget:,} {COSTS[results.cost]} with "
+            f"{_seeds_of(results.screening)}: the mean of pass@1 along the runs, of the best point with each value, "
+            "and how many runs collapsed. The best points were run whole with the seeds "
             f"{', '.join(map(str, arguments['tuning_seeds']))}. The mean over these decided (of two alike, the lower "
             "values). What the arm was then run with is bold.",
             tables.tuning_table(results),
         )
     ]
+
+
+def _seeds_of(runs: list[dict[str, Any]]) -> str:
+    seeds = sorted({run["seed"] for run in runs})
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
 
 
 def _settings(results: Results) -> dict[str, Any]:

@@ -36,6 +36,9 @@ SIGNALS = {
     "advantage_std": "advantages, standard deviation",
 }
 
+# What is drawn of them
+DRAWN = ("reward", "differing", "signal")
+
 
 @dataclass(frozen=True)
 class Results:
@@ -52,7 +55,7 @@ class Results:
         runs (`list[dict[str, Any]]`):
             The runs.
         screening (`list[dict[str, Any]]`):
-            Runs of all points of the arms' grids, with the first tuning seed.
+            Runs of all points of the arms' grids, with the first tuning seeds.
         tuning (`list[dict[str, Any]]`):
             Runs of the best of them with all tuning seeds, by which settings were chosen. Some may be among the former.
     """
@@ -79,8 +82,16 @@ class Results:
         return [run for run in self.runs if run["arm"] == arm]
 
     def grid_of(self, arm: str) -> list[dict[str, Any]]:
-        """Runs of all points of an arm's grid, with the first tuning seed."""
+        """Runs of all points of an arm's grid, with the first tuning seeds."""
         return [run for run in self.screening if run["arm"] == arm]
+
+    def best_in_grid(self, arm: str, name: str, value: float) -> float:
+        """The best of an arm's points where a setting has a value, by the mean over its runs; NaN if there is none."""
+        means: dict[str, list[float]] = {}
+        for run in self.grid_of(arm):
+            if run["settings"].get(name, 1) == value:
+                means.setdefault(str(run["settings"]), []).append(mean_accuracy(run))
+        return max(map(fmean, means.values()), default=math.nan)
 
     def finalists_of(self, arm: str) -> list[dict[str, Any]]:
         """Runs of the best of them, with all tuning seeds."""
@@ -112,6 +123,23 @@ def distinct_right(evaluation: dict[str, Any]) -> float:
     """Distinct right completions of a prompt that has any, on average; 0 if none has."""
     counts = [count for count in evaluation["num_distinct"] if count > 0]
     return sum(counts) / max(1, len(counts))
+
+
+def taught(run: dict[str, Any]) -> dict[str, Any]:
+    """What the batches of a run taught: the mean of each measure, and its course in tenths, with the tokens so far."""
+    if "taught" in run:
+        return run["taught"]  # of a kept file
+    means, courses = {}, {}
+    for name in (name for name in SIGNALS if name in run["batches"][0]):
+        batches = [batch for batch in run["batches"] if math.isfinite(batch[name])]
+        size = max(1, len(batches) // 10)
+        parts = [batches[start : start + size] for start in range(0, len(batches), size)]
+        means[name] = fmean([batch[name] for batch in batches]) if batches else math.nan
+        courses[name] = [
+            [part[-1]["generated_tokens"] for part in parts],
+            [fmean([batch[name] for batch in part]) for part in parts],
+        ]
+    return {"mean": means, "course": {name: courses[name] for name in DRAWN if name in courses}}
 
 
 def curve(run: dict[str, Any], name: str) -> list[float]:

@@ -1,5 +1,6 @@
 """One run of a comparison: an arm, trained with one seed until it has spent so much."""
 
+import json
 import math
 import os
 import shutil
@@ -22,6 +23,9 @@ from .arms import make_trainer
 from .evaluation import evaluate
 from .measures import now
 from .own_task import OwnTask
+from .progress import Place
+from .results import pass_rate
+from .revision import revision
 from .tasks import HELDOUT_SEED, Task
 
 UNBOUNDED = 10**9  # steps: what is spent ends a run
@@ -116,8 +120,10 @@ def read_result(run: Run) -> dict[str, Any]:
     return result
 
 
-# Is told how much a run has spent
-Report = Callable[[float], None]
+# Is told where a run is
+Report = Callable[[Place], None]
+
+UNDER_WAY = "under_way"  # the folder of curves of runs that are not done
 
 
 class Course(transformers.TrainerCallback):
@@ -132,8 +138,11 @@ class Course(transformers.TrainerCallback):
         self._num_due = 0.0  # the next evaluation, as a number of `num_evals`-ths of the budget
         self._since = 0.0  # when training went on
         self.evaluation_seconds = 0.0
+        path = Path(run.path)
+        self.curve = path.parent.parent / UNDER_WAY / f"{path.parent.name}-{path.stem}.jsonl"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.curve.unlink(missing_ok=True)  # of a run that was cut
         self._evaluate()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -143,11 +152,11 @@ class Course(transformers.TrainerCallback):
         costs, run = self.trainer.costs, self.run
         costs.seconds += now(args.device) - self._since
         spent = getattr(costs, run.cost)
-        self.report(spent)
         control.should_training_stop = spent >= run.amount
         # Several fractions of the budget that one batch steps over are measured once
         if spent * run.num_evals >= self._num_due * run.amount:
             self._evaluate()
+        self.report(Place(spent, state.global_step, pass_rate(self.evaluations[-1])))
         self._since = now(args.device)
 
     def _evaluate(self) -> None:
@@ -163,6 +172,10 @@ class Course(transformers.TrainerCallback):
             trainer,
         )
         self.evaluations.append(asdict(trainer.costs) | asdict(evaluation))
+        rates = {f"pass@{k}": pass_rate(asdict(evaluation), k) for k in sorted({1, run.num_samples})}
+        self.curve.parent.mkdir(parents=True, exist_ok=True)
+        with self.curve.open("a") as file:
+            file.write(json.dumps(asdict(trainer.costs) | rates) + "\n")
         self._num_due = getattr(trainer.costs, run.cost) * run.num_evals // run.amount + 1
         self._since = now(trainer.args.device)
         self.evaluation_seconds += self._since - start
@@ -188,8 +201,10 @@ def execute(run: Run, report: Report) -> None:
         "evaluation_seconds": course.evaluation_seconds,
         "batches": trainer.batches,
         "tree": last_tree(trainer),
+        "revision": revision(),
     }
     write_json(Path(run.path), result)
+    course.curve.unlink()
 
 
 def save_policy(trainer: Any, path: Path) -> None:
@@ -214,14 +229,17 @@ def last_tree(trainer: Any) -> dict[str, Any] | None:
     return record_trees([shown], [], tokenizer_of(trainer), trainer.args.plan.credit)[0]
 
 
-def tokens_per_prompt(settings: dict[str, Any], policy: Path, task: Task | OwnTask) -> float:
-    """Tokens that an arm generates for each prompt, by its first batch from the starting policy."""
+def tokens_per_prompt(settings: dict[str, Any], policy: Path, task: Task | OwnTask) -> tuple[float, float]:
+    """Tokens that an arm generates for each prompt, and seconds for each, by its first batch and one update with it."""
     be_quiet()
     settings = {name: value for name, value in settings.items() if name != "per_device_train_batch_size"}
     with tempfile.TemporaryDirectory() as output_dir:
         trainer: Any = make_trainer(settings, policy, task, Path(output_dir), HELDOUT_SEED, **PROBE, max_steps=1)
+        start = now(trainer.args.device)
         trainer.train()
-    return trainer.costs.generated_tokens / PROBE["num_prompts"]
+        seconds = now(trainer.args.device) - start
+    tokens = trainer.costs.generated_tokens
+    return tokens / PROBE["num_prompts"], seconds / tokens
 
 
 def be_quiet() -> None:

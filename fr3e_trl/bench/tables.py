@@ -9,18 +9,24 @@ from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from ..commands.statistics import SHARE, UNBOUNDED, Bounds, Interval, ratio_interval
 from .estimates import difference, final_rates, interval_of, mean_rates, of_arm, rates_at, reward_bounds
+from .fits import LEAST_POINTS, LEAST_SEEDS, fit
 from .results import (
+    COSTS,
     SHARES,
     SIGNALS,
     Measure,
     Results,
+    accuracy_at,
     curve,
     distinct_right,
     has_collapsed,
     mean_accuracy,
     reached,
+    taught,
     value_at,
 )
 from .tuning import GRIDS, TUNED
@@ -212,6 +218,30 @@ def course_table(results: Results) -> Table:
     return Table(["arm", *(f"{amount:,.0f}" for amount in amounts)], rows)
 
 
+def fits_table(results: Results) -> Table:
+    """The sigmoid of each arm, see [`fit`]."""
+    bounds, num_evals = reward_bounds(results), results.arguments["num_evals"]
+    spent = np.linspace(0, results.amount, num_evals + 1)
+    rows = []
+    for arm in results.arms:
+        curves = [[accuracy_at(run, results.cost, amount) for amount in spent] for run in results.of_arm(arm)]
+        found = fit(spent, np.array(curves), bounds[1])
+        if found is None:
+            rows.append([f"`{arm}`", "", "", "", f"no: takes {LEAST_SEEDS} seeds and {LEAST_POINTS} evaluations"])
+            continue
+        cells = [
+            f"{mean:{form}} ({low:{form}}–{high:{form}})"
+            for (mean, low, high), form in (
+                (found.ceiling, ".3f"),
+                (found.midpoint, ",.0f"),
+                (found.exponent, ".2f"),
+            )
+        ]
+        said = f"no: {found.undetermined}" if found.undetermined else "yes"
+        rows.append([f"`{arm}`", *(cells if not found.undetermined else ["", "", ""]), said])
+    return Table(["arm", "ceiling A", f"half of the way at ({COSTS[results.cost]})", "exponent B", "determined"], rows)
+
+
 def equal_cost_table(results: Results) -> Table:
     """pass@1 when all arms have spent as much, for each kind of cost."""
     costs = results.costs()
@@ -252,9 +282,7 @@ def signal_table(results: Results) -> Table:
     rows = []
     for arm, settings in results.arms.items():
         runs = results.of_arm(arm)
-        means = [
-            _over_runs([_mean_of_batches(run, name) for run in runs], bounds.get(name, UNBOUNDED)) for name in names
-        ]
+        means = [_over_runs([taught(run)["mean"][name] for run in runs], bounds.get(name, UNBOUNDED)) for name in names]
         ends = [interval_of([curve(run, name)[-1] for run in runs], AT_LEAST_0) for name in ENDS]
         rows.append([f"`{arm}`", f"{settings['num_generations']}", *map(number, [*means, *ends])])
     return Table(["arm", "rows a prompt", *names.values(), *ENDS.values()], rows)
@@ -270,13 +298,8 @@ ENDS = {"entropy": "entropy", "completion_length": "completion length"}
 
 def signals(results: Results) -> dict[str, str]:
     """The measures of batches that all runs have: some are of earlier versions."""
-    known = set.intersection(*(set(run["batches"][0]) for run in results.runs))
+    known = set.intersection(*(set(taught(run)["mean"]) for run in results.runs))
     return {name: title for name, title in SIGNALS.items() if name in known}
-
-
-def _mean_of_batches(run: dict[str, Any], name: str) -> float:
-    values = [batch[name] for batch in run["batches"] if math.isfinite(batch[name])]
-    return fmean(values) if values else math.nan
 
 
 def tuning_table(results: Results) -> Table:
@@ -308,8 +331,8 @@ def _num_collapsed(runs: list[dict[str, Any]]) -> str:
 
 def _best_with(results: Results, arm: str, name: str, value: float) -> str:
     """The best mean along the run in an arm's grid, of the points where a setting has a value."""
-    means = [mean_accuracy(run) for run in results.grid_of(arm) if tuned(run["settings"], name) == value]
-    return f"{max(means):.3f}" if means else ""
+    best = results.best_in_grid(arm, name, value)
+    return "" if math.isnan(best) else f"{best:.3f}"
 
 
 def _finalists(results: Results, arm: str) -> str:

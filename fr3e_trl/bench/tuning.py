@@ -7,6 +7,10 @@ from typing import Any
 GRIDS = {"learning_rate": "learning_rates", "num_prompts": "tokens_per_batch", "num_iterations": "num_iterations"}
 TUNED = tuple(GRIDS)
 
+# Of the tuning seeds, as many run all points of a grid. Of some sixty points one seed chooses some that do badly with
+# others: the best of many noisy means is the luckiest
+SCREENING_SEEDS = 2
+
 
 def grid(
     settings: dict[str, Any], learning_rates: list[float], num_prompts: list[int], num_iterations: list[int]

@@ -30,7 +30,7 @@ def execute_all(runs: "list[Run]", num_workers: int | None) -> None:
         return
     devices = visible_devices()
     num_workers = num_workers or max(1, len(devices))
-    with RunProgress({Path(run.path).stem: run.amount for run in runs}) as progress:
+    with RunProgress({Path(run.path).stem: run.amount for run in runs}, runs[0].cost.replace("_", " ")) as progress:
         if num_workers > 1 or len(devices) > 1:
             _execute_in_workers(runs, num_workers, devices, progress)
             return
@@ -38,7 +38,7 @@ def execute_all(runs: "list[Run]", num_workers: int | None) -> None:
 
         for run in runs:
             name = Path(run.path).stem
-            execute(run, lambda spent, name=name: progress.update(name, spent))  # type: ignore[misc]
+            execute(run, lambda place, name=name: progress.update(name, place))  # type: ignore[misc]
             progress.finish(name)
 
 
@@ -82,7 +82,7 @@ def start(reports: Any, devices: Any) -> None:
 
     Args:
         reports (`multiprocessing.Queue`):
-            Takes the name of a run and what it has spent.
+            Takes the name of a run and where it is.
         devices (`multiprocessing.Queue`):
             Has a GPU for each worker, or `None`.
     """
@@ -111,4 +111,4 @@ def execute_run(run: "Run") -> None:
     from .runs import execute
 
     name = Path(run.path).stem
-    execute(run, lambda spent: _reports.put((name, spent)))
+    execute(run, lambda place: _reports.put((name, place)))

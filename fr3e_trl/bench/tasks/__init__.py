@@ -4,6 +4,7 @@ from .chain import ModularChain
 from .countdown import Countdown
 from .distractors import Distractors
 from .graded import GradedMachine
+from .lengths import Lengths
 from .machine import StateMachine
 from .search import Search
 from .task import HELDOUT_SEED, Task
@@ -22,6 +23,7 @@ TASKS: dict[str, Task] = {
         Distractors(),
         GradedMachine(),
         Search(),
+        Lengths(),
     )
 }
 

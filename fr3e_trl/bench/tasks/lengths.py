@@ -1,0 +1,31 @@
+"""Chains of very different lengths: what short and long completions get of anchors."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from .chain import MODULUS, OPERATIONS, ModularChain, apply
+
+MEDIAN, SPREAD, LEAST, MOST = 5, 0.8, 2, 24  # operations, and the standard deviation of the logarithm of their number
+
+
+@dataclass(frozen=True)
+class Lengths(ModularChain):
+    """
+    A [`ModularChain`] of 2 to 24 operations, five in the median, lognormal.
+
+    A completion has 2 tokens for an operation and 3 for the answer: a quarter of them have fewer than 10, and a quarter
+    more than 19.
+    """
+
+    name: str = "lengths"
+    max_completion_length: int = 2 * MOST + 3
+    policy_steps: int = 1600
+
+    def problem(self, rng: random.Random) -> dict[str, Any]:
+        number = min(max(round(MEDIAN * rng.lognormvariate(0, SPREAD)), LEAST), MOST)
+        start, operations = rng.randrange(MODULUS), rng.choices(OPERATIONS, k=number)
+        value = start
+        for operation in operations:
+            value = apply(value, operation)
+        return {"prompt": f"{start} {' '.join(operations)} :", "answer": value}
