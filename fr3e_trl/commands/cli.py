@@ -37,6 +37,8 @@ COMMANDS: dict[str, tuple[str, Any]] = {
     "make-policy": ("Make the starting policy of a task.", "fr3e_trl.bench.policies"),
 }
 
+TRAIN_HELP = "fr3e_trl.commands.train_help"
+
 # What `fr3e --version` tells the versions of
 PACKAGES = ("fr3e_trl", "trl", "transformers", "torch")
 
@@ -63,12 +65,8 @@ def main(argv: list[str] | None = None) -> None:
         if prog == "fr3e train" and "--help-all" in arguments:
             arguments = ["--help"]
         elif prog == "fr3e train" and {"--help", "-h"} & {*arguments}:
-            implementation = "fr3e_trl.commands.train_help"
-        if (
-            implementation != "fr3e_trl.commands.train_help"
-            and sys.stderr.isatty()
-            and os.environ.get("RANK", "0") == "0"
-        ):
+            implementation = TRAIN_HELP
+        if implementation != TRAIN_HELP and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
             print(f"{prog}: loading ...", file=sys.stderr)
         importlib.import_module(implementation).main(arguments)
     except Exception as error:

@@ -31,14 +31,14 @@ class RecipeParser(TrlParser):
 
     def __init__(self, dataclass_types: Iterable[Any]):
         super().__init__(dataclass_types, allow_abbrev=False)
-        self._defaults = {action.dest: action.default for action in reversed(self._actions)}
+        self._when_left_out = {action.dest: action.default for action in reversed(self._actions)}
         self.given: dict[str, Any] = {}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(unrecognized(unknown, self._option_string_actions))
-        self.given = {name: value for name, value in vars(options).items() if value != self._defaults.get(name)}
+        self.given = {name: value for name, value in vars(options).items() if value != self._when_left_out.get(name)}
         return options, unknown
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, **kwargs: Any) -> tuple[Any, ...]:
