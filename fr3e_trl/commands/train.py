@@ -88,7 +88,8 @@ class MetricsFile(TrainerCallback):
 def main(argv: list[str] | None = None) -> None:
     """Train a model as the arguments say, or say what that will be."""
     parser = make_parser()
-    train(*parse_arguments(parser, argv), given=parser.given)
+    script_args, training_args, model_args = parse_arguments(parser, argv)
+    train(script_args, training_args, model_args, parser.given)
 
 
 def make_parser() -> RecipeParser:

@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any):
         super().__init__(allow_abbrev=False, **kwargs)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(unrecognized(unknown, self._option_string_actions))
