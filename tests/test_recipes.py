@@ -263,7 +263,7 @@ def test_an_option_is_taken_by_its_whole_name(command, misspelt, meant, capsys):
     with pytest.raises(SystemExit) as ending:
         cli.main([command, "run", misspelt])
     assert ending.value.code == 2
-    assert f"unrecognized arguments: {'run ' if command != 'tree' else ''}{misspelt}. Did you mean {meant}?" in (
+    assert f"unrecognized arguments: {'run ' if command != 'tree' else ''}{misspelt}. The nearest: {meant}. See " in (
         capsys.readouterr().err
     )
 

@@ -54,7 +54,7 @@ def unrecognized(arguments: list[str], options: Iterable[str]) -> str:
     options = list(options)
     nearest = [nearest_option(argument.partition("=")[0], options) for argument in arguments]
     found = list(dict.fromkeys(option for option in nearest if option is not None))
-    meant = f". Did you mean {' '.join(found)}?" if found else ""
+    meant = f". The nearest: {' '.join(found)}" if found else ""
     return f"unrecognized arguments: {' '.join(arguments)}{meant}"
 
 
