@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -247,6 +248,75 @@ def test_missing_argument(missing, tmp_path):
     given = {"model_name_or_path": "x", "dataset_name": "x", "bf16": False, "output_dir": tmp_path}
     with pytest.raises(ValueError, match=f"{missing} is not set"):
         run([f"--{key}={value}" for key, value in given.items() if key != missing])
+
+
+@pytest.mark.parametrize(
+    ("command", "misspelt", "meant"),
+    [
+        ("train", "--num_anchor=3", "--num_anchors"),
+        ("train", "--learnign_rate=1", "--learning_rate"),
+        ("eval", "--num_sample=3", "--num_samples"),
+        ("tree", "--out=x", "--output"),
+    ],
+)
+def test_an_option_is_taken_by_its_whole_name(command, misspelt, meant, capsys):
+    with pytest.raises(SystemExit) as ending:
+        cli.main([command, "run", misspelt])
+    assert ending.value.code == 2
+    assert f"unrecognized arguments: {'run ' if command != 'tree' else ''}{misspelt}. The nearest: {meant}. See " in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_recipe_that_is_begun_trains_and_its_settings_train_again(trainers, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    cli.main(["init", "first run"])
+    with pytest.raises(SystemExit):
+        cli.main(["init", "first run"])
+    command = capsys.readouterr().out.splitlines()[1].removeprefix("next: fr3e train ")
+    here = ["--model_name_or_path", model_on_disk(), "--bf16=false", "--use_cpu=true", "--hub_token=hf_1"]
+    cli.main(["train", *shlex.split(command), *map(str, here), "--max_steps=2", "--max_completion_length=8"])
+    output = tmp_path / "outputs" / "first run"
+    logs = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert logs == trainers[0].state.log_history and [log["step"] for log in logs if "loss" in log] == [1, 2]
+    resolved = (output / "resolved.yaml").read_text()
+    assert "hf_1" not in resolved and "dataset_name: first run/data.jsonl" in resolved
+    cli.main(["train", "--config", str(output / "resolved.yaml")])
+    first, again = ({**trainer.args.to_dict(), "hub_token": None, "logging_dir": None} for trainer in trainers)
+    assert again == first
+    assert [log["loss"] for log in trainers[1].state.log_history if "loss" in log] == [
+        log["loss"] for log in logs if "loss" in log
+    ]
+
+
+def test_help_of_training_is_a_page_of_options_that_there_are(capsys):
+    script = (
+        "import sys; from fr3e_trl.commands import cli; cli.main(['train', '--help']); print('torch' in sys.modules)"
+    )
+    page = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60).stdout
+    assert page.endswith("False\n") and len(page.splitlines()) < 90
+    options = re.findall(r"^  --(\w+) ", page, flags=re.MULTILINE)
+    known = {action.dest for action in train.make_parser()._actions} | {"config"}
+    assert {*options} <= known and {*options} >= FR3E_SETTINGS
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help-all"])
+    assert "--fp16_full_eval" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "--help"])
+    told = capsys.readouterr().out
+    assert "--num_samples" in told and "--lora_r" not in told and "--use_peft" not in told
+
+
+def test_a_terminal_is_told_that_a_command_loads(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    cli.main(["init", str(tmp_path / "run")])
+    assert capsys.readouterr().err == "fr3e init: loading ...\n"
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert re.fullmatch(r"fr3e_trl \S+, trl \S+, transformers \S+, torch \S+\n", capsys.readouterr().out)
 
 
 # As a command

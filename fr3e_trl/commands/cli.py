@@ -6,6 +6,7 @@ What a user can mend ends a command with one line that says what was wrong, and 
 """
 
 import importlib
+import importlib.metadata
 import logging
 import os
 import sys
@@ -30,10 +31,16 @@ COMMANDS: dict[str, tuple[str, Any]] = {
     "eval": ("Evaluate a model: pass@1, pass@k and maj@k on any dataset with answers.", "fr3e_trl.commands.eval"),
     "compare": ("Train arms at equal generated tokens, and report which is best.", "fr3e_trl.bench.compare"),
     "pooled": ("Pool the differences between arms over several comparisons.", "fr3e_trl.bench.pooled"),
+    "init": ("Write a recipe, a reward and ten lines of data to begin with.", "fr3e_trl.commands.init"),
     "tree": ("Make a page that shows the trees which a run logged.", "fr3e_trl.commands.tree"),
     "cost": ("Measure what FR3E costs.", COSTS),
     "make-policy": ("Make the starting policy of a task.", "fr3e_trl.bench.policies"),
 }
+
+TRAIN_HELP = "fr3e_trl.commands.train_help"
+
+# What `fr3e --version` tells the versions of
+PACKAGES = ("fr3e_trl", "trl", "transformers", "torch")
 
 # Values of TrainingArguments' own setting `debug`
 DEBUG_OPTIONS = ("underflow_overflow", "tpu_metrics_debug")
@@ -55,6 +62,12 @@ def main(argv: list[str] | None = None) -> None:
                 break
             commands = implementation
         sys.argv = [prog, *arguments]  # as the model card tells it
+        if prog == "fr3e train" and "--help-all" in arguments:
+            arguments = ["--help"]
+        elif prog == "fr3e train" and {"--help", "-h"} & {*arguments}:
+            implementation = TRAIN_HELP
+        if implementation != TRAIN_HELP and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+            print(f"{prog}: loading ...", file=sys.stderr)
         importlib.import_module(implementation).main(arguments)
     except Exception as error:
         line = explain(error)
@@ -69,11 +82,24 @@ def main(argv: list[str] | None = None) -> None:
 def read_command(prog: str, description: str, commands: dict[str, tuple[str, Any]], arguments: list[str]) -> str:
     """Which of `commands` the first argument names."""
     parser = Parser(prog=prog, description=description)
+    if commands is COMMANDS:
+        parser.add_argument("--version", action="version", version=versions(), help="tell the versions, and end")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (what_it_does, _) in commands.items():
         # Its own parser has the help: importing it takes seconds
         subparsers.add_parser(name, help=what_it_does, add_help=False)
     return parser.parse_args(arguments[:1]).command
+
+
+def versions() -> str:
+    """The versions of what trains, without importing it."""
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{name} not installed")
+    return ", ".join(found)
 
 
 def without_debug(arguments: list[str]) -> tuple[list[str], bool]:

@@ -10,6 +10,7 @@ Completions are written to `output_dir/completions.jsonl` as they are sampled, w
 command goes on from there. With more samples or examples than before, it samples only the missing ones.
 """
 
+import argparse
 import json
 import shlex
 from collections.abc import Callable, Iterator
@@ -33,6 +34,16 @@ from .usage import UsageError, require_argument
 
 RECIPE = "recipes/eval/gsm8k.yaml"
 
+# What a recipe that trains may have, and an evaluation does not use: `--help` leaves it out, as all that LoRA has
+ONLY_TRAINING = (
+    "dataset_train_split",
+    "gradient_checkpointing_use_reentrant",
+    "ignore_bias_buffers",
+    "use_dora",
+    "use_peft",
+    "use_rslora",
+)
+
 # Arguments that may change between one call and the next: no completion, and no reward of one, depends on them
 FREE = (
     "output_dir",
@@ -49,7 +60,11 @@ FREE = (
 
 def main(argv: list[str] | None = None) -> None:
     """Evaluate a model as the arguments say, and print the results."""
-    args, model_args = parse_arguments(RecipeParser([EvalArguments, ModelConfig]), argv)
+    parser = RecipeParser([EvalArguments, ModelConfig])
+    for action in parser._actions:
+        if action.dest.startswith("lora_") or action.dest in ONLY_TRAINING:
+            action.help = argparse.SUPPRESS
+    args, model_args = parse_arguments(parser, argv)
     with resumable(args.output_dir):
         evaluate(args, model_args, f"fr3e eval {shlex.join(argv or [])}")
 

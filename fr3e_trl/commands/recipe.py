@@ -9,7 +9,10 @@ import yaml
 from trl import TrlParser
 
 from ..config import with_preset
-from .usage import UsageError, usage_errors
+from .usage import UsageError, nearest_option, unrecognized, usage_errors
+
+# Arguments that may name files of the recipe's own
+FILES = ("dataset_name", "reward_funcs")
 
 
 class RecipeParser(TrlParser):
@@ -20,7 +23,23 @@ class RecipeParser(TrlParser):
     recipe's folder. Where both have a mapping of one name, the recipe's entries are laid over the other's.
 
     A recipe that says `preset: paper` or `preset: released` takes the settings that it lacks from that preset.
+
+    A dataset's or a reward's file that is not below the working directory is looked for beside the recipe.
+
+    Options are taken by their whole names alone. After parsing, `given` has what differs from the defaults.
     """
+
+    def __init__(self, dataclass_types: Iterable[Any]):
+        super().__init__(dataclass_types, allow_abbrev=False)
+        self._when_left_out = {action.dest: action.default for action in reversed(self._actions)}
+        self.given: dict[str, Any] = {}
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(unrecognized(unknown, self._option_string_actions))
+        self.given = {name: value for name, value in vars(options).items() if value != self._when_left_out.get(name)}
+        return options, unknown
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, **kwargs: Any) -> tuple[Any, ...]:
         args = list(sys.argv[1:] if args is None else args)
@@ -44,7 +63,12 @@ class RecipeParser(TrlParser):
     def set_defaults_with_config(self, **settings: Any) -> list[str]:
         unknown = super().set_defaults_with_config(**with_preset(extended(settings, self._folder)))
         if unknown:  # before what is set is checked
-            raise ValueError(f"Unknown arguments from config file: {unknown}. Remove them, or mend their names.")
+            found = [nearest_option(name, self._option_string_actions) for name in unknown[::2]]
+            meant = " ".join(option.removeprefix("--") for option in found if option is not None)
+            raise ValueError(
+                f"Unknown arguments from config file: {unknown}. Remove them, or mend their names"
+                f"{f' (the nearest: {meant})' if meant else ''}."
+            )
         return unknown
 
 
@@ -59,7 +83,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 def extended(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The arguments of a recipe in `folder`, laid over those of the recipe that it extends."""
-    settings = dict(settings)
+    settings = {name: beside(value, folder) if name in FILES else value for name, value in settings.items()}
     if "extends" not in settings:
         return settings
     other = settings.pop("extends")
@@ -73,6 +97,17 @@ def extended(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
         below = merged.get(name)
         merged[name] = below | value if isinstance(below, dict) and isinstance(value, dict) else value
     return merged
+
+
+def beside(value: Any, folder: Path) -> Any:
+    """The name of a file, or of several, with that of the recipe's folder where the file is only there."""
+    if isinstance(value, list):
+        return [beside(name, folder) for name in value]
+    if not isinstance(value, str):
+        return value
+    path, is_reward, _ = value.partition(".py:")
+    path += ".py" if is_reward else ""
+    return str(folder / value) if path and not Path(path).exists() and (folder / path).exists() else value
 
 
 def parse_arguments(parser: TrlParser, argv: list[str] | None) -> tuple[Any, ...]:

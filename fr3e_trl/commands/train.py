@@ -9,22 +9,27 @@ the rewards, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and qua
 """
 
 import itertools
+import json
 import shlex
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import datasets
 import safetensors
 import torch
 import transformers
+import yaml
 from safetensors import SafetensorError
+from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from ..config import FR3EConfig
 from ..trainer import FR3ETrainer
 from ..trl_adapter import console
+from ..trl_adapter.card import SECRET
 from ..trl_adapter.checks import check_dataset
 from ..trl_adapter.resume import TRAINER_STATE_FILE, is_complete, last_complete_checkpoint
 from .data import (
@@ -35,7 +40,7 @@ from .data import (
     load_tokenizer,
     model_argument,
 )
-from .outputs import check_directory
+from .outputs import as_json, check_directory
 from .recipe import RecipeParser, parse_arguments
 from .usage import UsageError, require_argument, usage_errors
 
@@ -43,6 +48,9 @@ from .usage import UsageError, require_argument, usage_errors
 RESUME_WORDS = {"true": True, "yes": True, "false": False, "no": False, "none": False, "null": False, "": False}
 
 RECIPE = "recipes/smoke.yaml"
+
+# Files of the output directory: the run's settings, as a recipe that runs again, and a line for each log
+RESOLVED, METRICS = "resolved.yaml", "metrics.jsonl"
 
 
 @dataclass
@@ -58,9 +66,30 @@ class TrainArguments(FR3EScriptArguments):
     )
 
 
+class MetricsFile(TrainerCallback):
+    """Writes the metrics of each log as a line of JSON. A run that is resumed goes on after those of its checkpoint."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._write(state, state.log_history, "w")
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._write(state, state.log_history[-1:], "a")
+
+    def _write(self, state: Any, logs: list[dict[str, Any]], mode: str) -> None:
+        if state.is_world_process_zero:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open(mode) as file:
+                file.writelines(json.dumps(log, default=str) + "\n" for log in logs)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Train a model as the arguments say, or say what that will be."""
-    train(*parse_arguments(make_parser(), argv))
+    parser = make_parser()
+    script_args, training_args, model_args = parse_arguments(parser, argv)
+    train(script_args, training_args, model_args, parser.given)
 
 
 def make_parser() -> RecipeParser:
@@ -68,8 +97,21 @@ def make_parser() -> RecipeParser:
     return RecipeParser([TrainArguments, FR3EConfig, ModelConfig])
 
 
-def train(script_args: TrainArguments, training_args: FR3EConfig, model_args: ModelConfig) -> None:
-    """Train, save the model, and push it to the hub if asked."""
+def train(
+    script_args: TrainArguments,
+    training_args: FR3EConfig,
+    model_args: ModelConfig,
+    given: dict[str, Any] | None = None,
+) -> None:
+    """
+    Train, save the model, and push it to the hub if asked.
+
+    Args:
+        script_args ([`TrainArguments`]), training_args ([`FR3EConfig`]), model_args (`ModelConfig`):
+            What to train, and how.
+        given (`dict[str, Any]`, *optional*):
+            The arguments that differ from their defaults, for `resolved.yaml` in the output directory.
+    """
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
         datasets.disable_progress_bars()
@@ -103,7 +145,10 @@ def train(script_args: TrainArguments, training_args: FR3EConfig, model_args: Mo
             processing_class=tokenizer,
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
+            callbacks=[MetricsFile(Path(training_args.output_dir) / METRICS)],
         )
+    if given is not None and trainer.accelerator.is_main_process:
+        write_recipe(Path(training_args.output_dir) / RESOLVED, given)
     told = console.console_of(trainer)
     if told is not None:
         told.tells_next = False  # where the model is, and what to do next, is told when it is saved
@@ -125,6 +170,14 @@ def train(script_args: TrainArguments, training_args: FR3EConfig, model_args: Mo
         console.show([*saved, ("next", evaluation_command(script_args, training_args))])
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()  # a process that leaves with its connections open may abort
+
+
+def write_recipe(path: Path, given: dict[str, Any]) -> None:
+    """Write the arguments as a recipe, without secrets such as `hub_token`."""
+    settings = {name: value for name, value in as_json(given).items() if not SECRET.search(name)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = f"# What this run was given, recipes and options together: fr3e train --config {shlex.quote(str(path))}\n"
+    path.write_text(head + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
 def evaluation_command(script_args: FR3EScriptArguments, training_args: FR3EConfig) -> str:

@@ -2,11 +2,12 @@
 
 import argparse
 import contextlib
+import difflib
 import errno
 import linecache
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,10 +34,37 @@ class UsageError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that tells what is wrong in one line."""
+    """A parser that tells what is wrong in one line, and takes options by their whole names alone."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(unrecognized(unknown, self._option_string_actions))
+        return options
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}. See {self.prog} --help.")
+
+
+def unrecognized(arguments: list[str], options: Iterable[str]) -> str:
+    """What to tell of arguments that are none of the options, with the nearest of these."""
+    options = list(options)
+    nearest = [nearest_option(argument.partition("=")[0], options) for argument in arguments]
+    found = list(dict.fromkeys(option for option in nearest if option is not None))
+    meant = f". The nearest: {' '.join(found)}" if found else ""
+    return f"unrecognized arguments: {' '.join(arguments)}{meant}"
+
+
+def nearest_option(name: str, options: Iterable[str]) -> str | None:
+    """The option that begins with a name, the shortest if there are several, or else the one that is most like it."""
+    if not name.startswith("--"):
+        return None
+    options = [option for option in options if option.startswith("--")]
+    longer = sorted((option for option in options if option.startswith(name)), key=len)
+    return next(iter(longer or difflib.get_close_matches(name, options, 1)), None)
 
 
 @contextlib.contextmanager
