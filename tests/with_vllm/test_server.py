@@ -187,8 +187,8 @@ def test_branches_differ(server, settings):
                 base = tree.bases[state.base]
                 chance = math.exp(base.logprobs[state.position])
                 for rollout in state.rollouts:
-                    if rollout.chances is None:  # nothing else is left
-                        assert chance > 0.98
+                    if rollout.chances is None:  # fewer tokens are left than rows that draw one
+                        assert "top_p" in settings
                         continue
                     assert rollout.token_ids[0] != base.token_ids[state.position]
                     assert list(rollout.chances) == pytest.approx([chance, math.exp(rollout.logprobs[0])], rel=1e-3)
