@@ -2,7 +2,7 @@
 A language model trained with FR3E on a dataset of prompts, as a recipe says.
 
     fr3e train --config recipes/gsm8k_lora.yaml
-    accelerate launch -m fr3e_trl.commands.cli train --config recipes/gsm8k_lora.yaml    # on several GPUs
+    fr3e train --config recipes/gsm8k_lora.yaml --num_processes 4    # on four GPUs
 
 Any setting of the recipe can be overridden after it (`--learning_rate 2e-6`); `--help` lists them all: the dataset and
 the rewards, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and quantization).
@@ -10,6 +10,7 @@ the rewards, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and qua
 
 import itertools
 import json
+import os
 import shlex
 import sys
 from dataclasses import dataclass, field, fields
@@ -64,6 +65,18 @@ class TrainArguments(FR3EScriptArguments):
             "estimate of its memory. No weights are loaded."
         },
     )
+    num_processes: int | None = field(
+        default=None,
+        metadata={
+            "help": "How many processes to start, one for each GPU. What is sharded takes `accelerate launch` and its "
+            "configuration instead. If `None`, one is started, or a launcher has started several."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_processes is not None and self.num_processes < 1:
+            raise ValueError(f"num_processes={self.num_processes} must be at least 1, one for each GPU.")
 
 
 class MetricsFile(TrainerCallback):
@@ -89,6 +102,10 @@ def main(argv: list[str] | None = None) -> None:
     """Train a model as the arguments say, or say what that will be."""
     parser = make_parser()
     script_args, training_args, model_args = parse_arguments(parser, argv)
+    if script_args.num_processes and "WORLD_SIZE" not in os.environ:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={script_args.num_processes}"]
+        arguments = sys.argv[1:] if argv is None else argv
+        os.execv(sys.executable, [sys.executable, *launcher, "-m", "fr3e_trl.commands.cli", "train", *arguments])
     train(script_args, training_args, model_args, parser.given)
 
 

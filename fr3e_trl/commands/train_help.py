@@ -17,6 +17,7 @@ COMMON = {
         "prompt_column": "column with the question as text",
         "answer_column": "column with the answer",
         "use_peft": "train a LoRA adapter",
+        "num_processes": "processes to start, one for each GPU",
         "dry_run": "say what the run will do and what memory it takes, and train nothing",
     },
     "Batch and generation": {
