@@ -37,7 +37,7 @@ ADAPTER = PACKAGE / "trl_adapter"
 # The permanent overrides, which no file but the trainer's has
 OVERRIDES = {"_generate_and_score_completions", "_compute_loss", "_get_per_token_logps_and_entropies"}
 # Private by their names, and documented: of named tuples, of the standard library, of users' environments
-PUBLIC = {"_replace", "_asdict", "_fields", "_exit", "_fork"}
+PUBLIC = {"_replace", "_asdict", "_fields", "_exit", "_fork", "_actions", "_option_string_actions"}
 # Modules that may be imported anywhere: what their libraries document
 DOCUMENTED = {"trl", "trl.rewards", "accelerate", "accelerate.utils", "transformers", "transformers.utils"}
 

@@ -69,13 +69,14 @@ def name_of(path: Path) -> str:
 
 def means_of(comparison: Path) -> dict[str, dict[int, float]]:
     """The mean of pass@1 along each run of a comparison, by arm and seed."""
-    path = comparison if comparison.is_file() else comparison / "results.json"
+    is_kept = comparison.suffix == ".gz"
+    path = comparison if is_kept else comparison / "results.json"
     if not path.is_file():
         raise UsageError(f"{comparison} has no results.json. Run fr3e compare with output_dir={comparison} first.")
     means: dict[str, dict[int, float]] = defaultdict(dict)
-    runs = read_kept(path).runs if comparison.is_file() else read_object(path).get("runs")
+    content = {"runs": read_kept(path).runs} if is_kept else read_object(path)
     try:
-        for run in runs:  # type: ignore[union-attr]
+        for run in content["runs"]:
             means[run["arm"]][run["seed"]] = mean_accuracy(run)
     except (KeyError, IndexError, TypeError, ValueError, ZeroDivisionError) as error:
         raise damaged(path, f"{type(error).__name__}: {error}") from error

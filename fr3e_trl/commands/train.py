@@ -10,6 +10,7 @@ the rewards, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and qua
 
 import itertools
 import json
+import logging
 import os
 import shlex
 import sys
@@ -45,6 +46,8 @@ from .outputs import as_json, check_directory
 from .recipe import RecipeParser, parse_arguments
 from .usage import UsageError, require_argument, usage_errors
 
+logger = logging.getLogger(__name__)
+
 # What `resume_from_checkpoint` may be beside a directory. On the command line it is always text
 RESUME_WORDS = {"true": True, "yes": True, "false": False, "no": False, "none": False, "null": False, "": False}
 
@@ -79,23 +82,47 @@ class TrainArguments(FR3EScriptArguments):
             raise ValueError(f"num_processes={self.num_processes} must be at least 1, one for each GPU.")
 
 
-class MetricsFile(TrainerCallback):
-    """Writes the metrics of each log as a line of JSON. A run that is resumed goes on after those of its checkpoint."""
+class RunFiles(TrainerCallback):
+    """
+    Writes what the output directory tells of a run: its settings, once it has begun, and its metrics.
 
-    def __init__(self, path: Path):
-        self.path = path
+    A run that is resumed goes on after the metrics of its checkpoint. One that cannot begin leaves the files as they
+    are.
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._write(state, state.log_history, "w")
+    Args:
+        directory (`Path`):
+            The output directory.
+        given (`dict[str, Any]`, *optional*):
+            The arguments that differ from their defaults.
+    """
+
+    def __init__(self, directory: Path, given: dict[str, Any] | None):
+        self.directory = directory
+        self.given = given
+        self.has_begun = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.has_begun or not state.is_world_process_zero:
+            return
+        self.has_begun = True
+        try:
+            if self.given is not None:
+                write_recipe(self.directory / RESOLVED, self.given)
+        except OSError as error:
+            logger.warning("The settings of the run were not written: %s", error)
+        self._write(state.log_history, "w")
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._write(state, state.log_history[-1:], "a")
+        if self.has_begun:
+            self._write(state.log_history[-1:], "a")
 
-    def _write(self, state: Any, logs: list[dict[str, Any]], mode: str) -> None:
-        if state.is_world_process_zero:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open(mode) as file:
+    def _write(self, logs: list[dict[str, Any]], mode: str) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with (self.directory / METRICS).open(mode) as file:
                 file.writelines(json.dumps(log, default=str) + "\n" for log in logs)
+        except OSError as error:  # a full disk ends no run
+            logger.warning("The metrics of step %d were not written: %s", logs[-1]["step"] if logs else 0, error)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -162,10 +189,8 @@ def train(
             processing_class=tokenizer,
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
-            callbacks=[MetricsFile(Path(training_args.output_dir) / METRICS)],
+            callbacks=[RunFiles(Path(training_args.output_dir), given)],
         )
-    if given is not None and trainer.accelerator.is_main_process:
-        write_recipe(Path(training_args.output_dir) / RESOLVED, given)
     told = console.console_of(trainer)
     if told is not None:
         told.tells_next = False  # where the model is, and what to do next, is told when it is saved

@@ -52,7 +52,7 @@ CASES = [
         files={"run/trees/metrics.jsonl": ""},
     ),
     # pooled
-    Case("pooled nothing", "pooled", ("directories",)),
+    Case("pooled nothing", "pooled", ("comparisons",)),
     Case("pooled nowhere", "pooled nowhere", ("nowhere has no results.json", "fr3e compare")),
     Case("pooled unknown argument", "pooled nowhere --arm x", ("--arm",)),
     Case("pooled no reference", "pooled nowhere --reference", ("--reference",)),
