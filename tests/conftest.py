@@ -16,7 +16,7 @@ def own_directory(tmp_path, monkeypatch):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--kills", type=int, default=2, help="How many runs test_resume.py kills at a random moment.")
+    parser.addoption("--kills", type=int, default=1, help="How many runs test_resume.py kills at a random moment.")
 
 
 @pytest.fixture
