@@ -4,7 +4,7 @@ import hashlib
 import os
 import random
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM,
 from trl import SFTConfig, SFTTrainer
 
 from ..commands.outputs import check_directory
-from ..commands.recipe import RecipeParser, parse_arguments
 from ..commands.usage import UsageError
-from .tasks import TASKS, Task
+from .tasks import Task
 
 SEED = 0  # of the problems, the demonstrator's slips and the training
 NUM_DIGESTED = 64  # demonstrations that the name of a directory depends on
@@ -131,26 +130,3 @@ def _make(task: Task, directory: Path) -> None:
         trainer.train()
     trainer.model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-
-
-@dataclass
-class MakePolicyArguments:
-    """Arguments of `fr3e make-policy`."""
-
-    task: str = field(metadata={"help": f"Task of the policy: {', '.join(TASKS)}."})
-    output_dir: str | None = field(
-        default=None,
-        metadata={
-            "help": "Directory of the policy. If `None`, one in the user's cache, where `fr3e compare` looks for it."
-        },
-    )
-
-    def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise ValueError(f"task={self.task!r} must be one of {', '.join(TASKS)}.")
-
-
-def main(argv: list[str]) -> None:
-    """Make a starting policy, if it is not there yet, and print its directory."""
-    (args,) = parse_arguments(RecipeParser([MakePolicyArguments]), argv)
-    print(starting_policy(TASKS[args.task], Path(args.output_dir) if args.output_dir else None))

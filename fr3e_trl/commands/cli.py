@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[str, Any]] = {
     "init": ("Write a recipe, a reward and ten lines of data to begin with.", "fr3e_trl.commands.init"),
     "tree": ("Make a page that shows the trees which a run logged.", "fr3e_trl.commands.tree"),
     "cost": ("Measure what FR3E costs.", COSTS),
-    "make-policy": ("Make the starting policy of a task.", "fr3e_trl.bench.policies"),
+    "make-policy": ("Make the starting policy of a task.", "fr3e_trl.bench.make_policy"),
 }
 
 TRAIN_HELP = "fr3e_trl.commands.train_help"

@@ -13,11 +13,13 @@ from typing import Any, NoReturn
 
 # The extra that brings a package
 EXTRAS = {
+    "gguf": "lm",
     "math_verify": "math",
     "matplotlib": "bench",
     "peft": "peft",
     "reasoning_gym": "bench",
     "rich": "bench",
+    "sentencepiece": "lm",
     "vllm": "vllm",
 }
 

