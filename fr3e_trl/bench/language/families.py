@@ -183,7 +183,7 @@ def share_right(completions: list[Any], solution: list[str], **kwargs: Any) -> l
     for completion, of_one in zip(completions, solution, strict=True):
         text = completion if isinstance(completion, str) else completion[-1]["content"]
         right = dict(pair.split(":") for pair in of_one.split())
-        told = {}
+        told: dict[str, str] = {}
         for line in text.splitlines():
             numbers = re.findall(r"\d+", line)
             if numbers:
