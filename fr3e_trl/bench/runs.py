@@ -35,9 +35,10 @@ PROBE = {
     "num_prompts": 32,
     "num_train_examples": 32,
     "num_iterations": 1,
-    "steps_per_generation": 1,
-    "gradient_accumulation_steps": 1,
 }
+
+# How a batch is divided
+PARTS = ("per_device_train_batch_size", "steps_per_generation", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,10 @@ def last_tree(trainer: Any) -> dict[str, Any] | None:
 def tokens_per_prompt(settings: dict[str, Any], policy: Path, task: Task | OwnTask) -> tuple[float, float]:
     """Tokens that an arm generates for each prompt, and seconds for each, by its first batch and one update with it."""
     be_quiet()
-    settings = {name: value for name, value in settings.items() if name != "per_device_train_batch_size"}
+    size = settings.get("per_device_train_batch_size")
+    settings = {name: value for name, value in settings.items() if name not in PARTS}
+    if size is not None and PROBE["num_prompts"] * settings["num_generations"] % size == 0:
+        settings["per_device_train_batch_size"] = size  # of a large model, there may be no room for more
     with tempfile.TemporaryDirectory() as output_dir:
         trainer: Any = make_trainer(settings, policy, task, Path(output_dir), HELDOUT_SEED, **PROBE, max_steps=1)
         start = now(trainer.args.device)
