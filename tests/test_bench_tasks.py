@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTTrainer
 
-from fr3e_trl.bench import policies
+from fr3e_trl.bench import make_policy
 from fr3e_trl.bench.policies import demonstrations, starting_policy
 from fr3e_trl.bench.tasks import TASKS
 from fr3e_trl.bench.tasks.countdown import as_expression, operations, reachable
@@ -251,8 +251,8 @@ def test_same_seed_same_policy(tiny, tmp_path):
 
 
 def test_make_policy_prints_where_it_is(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(policies.TASKS, "chain", tiny)
-    policies.main(["--task", "chain", "--output_dir", str(tmp_path / "policy")])
+    monkeypatch.setitem(TASKS, "chain", tiny)
+    make_policy.main(["--task", "chain", "--output_dir", str(tmp_path / "policy")])
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "policy")
     with pytest.raises(ValueError, match="must be one of chain"):
-        policies.main(["--task", "no_such"])
+        make_policy.main(["--task", "no_such"])

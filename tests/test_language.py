@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,19 @@ def test_trained_evaluated_and_compared_as_recipes_say(policy):
         ]
     )
     assert Path("compared", "report.html").exists()
+
+
+def test_the_demo_learns_from_it_and_shows_a_tree(policy, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    arguments = f"--policy={policy} --max_steps=2 --max_completion_length=16 --num_heldout=4 --output_dir=out"
+    monkeypatch.setattr(sys, "argv", ["demo_lm.py", *arguments.split()])
+    import demo_lm
+
+    demo_lm.main()
+    output = capsys.readouterr().out
+    assert re.search(r"Before: pass@1 0.00 ± 0.00, pass@4 0.00, 4 held out\nAfter: pass@1", output)
+    assert "S1  before token" in output and re.search(r"^step 2/2  value .* left", output, flags=re.MULTILINE)
+    assert Path("out/adapter_config.json").exists() and Path("out/trees.html").exists()
 
 
 def test_what_cannot_be(tmp_path, monkeypatch):

@@ -440,3 +440,10 @@ def test_several_processes(recipe, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-5, rel=1e-4) and len(losses[0]) == 3
     for shared, apart in zip(weights_of(tmp_path / "True"), weights_of(tmp_path / "False"), strict=True):
         torch.testing.assert_close(shared, apart, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_deep_model_in_bfloat16_shares(seed):
+    """Its rounding moves log-probs further than one unit in the last place, and by no other shape of a batch."""
+    model = make_model(seed, num_hidden_layers=16, hidden_size=64).to(torch.bfloat16)
+    assert factory.make_trainer(FR3ETrainer, model=model).shares_prefixes
