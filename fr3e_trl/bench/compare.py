@@ -17,8 +17,9 @@ Each axis of the grid is a list, or one value. An arm with a `learning_rate`, `n
 own keeps it. All points of the grid are run with the first two tuning seeds, and the three with the best mean are run
 whole with all of them. The best mean of held-out pass@1 along those whole runs decides.
 
-Every run is a file in `output_dir/runs` (or `screening` and `tuning`), written when the run is done. After a cut, the
-same command goes on from these files. Once a comparison is complete, the command writes its report anew.
+Every run is a file in `output_dir/runs` (or `screening` and `tuning`), written when the run is done. Until then, it is
+saved at each evaluation but the first, in `output_dir/under_way`. After a cut, the same command goes on from these
+files. Once a comparison is complete, the command writes its report anew.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ from .own_task import OwnTask
 from .progress import CONSOLE
 from .report import write_report
 from .results import BUDGETS, COSTS, Results, mean_accuracy
-from .runs import Run, be_quiet, read_result, tokens_per_prompt
+from .runs import MEASURED, UNDER_WAY, Run, be_quiet, read_result, tokens_per_prompt
 from .tasks import Task
 from .tuning import SCREENING_SEEDS, TUNED, grid, ranked
 from .worker import execute_all
@@ -88,7 +89,7 @@ def compare(args: CompareArguments, command: str) -> None:
     if isinstance(task, OwnTask):
         args.num_heldout = min(args.num_heldout, len(task.splits["heldout"]))
     fixed = {name: value for name, value in asdict(args).items() if name not in FREE} | {"policy": policy.name}
-    has_runs = any(output_dir.glob("*/*.json"))
+    has_runs = any(output_dir.glob("*/*.json")) or any((output_dir / UNDER_WAY).glob(f"*/*/{MEASURED}"))
     comparison = Comparison(args, task, policy)
     if check_same(output_dir, fixed, has_runs, growing="arms", check_results=comparison.check_finished):
         (output_dir / TOKENS_FILE).unlink(missing_ok=True)  # it was measured for other arguments
