@@ -236,8 +236,11 @@ class Course(transformers.TrainerCallback):
         for evaluation in self.evaluations:
             rates = {f"pass@{k}": pass_rate(evaluation, k) for k in sorted({1, self.run.num_samples})}
             lines.append(json.dumps({cost.name: evaluation[cost.name] for cost in fields(Costs)} | rates) + "\n")
-        self.run.under_way.mkdir(parents=True, exist_ok=True)
-        (self.run.under_way / CURVE).write_text("".join(lines))
+        path = self.run.under_way / CURVE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(lines))
+        partial.replace(path)
 
 
 def execute(run: Run, report: Report) -> None:
