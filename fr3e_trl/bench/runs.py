@@ -13,12 +13,12 @@ from typing import Any
 
 import datasets
 import transformers
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..commands.outputs import as_json, damaged, read_object, write_json
 from ..commands.usage import UsageError
 from ..method.tree import Tree
 from ..page.record import record_trees
+from ..trl_adapter.resume import checkpoints
 from ..trl_adapter.setup import tokenizer_of
 from .arms import make_trainer
 from .evaluation import evaluate
@@ -195,17 +195,16 @@ class Course(transformers.TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The trainer's part of a checkpoint is written: add what was measured, and remove the checkpoint before."""
-        checkpoint = self.run.under_way / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        saved = checkpoints(self.run.under_way)
         measured = {
             "costs": asdict(self.trainer.costs),
             "batches": self.trainer.batches,
             "evaluations": self.evaluations,
             "evaluation_seconds": self.evaluation_seconds,
         }
-        write_json(checkpoint / MEASURED, measured)
-        for other in self.run.under_way.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-            if other != checkpoint:
-                shutil.rmtree(other)
+        write_json(saved.pop(state.global_step) / MEASURED, measured)
+        for other in saved.values():
+            shutil.rmtree(other)
 
     @property
     def _spent(self) -> float:
@@ -269,8 +268,8 @@ def execute(run: Run, report: Report) -> None:
 
 def last_checkpoint(run: Run) -> Path | None:
     """The last that is complete of a run that was cut, if there is one."""
-    checkpoints = [path.parent for path in run.under_way.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{MEASURED}")]
-    return max(checkpoints, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    complete = {step: path for step, path in checkpoints(run.under_way).items() if (path / MEASURED).exists()}
+    return complete[max(complete)] if complete else None
 
 
 def save_policy(trainer: Any, path: Path) -> None:
