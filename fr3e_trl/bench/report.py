@@ -44,12 +44,13 @@ def write_pages(results: Results, output_dir: Path) -> None:
         path = output_dir / PLOTS / f"{plot.name}.svg"
         path.parent.mkdir(exist_ok=True)
         path.write_text(plot.svg)
-    (output_dir / "report.md").write_text(markdown(results, plots))
+    below = sections(results)
+    (output_dir / "report.md").write_text(markdown(results, plots, below))
     (output_dir / "report.html").write_text(
         page(
             results,
             plots,
-            sections(results),
+            below,
             title=title(results),
             headline=headline(results),
             beside=beside_reference(results),
@@ -60,8 +61,8 @@ def write_pages(results: Results, output_dir: Path) -> None:
     )
 
 
-def markdown(results: Results, plots: list[Plot]) -> str:
-    """The report, in Markdown."""
+def markdown(results: Results, plots: list[Plot], sections: list[Section]) -> str:
+    """The report, in Markdown, with [`sections`] below its verdict."""
     parts = [
         f"# {title(results)}",
         f"**{verdict(results)}**",
@@ -71,7 +72,7 @@ def markdown(results: Results, plots: list[Plot]) -> str:
         legend(results),
         *(f"![{plot.title}]({PLOTS}/{plot.name}.svg)" for plot in plots),
         f"In the plots, {LINES}." if plots else "",
-        *(section.markdown() for section in sections(results)),
+        *(section.markdown() for section in sections),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
