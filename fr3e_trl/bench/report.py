@@ -2,7 +2,6 @@
 
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import yaml
@@ -11,7 +10,7 @@ from ..commands.outputs import write_json
 from ..commands.statistics import Interval
 from . import tables
 from .arguments import ArmsArguments
-from .estimates import Verdict, at_best, difference, mean_rates, of_arm, reward_bounds, verdict_of
+from .estimates import at_best, difference, mean_rates, of_arm, reward_bounds, verdict_of
 from .fits import MOST_OF_CEILING, MOST_OF_MIDPOINT
 from .kept import KEPT, keep, restore, with_readings
 from .plots import Plot, plot_all
@@ -216,25 +215,12 @@ def costs(results: Results) -> str:
     found = verdict_of(results)
     if found is None:
         return ""
-    soon = " and ".join(f"{ratio} of its {name}" for name, ratio in speeds(results, found).items())
-    spent = [
-        f"a run of `{arm}` took {fmean([run['evaluations'][-1]['seconds'] for run in results.of_arm(arm)]):,.0f} s"
-        for arm in (found.leader, found.other)
-    ]
+    soon = " and ".join(f"{ratio} of its {name}" for name, ratio in tables.speeds(results, found).items())
+    spent = [f"a run of `{arm}` took {tables.mean_seconds(results, arm):,.0f} s" for arm in (found.leader, found.other)]
     said = (
         f"Cost: to come ¾ of the way, `{found.leader}` needed, beside `{found.other}`, {soon}; " if soon else "Cost: "
     )
     return said + ", ".join(spent) + " of training."
-
-
-def speeds(results: Results, found: Verdict) -> dict[str, str]:
-    """Tokens and seconds of the leader to ¾ of the way, as multiples of the other's, where all runs came there."""
-    level = results.levels()["¾"]
-    ratios = {
-        name: tables.speed(results, found.leader, found.other, cost, level)
-        for cost, name in (("generated_tokens", "tokens"), ("seconds", "seconds"))
-    }
-    return {name: ratio for name, ratio in ratios.items() if "run" not in ratio}
 
 
 def _seeds(results: Results) -> int:
