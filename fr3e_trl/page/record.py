@@ -261,6 +261,21 @@ def read_step(run: Path, step: int) -> dict[str, Any]:
     return record
 
 
+def write_logs(path: Path, logs: list[dict[str, Any]]) -> None:
+    """Write what the trainer has logged, a line each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, "".join(map(_line, logs)).encode())
+
+
+def append_log(path: Path, log: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(_line(log))
+
+
+def _line(log: dict[str, Any]) -> str:
+    return json.dumps(log, default=str) + "\n"
+
+
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """
     What the trainer logged, without an unfinished line.
