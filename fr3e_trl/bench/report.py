@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from ..commands.outputs import write_json
+from ..commands.revision import revision
 from ..commands.statistics import Interval
 from . import tables
 from .arguments import ArmsArguments
@@ -16,7 +17,6 @@ from .kept import KEPT, keep, restore, with_readings
 from .plots import Plot, plot_all
 from .report_page import page
 from .results import COLLAPSED_NOISE, COSTS, Results
-from .revision import revision
 from .tables import Section
 from .tuning import TUNED
 

@@ -12,7 +12,7 @@ import sys
 import traceback
 from typing import Any
 
-from ..bench.revision import versions
+from .revision import versions
 from .usage import Parser, explain
 
 # What each command of a name does, and the module with its `main`, or the commands below it

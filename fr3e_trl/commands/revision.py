@@ -1,4 +1,4 @@
-"""What a run is made with."""
+"""Versions of what runs, and the commit."""
 
 import functools
 import subprocess
