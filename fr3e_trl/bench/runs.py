@@ -15,6 +15,7 @@ import datasets
 import transformers
 
 from ..commands.outputs import as_json, damaged, read_object, write_json
+from ..commands.revision import revision
 from ..commands.usage import UsageError
 from ..method.tree import Tree
 from ..page.record import record_trees
@@ -26,7 +27,6 @@ from .measures import Costs, now
 from .own_task import OwnTask
 from .progress import Place
 from .results import pass_rate
-from .revision import revision
 from .tasks import HELDOUT_SEED, Task
 
 UNBOUNDED = 10**9  # steps: what is spent ends a run
