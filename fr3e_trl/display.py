@@ -5,7 +5,7 @@ import textwrap
 
 from transformers import PreTrainedTokenizerBase
 
-from .method.credit.tree import masses_of
+from .method.credit.tree import masses_by_rollout
 from .method.tree import Rollout, State, TokenIds, Tree
 
 WIDTH = 100  # columns of a line
@@ -91,7 +91,8 @@ def _state_lines(tree: Tree, i: int, tokenizer: PreTrainedTokenizerBase) -> list
     facts += ["rejected"] if state.rejected else []
     lines = [f"S{i}  {_origin(tree, state)}" + (f": {', '.join(facts)}" if facts else "")]
     explored = {id(tree.bases[s.base]): s.base for s in tree.states if s.base is not None}
-    masses = _masses(tree)
+    is_distinct = any(rollout.chances for s in tree.states for rollout in s.rollouts)
+    masses = masses_by_rollout(tree) if is_distinct else {}
     outcomes = _outcomes(state.rollouts, tree)
     for rollout, outcome in zip(state.rollouts, outcomes, strict=True):
         notes = [f"trajectory {explored[id(rollout)] + 1}"] if id(rollout) in explored else []
@@ -129,15 +130,6 @@ def _value(tree: Tree, state: State) -> list[str]:
 
 def _has_value(state: State) -> bool:
     return sum(rollout.copy_of is None for rollout in state.rollouts) > 1
-
-
-def _masses(tree: Tree) -> dict[int, float]:
-    """Masses of the rollouts of a tree, where some were drawn without replacement."""
-    rollouts = [rollout for state in tree.states for rollout in state.rollouts]
-    if not any(rollout.chances for rollout in rollouts):
-        return {}
-    masses = zip(rollouts, masses_of(tree), strict=True)
-    return {id(rollout): mass for rollout, mass in masses if rollout.copy_of is None}
 
 
 def _outcomes(rollouts: list[Rollout], tree: Tree) -> list[str]:

@@ -157,8 +157,6 @@ class FR3ETrainer(GRPOTrainer):
             args = FR3EConfig(f"{model_name(model)}-FR3E")
         elif not isinstance(args, FR3EConfig):
             args = FR3EConfig.from_grpo(args)
-        if isinstance(model, str):
-            checks.check_model_name(model, args)
         if sampler is not None:
             checks.check_sampler(sampler, args)
         if not args.is_plain_grpo:
@@ -170,7 +168,7 @@ class FR3ETrainer(GRPOTrainer):
             checks.warn_of_single_prompt(args)
             if train_dataset is not None:
                 checks.check_dataset(train_dataset, args, has_environments=environment_factory is not None)
-        with adapter_sync(args):
+        with adapter_sync(args), checks.classless_model(model, args):
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,

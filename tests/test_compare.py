@@ -6,6 +6,7 @@ import html
 import itertools
 import json
 import math
+import random
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import time
 import tomllib
 from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -31,6 +33,7 @@ from fr3e_trl.bench.compare_arguments import CompareArguments
 from fr3e_trl.bench.evaluation import evaluate
 from fr3e_trl.bench.fits import fit, sigmoid
 from fr3e_trl.bench.measures import batch_signal, sampled_prompts
+from fr3e_trl.bench.progress import Place, RunProgress
 from fr3e_trl.bench.results import has_collapsed
 from fr3e_trl.bench.tasks import HELDOUT_SEED
 from fr3e_trl.bench.tuning import TUNED
@@ -598,12 +601,28 @@ def test_plan(capsys):
 
 
 def test_a_log_says_where_a_run_is(capsys, monkeypatch):
-    monkeypatch.setattr("fr3e_trl.bench.progress.SECONDS_BETWEEN_LINES", 0)
+    """As often as told, also while nothing new is done."""
+    monkeypatch.setattr("fr3e_trl.bench.progress.SECONDS_BETWEEN_LINES", 0.005)
     run(arms={"grpo": GRPO}, reference="grpo")
-    lines = [line for line in capsys.readouterr().err.splitlines() if ": step " in line]
-    name = r"grpo-rate0\.001-prompts4-updates1-seed0"
-    pattern = name + r": step \d+, \d+ of 500 generated tokens, pass@1 0\.\d{3}, after 0:\d\d, about"
-    assert len(lines) > 2 and all(re.match(pattern, line) for line in lines)
+    told = capsys.readouterr().err
+    pattern = r"\[0/1\] grpo-rate0\.001-prompts4-updates1-seed0: step (\d+), \d+ of 500 generated tokens, pass@1 "
+    steps = re.findall(pattern + r"0\.\d{3}, after 0:\d\d", told)
+    assert len(set(steps)) > 2 and len(set(steps)) < len(steps)
+    assert re.search(r"^\[0/1\] first evaluation, after 0:\d\d$", told, re.MULTILINE)
+
+
+def test_time_left_is_by_what_this_call_has_done(monkeypatch, capsys):
+    clock = SimpleNamespace(seconds=0.0, monotonic=lambda: clock.seconds)
+    monkeypatch.setattr("fr3e_trl.bench.progress.time", clock)
+    with RunProgress({"cut": 1000.0, "new": 1000.0}, "tokens") as progress:
+        clock.seconds = 20.0
+        progress.update("cut", Place(spent=800, spent_before=800, step=8, pass_at_1=0.5))
+        assert progress.line() == "[0/2] cut: step 8, 800 of 1,000 tokens, pass@1 0.500, after 0:20"
+        clock.seconds = 60.0
+        progress.update("cut", Place(spent=900, spent_before=800, step=9, pass_at_1=0.5))
+        assert progress.line().endswith("after 1:00, about 11:00 left")  # 100 tokens a minute, and 1,100 are left
+        progress.finish("cut")
+    assert capsys.readouterr().err == "[1/2] cut after 1:00, about 5:00 left\n"
 
 
 def test_fewer_samples_than_the_usual_k():
@@ -630,8 +649,14 @@ def children_of(process):
     return [child for child in psutil.Process(process.pid).children(recursive=True) if child.is_running()]
 
 
-def test_killed_comparison_goes_on_as_the_uncut_one(tmp_path):
-    settings = {"seeds": [0, 1], "arms": {"fr3e": FR3E, "grpo": GRPO}, "generated_tokens": 1500}
+def weights_in(output_dir):
+    return {path.parent.name: path.read_bytes() for path in Path(output_dir).glob("policies/*/model.safetensors")}
+
+
+def test_killed_comparison_goes_on_as_the_uncut_one(monkeypatch):
+    """Each run from its last evaluation, at a random moment after the second one, to the same weights."""
+    arms = {"fr3e": FR3E, "grpo": GRPO | {"num_iterations": 2}}
+    settings = {"arms": arms, "generated_tokens": 3000, "num_evals": 5}
     uncut = run(output_dir="uncut", **settings)
 
     command = {
@@ -640,22 +665,38 @@ def test_killed_comparison_goes_on_as_the_uncut_one(tmp_path):
     Path("config.yaml").write_text(yaml.safe_dump(command))
     script = [sys.executable, ROOT / "tests" / "bench_task.py", "--config", "config.yaml", "--num_workers", "2"]
     process = subprocess.Popen(script, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    while not list(Path("cut").glob("runs/*.json")):
+    while len(list(Path("cut").glob("under_way/*/*/measured.json"))) < 2 and not list(Path("cut").glob("runs/*.json")):
         assert process.poll() is None
         time.sleep(0.02)
+    time.sleep(random.random())
     workers = children_of(process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     psutil.wait_procs(workers, timeout=20)
     assert not [worker for worker in workers if worker.is_running()]  # none goes on by itself
 
-    # Of those that were under way, the curve so far is there
-    curves = [path.read_text().splitlines() for path in Path("cut/under_way").glob("runs-*.jsonl")]
-    assert all(json.loads(lines[0])["generated_tokens"] == 0 and "pass@4" in lines[0] for lines in curves if lines)
     finished = {path: path.stat().st_mtime_ns for path in Path("cut").glob("runs/*.json")}
-    assert 1 <= len(finished) <= 4
+    num_saved = {}  # evaluations, of each run that goes on
+    for path in Path("cut").glob("under_way/*/*/measured.json"):
+        name = path.parent.parent.name
+        if not Path(f"cut/runs/{name.removeprefix('runs-')}.json").exists():
+            num_saved[name] = max(num_saved.get(name, 0), len(json.loads(path.read_text())["evaluations"]))
+    assert all(number >= 2 for number in num_saved.values())
+    for name in num_saved:  # as if it had been cut while it wrote the next
+        Path(f"cut/under_way/{name}/checkpoint-999").mkdir()
+    # For those who look at it, the curve so far
+    for curve in Path("cut").glob("under_way/*/curve.jsonl"):
+        lines = [json.loads(line) for line in curve.read_text().splitlines()]
+        assert lines[0]["generated_tokens"] == 0 and all("pass@4" in line for line in lines)
+    # They are as results are: not of other arguments
+    with pytest.raises(ValueError, match="generated_tokens was 3000 and is 4000"):
+        run(output_dir="cut", **settings | {"generated_tokens": 4000})
+    evaluated = []
+    monkeypatch.setattr("fr3e_trl.bench.runs.evaluate", lambda *args: evaluated.append(args) or evaluate(*args))
     resumed = run(output_dir="cut", **settings)
+    assert len(evaluated) == 6 * (2 - len(finished)) - sum(num_saved.values())
     assert without_times(resumed) == without_times(uncut)
+    assert weights_in("cut") == weights_in("uncut") and len(weights_in("cut")) == 2
     assert {path: path.stat().st_mtime_ns for path in finished} == finished  # not run again
     assert not list(Path("cut/under_way").iterdir())
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from factory import logged
 
-from fr3e_trl.generation.vllm import Course
+from fr3e_trl.generation.vllm import RequestQueue
 from fr3e_trl.method.credit.tree import masses_of, set_weights
 from fr3e_trl.method.metrics import tree_metrics
 from fr3e_trl.method.sampling import Sample, SamplingRequest
@@ -155,18 +155,18 @@ def test_a_sampler_of_ones_own_is_told_what_is_wrong(chances, message):
         factory.train(**SETTINGS | size_of({}) | {"sampler": sampler, "num_generations": 2, "num_anchors": 1})
 
 
-def answer(course, draw):
-    """Answer all that a course asks, one after the other."""
+def answer(queue, draw):
+    """Answer all that a queue asks, one after the other."""
     i = 0
-    while i < len(course.asked):
-        course.answer(i, draw(course.asked[i]))
+    while i < len(queue.asked):
+        queue.answer(i, draw(queue.asked[i]))
         i += 1
-    return course.samples
+    return queue.samples
 
 
 @pytest.mark.parametrize("num", [1, 2])
 def test_vllms_first_tokens_are_drawn_without_replacement(num):
-    """A course's tokens, against the probabilities of drawing them one after the other."""
+    """A queue's tokens, against the probabilities of drawing them one after the other."""
     rng = np.random.default_rng(0)
     probs = np.array([0.05, 0.45, 0.3, 0.2])
 
@@ -179,7 +179,7 @@ def test_vllms_first_tokens_are_drawn_without_replacement(num):
     )
     found = Counter()
     for _ in range(4000):
-        (samples,) = answer(Course([request], [0], draws_branches=False), draw)
+        (samples,) = answer(RequestQueue([request], [0], draws_branches=False), draw)
         assert len(samples) == num
         for sample in samples:
             assert sample.chances == pytest.approx((0.45, probs[sample.token_ids[0]]))
@@ -204,7 +204,7 @@ def test_where_no_other_token_comes_branches_are_independent(logprob, nums):
         asked.append(request.num_samples)
         return [Sample([1] * min(request.max_new_tokens, 3), [0.0] * 3) for _ in range(request.num_samples)]
 
-    ((sample,),) = answer(Course([request], [0], draws_branches=False), draw)
+    ((sample,),) = answer(RequestQueue([request], [0], draws_branches=False), draw)
     assert sample.chances is None and list(sample.token_ids) == [1, 1, 1, 1][: len(sample.token_ids)]
     assert asked == nums
 

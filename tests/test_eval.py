@@ -224,7 +224,7 @@ def test_template_is_told(evaluate, tmp_path):
 
 
 def test_greedy_completions(evaluate):
-    _, lines = evaluate(temperature=0, num_samples=1)
+    _, lines = evaluate(temperature=0, num_samples=None)
     model = AutoModelForCausalLM.from_pretrained(model_on_disk())
     assert [line["completion"] for line in lines] == [greedy(model, f"{i}+{i}=") for i in range(3)]
 

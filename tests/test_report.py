@@ -11,7 +11,7 @@ from simulated import GAINS, PROMPTS, expected, share, simulated, truth
 from test_page import CONTRAST, browser  # noqa: F401
 
 from fr3e_trl.bench.estimates import at_best, difference, final_rates, mean_rates, of_arm, verdict_of
-from fr3e_trl.bench.report import markdown, write_report
+from fr3e_trl.bench.report import markdown, sections, write_report
 from fr3e_trl.commands.answers import with_interval
 from fr3e_trl.commands.statistics import DIFFERENCE_OF_SHARES, SHARE, best_of_k, mean_interval
 
@@ -103,9 +103,13 @@ def compared(num_seeds, arms=ARMS[:2], seed=0, **settings):
     return simulated(np.random.default_rng(seed), num_seeds, arms, **settings)
 
 
+def report_of(results):
+    return markdown(results, [], sections(results))
+
+
 def test_the_verdict_is_sure_where_its_interval_is_above_0():
     """With ten seeds the better arm is ahead. Two cannot say, one says nothing, and an arm alone is ahead of none."""
-    ten, two, one, alone = (markdown(compared(*case), []) for case in [(10,), (2,), (1,), (3, ("grpo",))])
+    ten, two, one, alone = (report_of(compared(*case)) for case in [(10,), (2,), (1,), (3, ("grpo",))])
     found = verdict_of(compared(10))
     assert (found.leader, found.other, found.is_sure) == ("fr3e", "grpo", True)
     said = r"^\*\*`fr3e` is ahead of `grpo` by \+0\.\d{3} \(\+0\.\d{3} to \+0\.\d{3}\) in mean"
@@ -121,7 +125,7 @@ def test_the_verdict_is_sure_where_its_interval_is_above_0():
 @pytest.mark.parametrize("num_seeds", [1, 2, 3, 5, 10])
 def test_no_figure_is_impossible(num_seeds):
     """No share below 0 or above 1, and none that looks exact while it was sampled."""
-    report = markdown(compared(num_seeds, ARMS[:4], num_evals=3), []).partition("## Diversity")[0]
+    report = report_of(compared(num_seeds, ARMS[:4], num_evals=3)).partition("## Diversity")[0]
     assert "±" not in report.replace("leave ±", "")
     shares = re.findall(r"(\d\.\d{3}) \((\d\.\d{3})–(\d\.\d{3})\)", report)
     assert len(shares) == (0 if num_seeds == 1 else 4 * (2 + 4))
@@ -149,7 +153,7 @@ def test_prompts_without_a_score_leave_intervals_over_seeds():
     results = compared(3)
     first = results.runs[0]["evaluations"][0]
     first["num_unscored"], first["rewards"] = 1, first["rewards"][1:]
-    assert "intervals are over seeds alone" in markdown(results, [])
+    assert "intervals are over seeds alone" in report_of(results)
     values = [float(np.mean(mean_rates(run))) for run in results.of_arm("grpo")]
     assert of_arm(results, "grpo", mean_rates, SHARE) == mean_interval(values, SHARE)
 

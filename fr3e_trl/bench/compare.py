@@ -17,8 +17,9 @@ Each axis of the grid is a list, or one value. An arm with a `learning_rate`, `n
 own keeps it. All points of the grid are run with the first two tuning seeds, and the three with the best mean are run
 whole with all of them. The best mean of held-out pass@1 along those whole runs decides.
 
-Every run is a file in `output_dir/runs` (or `screening` and `tuning`), written when the run is done. After a cut, the
-same command goes on from these files. Once a comparison is complete, the command writes its report anew.
+Every run is a file in `output_dir/runs` (or `screening` and `tuning`), written when the run is done. Until then, it is
+saved at each evaluation but the first, in `output_dir/under_way`. After a cut, the same command goes on from these
+files. Once a comparison is complete, the command writes its report anew.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ from .own_task import OwnTask
 from .progress import CONSOLE
 from .report import write_report
 from .results import BUDGETS, COSTS, Results, mean_accuracy
-from .runs import Run, be_quiet, read_result, tokens_per_prompt
+from .runs import MEASURED, UNDER_WAY, Run, be_quiet, read_result, tokens_per_prompt
 from .tasks import Task
 from .tuning import SCREENING_SEEDS, TUNED, grid, ranked
 from .worker import execute_all
@@ -88,7 +89,7 @@ def compare(args: CompareArguments, command: str) -> None:
     if isinstance(task, OwnTask):
         args.num_heldout = min(args.num_heldout, len(task.splits["heldout"]))
     fixed = {name: value for name, value in asdict(args).items() if name not in FREE} | {"policy": policy.name}
-    has_runs = any(output_dir.glob("*/*.json"))
+    has_runs = any(output_dir.glob("*/*.json")) or any((output_dir / UNDER_WAY).glob(f"*/*/{MEASURED}"))
     comparison = Comparison(args, task, policy)
     if check_same(output_dir, fixed, has_runs, growing="arms", check_results=comparison.check_finished):
         (output_dir / TOKENS_FILE).unlink(missing_ok=True)  # it was measured for other arguments
@@ -155,31 +156,28 @@ class Comparison:
         Hours are by the runs that are done, and before there are any by one batch of each arm, which leaves out
         evaluations and further updates of a batch.
         """
-        args, lines = self.args, []
+        args = self.args
         grids = {arm: self.grid_of(arm) for arm in args.arms or {}}
-        tuned = {arm: points for arm, points in grids.items() if len(points) > 1}
-        finalists = {arm: min(args.tuning_finalists or len(points), len(points)) for arm, points in tuned.items()}
-        seeds, whole = len(args.tuning_seeds), next(self.final_runs({arm: grids[arm][0] for arm in grids}))
-        counts = {
-            "screening": {arm: len(points) * min(SCREENING_SEEDS, seeds) for arm, points in tuned.items()},
-            "finalists": {arm: count * seeds for arm, count in finalists.items() if count > 1},
-            "runs": {arm: len(args.seeds) for arm in grids},
+        screening = self.screening_runs(grids)
+        screened = {run.path for run in screening}
+        finalists = {arm: points[: args.tuning_finalists] for arm, points in grids.items()}  # as many as there will be
+        tuning = self.tuning_runs(finalists, args.tuning_seeds, None, "tuning")
+        stages = {
+            "screening": screening,
+            "finalists": [run for run in tuning if run.path not in screened],
+            "runs": list(self.final_runs({arm: points[0] for arm, points in grids.items()})),
         }
-        if args.tuning_tokens is None:  # those of the first seeds are the screening's own
-            counts["finalists"] = {arm: n * max(0, seeds - SCREENING_SEEDS) for arm, n in finalists.items() if n > 1}
-        what = COSTS[whole.cost]
-        speeds = {arm: self.seconds_of(arm, whole.cost) for arm in grids}
+        cost = stages["runs"][0].cost
+        what = COSTS[cost]
+        speeds = {arm: self.seconds_of(arm, cost) for arm in grids}
         known = [speed for speed in speeds.values() if not math.isnan(speed)]
         usual = fmean(known) if known else math.nan  # of an arm that nothing tells of
-        total_amount, total_hours = 0.0, 0.0
-        for stage, of_arms in counts.items():
-            amount = args.tuning_tokens if stage == "screening" and args.tuning_tokens is not None else whole.amount
-            spent = {arm: count * amount for arm, count in of_arms.items()}
-            hours = sum(spent[arm] * (usual if math.isnan(speeds[arm]) else speeds[arm]) for arm in spent) / 3600
-            total_amount, total_hours = total_amount + sum(spent.values()), total_hours + hours
-            num_runs = sum(of_arms.values())
-            if num_runs:
-                lines.append(f"  {stage}: {num_runs} runs of {amount:,} {what}{_told_hours(hours)}")
+        total_amount, total_hours, lines = 0.0, 0.0, []
+        for stage, runs in stages.items():
+            hours = sum(run.amount * (usual if math.isnan(speeds[run.arm]) else speeds[run.arm]) for run in runs) / 3600
+            total_amount, total_hours = total_amount + sum(run.amount for run in runs), total_hours + hours
+            if runs:
+                lines.append(f"  {stage}: {len(runs)} runs of {runs[0].amount:,} {what}{_told_hours(hours)}")
         return "\n".join(
             [f"Plan: {total_amount:,.0f} {what}{_told_hours(total_hours)}, with what is done already", *lines]
         )
@@ -206,8 +204,7 @@ class Comparison:
         """
         args = self.args
         grids = {arm: self.grid_of(arm) for arm in args.arms or {}}
-        folder = "tuning" if args.tuning_tokens is None else "screening"
-        screening = list(self.tuning_runs(grids, args.tuning_seeds[:SCREENING_SEEDS], args.tuning_tokens, folder))
+        screening = self.screening_runs(grids)
         execute_all(screening, args.num_workers)
         finalists = {arm: best_points(arm, points, screening)[: args.tuning_finalists] for arm, points in grids.items()}
         tuning = list(self.tuning_runs(finalists, args.tuning_seeds, None, "tuning"))
@@ -242,6 +239,12 @@ class Comparison:
             for arm, points in grids.items():
                 for settings in points if len(points) > 1 else []:
                     yield self.make_run(arm, settings, seed, amount, folder)
+
+    def screening_runs(self, grids: dict[str, list[Settings]]) -> list[Run]:
+        """The runs of all points of each arm's grid, with the first two tuning seeds: these find the finalists."""
+        args = self.args
+        folder = "tuning" if args.tuning_tokens is None else "screening"
+        return list(self.tuning_runs(grids, args.tuning_seeds[:SCREENING_SEEDS], args.tuning_tokens, folder))
 
     def final_runs(self, arms: dict[str, Settings]) -> Iterator[Run]:
         """The runs that are reported: all arms of one seed, then of the next."""

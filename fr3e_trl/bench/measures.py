@@ -20,6 +20,7 @@ from trl import GRPOTrainer
 from ..method.tree import Tree
 from ..trainer import FR3ETrainer
 from ..trl_adapter.logs import last_metric, last_rewards
+from ..trl_adapter.resume import exact_resume
 from ..trl_adapter.watching import WatchedMixin
 
 
@@ -109,7 +110,21 @@ class MeasuredMixin(WatchedMixin):
 
 
 class MeasuredGRPOTrainer(MeasuredMixin, GRPOTrainer):
-    """[`~trl.GRPOTrainer`], measured."""
+    """[`~trl.GRPOTrainer`], measured. From a checkpoint it goes on as exactly as [`FR3ETrainer`]."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with exact_resume(self):
+            return super().train(*args, **kwargs)
+
+    def begin(self) -> None:
+        """Nothing is drawn before the first step."""
+
+    def state_to_resume(self) -> dict[str, Any]:
+        """Nothing beside what TRL's steps depend on."""
+        return {}
+
+    def resume_from_state(self, state: dict[str, Any]) -> None:
+        """There is none."""
 
 
 class MeasuredFR3ETrainer(MeasuredMixin, FR3ETrainer):

@@ -2,7 +2,7 @@
 Differences between arms, pooled over several comparisons, and the reports of these anew.
 
     fr3e pooled outputs/bench/chain outputs/bench/machine --reference prior_4
-    fr3e pooled docs/runs/*.jsonl.gz --reports docs/reports
+    fr3e pooled docs/runs/*.jsonl.gz --reference tree_4_independent --reports outputs/reports
 
 A comparison is the directory of its results, or the small file that was kept of it: its `kept.jsonl.gz`, under any
 name. With --reports, the report of each is written anew too, to a folder of its name.

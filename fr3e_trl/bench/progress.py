@@ -1,17 +1,18 @@
 """How far a comparison is, and how long it will still take."""
 
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 CONSOLE = Console(stderr=True)
 
-# A log has a line at most as often, and one for each finished run
+# A log has a line as often, and one for each finished run
 SECONDS_BETWEEN_LINES = 60
 
 
@@ -23,6 +24,8 @@ class Place:
     Args:
         spent (`float`):
             What it has spent of its budget.
+        spent_before (`float`):
+            What of that an earlier call has, if the run was cut and goes on.
         step (`int`):
             Optimizer steps so far.
         pass_at_1 (`float`):
@@ -30,14 +33,15 @@ class Place:
     """
 
     spent: float
+    spent_before: float
     step: int
     pass_at_1: float
 
 
 class RunProgress:
     """
-    Shows the progress of runs on stderr: a bar and where the last run is on a terminal, a line a minute in a log, and a
-    line for each finished run.
+    Shows the progress of runs on stderr: a bar and where a run is on a terminal, a line a minute in a log, also while a
+    step takes longer, and a line for each finished run.
 
     Args:
         amounts (`dict[str, float]`):
@@ -50,59 +54,73 @@ class RunProgress:
         self.amounts = amounts
         self.cost = cost
         self.done = dict.fromkeys(amounts, 0.0)
+        self.done_before = dict.fromkeys(amounts, 0.0)  # by an earlier call
         self.num_finished = 0
-        self.start = self.last_line = time.monotonic()
+        self.told = "first evaluation,"
+        self.start = time.monotonic()
+        self._is_over = threading.Event()
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             TaskProgressColumn(),
-            TimeRemainingColumn(),
             console=CONSOLE,
             disable=not sys.stderr.isatty(),
-            speed_estimate_period=600,
         )
-        self.task = self.bar.add_task(f"{len(amounts)} runs", total=sum(amounts.values()))
+        self.task = self.bar.add_task(self.line(), total=sum(amounts.values()))
 
     def __enter__(self) -> Self:
         self.bar.start()
+        threading.Thread(target=self._keep_telling, daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._is_over.set()
         self.bar.stop()
 
     def update(self, name: str, place: Place) -> None:
         """A run is there."""
+        self.done_before[name] = place.spent_before
         self._spend(name, place.spent)
-        told = (
+        self.told = (
             f"{name}: step {place.step}, {place.spent:,.0f} of {self.amounts[name]:,.0f} {self.cost}, "
-            f"pass@1 {place.pass_at_1:.3f}"
+            f"pass@1 {place.pass_at_1:.3f},"
         )
-        self.bar.update(self.task, description=f"{self.num_finished} of {len(self.amounts)} runs; {told}")
-        if not sys.stderr.isatty() and time.monotonic() - self.last_line >= SECONDS_BETWEEN_LINES:
-            self._print(f"{told}, {self._times()}")
 
     def finish(self, name: str) -> None:
         """A run is done."""
         self._spend(name, self.amounts[name])
         self.num_finished += 1
-        self._print(f"[{self.num_finished}/{len(self.amounts)}] {name} {self._times()}")
+        self.told = name
+        self._tell()
 
     def _spend(self, name: str, spent: float) -> None:
         self.done[name] = min(spent, self.amounts[name])
         self.bar.update(self.task, completed=sum(self.done.values()))
 
+    def line(self) -> str:
+        """Where the runs are."""
+        return f"[{self.num_finished}/{len(self.amounts)}] {self.told} {self._times()}"
+
     def _times(self) -> str:
+        """How long this call has taken, and how long it still will at its speed so far."""
         elapsed, done = time.monotonic() - self.start, sum(self.done.values())
-        if done == 0:
+        done_now = done - sum(self.done_before.values())
+        if done_now <= 0:
             return f"after {minutes(elapsed)}"
-        left = elapsed * (sum(self.amounts.values()) / done - 1)
+        left = elapsed * (sum(self.amounts.values()) - done) / done_now
         return f"after {minutes(elapsed)}, about {minutes(left)} left"
 
-    def _print(self, line: str) -> None:
-        self.last_line = time.monotonic()
-        CONSOLE.print(line, markup=False, highlight=False, soft_wrap=True)
+    def _keep_telling(self) -> None:
+        while not self._is_over.wait(SECONDS_BETWEEN_LINES if self.bar.disable else 1):
+            if self.bar.disable:
+                self._tell()
+            else:
+                self.bar.update(self.task, description=self.line())
+
+    def _tell(self) -> None:
+        CONSOLE.print(self.line(), markup=False, highlight=False, soft_wrap=True)
 
 
 def minutes(seconds: float) -> str:

@@ -2,22 +2,21 @@
 
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import yaml
 
 from ..commands.outputs import write_json
+from ..commands.revision import revision
 from ..commands.statistics import Interval
 from . import tables
 from .arguments import ArmsArguments
-from .estimates import Verdict, at_best, difference, mean_rates, of_arm, reward_bounds, verdict_of
+from .estimates import at_best, difference, mean_rates, of_arm, reward_bounds, verdict_of
 from .fits import MOST_OF_CEILING, MOST_OF_MIDPOINT
 from .kept import KEPT, keep, restore, with_readings
 from .plots import Plot, plot_all
 from .report_page import page
 from .results import COLLAPSED_NOISE, COSTS, Results
-from .revision import revision
 from .tables import Section
 from .tuning import TUNED
 
@@ -44,12 +43,13 @@ def write_pages(results: Results, output_dir: Path) -> None:
         path = output_dir / PLOTS / f"{plot.name}.svg"
         path.parent.mkdir(exist_ok=True)
         path.write_text(plot.svg)
-    (output_dir / "report.md").write_text(markdown(results, plots))
+    below = sections(results)
+    (output_dir / "report.md").write_text(markdown(results, plots, below))
     (output_dir / "report.html").write_text(
         page(
             results,
             plots,
-            sections(results),
+            below,
             title=title(results),
             headline=headline(results),
             beside=beside_reference(results),
@@ -60,8 +60,8 @@ def write_pages(results: Results, output_dir: Path) -> None:
     )
 
 
-def markdown(results: Results, plots: list[Plot]) -> str:
-    """The report, in Markdown."""
+def markdown(results: Results, plots: list[Plot], sections: list[Section]) -> str:
+    """The report, in Markdown, with [`sections`] below its verdict."""
     parts = [
         f"# {title(results)}",
         f"**{verdict(results)}**",
@@ -71,7 +71,7 @@ def markdown(results: Results, plots: list[Plot]) -> str:
         legend(results),
         *(f"![{plot.title}]({PLOTS}/{plot.name}.svg)" for plot in plots),
         f"In the plots, {LINES}." if plots else "",
-        *(section.markdown() for section in sections(results)),
+        *(section.markdown() for section in sections),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -215,25 +215,12 @@ def costs(results: Results) -> str:
     found = verdict_of(results)
     if found is None:
         return ""
-    soon = " and ".join(f"{ratio} of its {name}" for name, ratio in speeds(results, found).items())
-    spent = [
-        f"a run of `{arm}` took {fmean([run['evaluations'][-1]['seconds'] for run in results.of_arm(arm)]):,.0f} s"
-        for arm in (found.leader, found.other)
-    ]
+    soon = " and ".join(f"{ratio} of its {name}" for name, ratio in tables.speeds(results, found).items())
+    spent = [f"a run of `{arm}` took {tables.mean_seconds(results, arm):,.0f} s" for arm in (found.leader, found.other)]
     said = (
         f"Cost: to come ¾ of the way, `{found.leader}` needed, beside `{found.other}`, {soon}; " if soon else "Cost: "
     )
     return said + ", ".join(spent) + " of training."
-
-
-def speeds(results: Results, found: Verdict) -> dict[str, str]:
-    """Tokens and seconds of the leader to ¾ of the way, as multiples of the other's, where all runs came there."""
-    level = results.levels()["¾"]
-    ratios = {
-        name: tables.speed(results, found.leader, found.other, cost, level)
-        for cost, name in (("generated_tokens", "tokens"), ("seconds", "seconds"))
-    }
-    return {name: ratio for name, ratio in ratios.items() if "run" not in ratio}
 
 
 def _seeds(results: Results) -> int:

@@ -71,10 +71,7 @@ def answers(results: Results) -> list[dict[str, str]]:
         return []
     arguments = results.arguments
     seeds = len(arguments["seeds"])
-    spent = {
-        arm: float(np.mean([run["evaluations"][-1]["seconds"] for run in results.of_arm(arm)]))
-        for arm in (found.leader, found.other)
-    }
+    spent = {arm: tables.mean_seconds(results, arm) for arm in (found.leader, found.other)}
     low, high = (f"{end:+.3f}".replace("-", "−") for end in (found.difference.low, found.difference.high))
     if seeds == 1:
         leader, sure, why = found.leader, "Nobody knows", "one seed says nothing of how runs differ"
@@ -82,18 +79,16 @@ def answers(results: Results) -> list[dict[str, str]]:
         leader, sure, why = found.leader, "Yes", f"the 95% interval, {low} to {high}, is above 0"
     else:
         leader, sure, why = "undecided", "No", f"the 95% interval, {low} to {high}, holds 0"
-    level = results.levels()["¾"]
-    tokens, seconds = (
-        tables.speed(results, found.leader, found.other, cost, level) for cost in ("generated_tokens", "seconds")
-    )
+    soon = tables.speeds(results, found)
     more = f"{found.other}: {spent[found.other]:,.0f} s. ¾ of the way: "
-    if "run" in tokens + seconds:
+    if soon:
+        more += f"{soon['tokens']} of {found.other}'s tokens, {soon['seconds']} of its seconds"
+    else:
+        level = results.levels()["¾"]
         came = {
             arm: sum(math.isfinite(reached(run, results.cost, level)) for run in results.of_arm(arm)) for arm in spent
         }
         more += f"{came[found.leader]} of {seeds} runs came there, {came[found.other]} of {found.other}'s"
-    else:
-        more += f"{tokens} of {found.other}'s tokens, {seconds} of its seconds"
     return [
         {"ask": "Ahead", "say": leader, "more": f"{found.leader} before {found.other}, by mean pass@1"},
         {

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,27 @@ import datasets
 import transformers
 
 from ..commands.outputs import as_json, damaged, read_object, write_json
+from ..commands.revision import revision
 from ..commands.usage import UsageError
 from ..method.tree import Tree
 from ..page.record import record_trees
+from ..trl_adapter.resume import checkpoints
 from ..trl_adapter.setup import tokenizer_of
 from .arms import make_trainer
 from .evaluation import evaluate
-from .measures import now
+from .measures import Costs, now
 from .own_task import OwnTask
 from .progress import Place
 from .results import pass_rate
-from .revision import revision
 from .tasks import HELDOUT_SEED, Task
 
 UNBOUNDED = 10**9  # steps: what is spent ends a run
+
+UNDER_WAY = "under_way"  # the folder of what there is of runs that are not done
+
+# In the folder of such a run
+CURVE = "curve.jsonl"
+MEASURED = "measured.json"  # in its checkpoint, whose last file it is: without it, the checkpoint was cut
 
 # The batch by which an arm's tokens per prompt are measured, whatever its own batches are
 PROBE = {
@@ -82,6 +89,12 @@ class Run:
     policy_path: str | None = None
 
     @property
+    def under_way(self) -> Path:
+        """Folder of what there is of it until its result is written."""
+        path = Path(self.path)
+        return path.parent.parent / UNDER_WAY / f"{path.parent.name}-{path.stem}"
+
+    @property
     def what_it_is(self) -> dict[str, Any]:
         """What its file says of itself, with names for the task and the policy."""
         named = {
@@ -124,41 +137,82 @@ def read_result(run: Run) -> dict[str, Any]:
 # Is told where a run is
 Report = Callable[[Place], None]
 
-UNDER_WAY = "under_way"  # the folder of curves of runs that are not done
-
 
 class Course(transformers.TrainerCallback):
-    """Measures a run along its course, and ends it when its budget is spent."""
+    """
+    Measures a run along its course, saves it at each evaluation but the first, and ends it when its budget is spent.
 
-    def __init__(self, run: Run, trainer: Any, report: Report):
+    Args:
+        run ([`Run`]):
+            The run.
+        trainer ([`~trl.GRPOTrainer`]):
+            Its trainer, of [`make_trainer`]. It saves to the run's folder.
+        report (`Report`):
+            Is told where the run is.
+        checkpoint (`Path`, *optional*):
+            What the trainer goes on from.
+    """
+
+    def __init__(self, run: Run, trainer: Any, report: Report, checkpoint: Path | None):
         self.run = run
         self.trainer = trainer
         self.report = report
+        self.checkpoint = checkpoint
         self.heldout = run.task.examples("heldout", HELDOUT_SEED, run.num_heldout)
         self.evaluations: list[dict[str, Any]] = []
-        self._num_due = 0.0  # the next evaluation, as a number of `num_evals`-ths of the budget
-        self._since = 0.0  # when training went on
         self.evaluation_seconds = 0.0
-        path = Path(run.path)
-        self.curve = path.parent.parent / UNDER_WAY / f"{path.parent.name}-{path.stem}.jsonl"
+        self._spent_before = 0.0  # by an earlier call
+        self._since = 0.0  # when the step began
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.curve.unlink(missing_ok=True)  # of a run that was cut
-        self._evaluate()
+        if self.checkpoint is None:
+            self._evaluate()
+        else:
+            measured = read_object(self.checkpoint / MEASURED)
+            self.trainer.costs = Costs(**measured["costs"])
+            self.trainer.batches = measured["batches"]
+            self.evaluations = measured["evaluations"]
+            self.evaluation_seconds = measured["evaluation_seconds"]
+            self._spent_before = self._spent
+            self._write_curve()
+        self._tell(state)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._since = now(args.device)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.costs.seconds += now(args.device) - self._since
         micro_batches = state.global_step * args.gradient_accumulation_steps
         if micro_batches % (args.steps_per_generation * args.num_iterations) != 0:
             return  # the batch is still being trained on
-        costs, run = self.trainer.costs, self.run
-        costs.seconds += now(args.device) - self._since
-        spent = getattr(costs, run.cost)
+        run, spent = self.run, self._spent
         control.should_training_stop = spent >= run.amount
         # Several fractions of the budget that one batch steps over are measured once
-        if spent * run.num_evals >= self._num_due * run.amount:
+        num_measured = self.evaluations[-1][run.cost] * run.num_evals // run.amount
+        if spent * run.num_evals >= (num_measured + 1) * run.amount:
             self._evaluate()
-        self.report(Place(spent, state.global_step, pass_rate(self.evaluations[-1])))
-        self._since = now(args.device)
+            control.should_save = not control.should_training_stop
+        self._tell(state)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The trainer's part of a checkpoint is written: add what was measured, and remove the checkpoint before."""
+        saved = checkpoints(self.run.under_way)
+        measured = {
+            "costs": asdict(self.trainer.costs),
+            "batches": self.trainer.batches,
+            "evaluations": self.evaluations,
+            "evaluation_seconds": self.evaluation_seconds,
+        }
+        write_json(saved.pop(state.global_step) / MEASURED, measured)
+        for other in saved.values():
+            shutil.rmtree(other)
+
+    @property
+    def _spent(self) -> float:
+        return getattr(self.trainer.costs, self.run.cost)
+
+    def _tell(self, state: Any) -> None:
+        self.report(Place(self._spent, self._spent_before, state.global_step, pass_rate(self.evaluations[-1])))
 
     def _evaluate(self) -> None:
         trainer, run = self.trainer, self.run
@@ -173,27 +227,32 @@ class Course(transformers.TrainerCallback):
             trainer,
         )
         self.evaluations.append(asdict(trainer.costs) | asdict(evaluation))
-        rates = {f"pass@{k}": pass_rate(asdict(evaluation), k) for k in sorted({1, run.num_samples})}
-        self.curve.parent.mkdir(parents=True, exist_ok=True)
-        with self.curve.open("a") as file:
-            file.write(json.dumps(asdict(trainer.costs) | rates) + "\n")
-        self._num_due = getattr(trainer.costs, run.cost) * run.num_evals // run.amount + 1
-        self._since = now(trainer.args.device)
-        self.evaluation_seconds += self._since - start
+        self.evaluation_seconds += now(trainer.args.device) - start
+        self._write_curve()
+
+    def _write_curve(self) -> None:
+        """For those who look at it: nothing goes on from here."""
+        lines = []
+        for evaluation in self.evaluations:
+            rates = {f"pass@{k}": pass_rate(evaluation, k) for k in sorted({1, self.run.num_samples})}
+            lines.append(json.dumps({cost.name: evaluation[cost.name] for cost in fields(Costs)} | rates) + "\n")
+        path = self.run.under_way / CURVE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(lines))
+        partial.replace(path)
 
 
 def execute(run: Run, report: Report) -> None:
-    """Train, and write what was measured to the run's file."""
+    """Train, from where the run was saved last if it was cut, and write what was measured to the run's file."""
     be_quiet()
-    with tempfile.TemporaryDirectory() as output_dir:
-        trainer: Any = make_trainer(
-            run.settings, Path(run.policy), run.task, Path(output_dir), run.seed, max_steps=UNBOUNDED
-        )
-        course = Course(run, trainer, report)
-        trainer.add_callback(course)
-        trainer.train()
-        if run.policy_path is not None:
-            save_policy(trainer, Path(run.policy_path))
+    checkpoint = last_checkpoint(run)
+    trainer: Any = make_trainer(run.settings, Path(run.policy), run.task, run.under_way, run.seed, max_steps=UNBOUNDED)
+    course = Course(run, trainer, report, checkpoint)
+    trainer.add_callback(course)
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    if run.policy_path is not None:
+        save_policy(trainer, Path(run.policy_path))
     for evaluation in course.evaluations[1:-1]:
         del evaluation["shown"]  # to be read are the first and the last
     result = {
@@ -205,7 +264,13 @@ def execute(run: Run, report: Report) -> None:
         "revision": revision(),
     }
     write_json(Path(run.path), result)
-    course.curve.unlink()
+    shutil.rmtree(run.under_way)
+
+
+def last_checkpoint(run: Run) -> Path | None:
+    """The last that is complete of a run that was cut, if there is one."""
+    complete = {step: path for step, path in checkpoints(run.under_way).items() if (path / MEASURED).exists()}
+    return complete[max(complete)] if complete else None
 
 
 def save_policy(trainer: Any, path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..commands.statistics import SHARE, UNBOUNDED, Bounds, Interval, ratio_interval
-from .estimates import difference, final_rates, interval_of, mean_rates, of_arm, rates_at, reward_bounds
+from .estimates import Verdict, difference, final_rates, interval_of, mean_rates, of_arm, rates_at, reward_bounds
 from .fits import LEAST_POINTS, LEAST_SEEDS, fit
 from .results import (
     COSTS,
@@ -150,6 +150,21 @@ def speed(results: Results, arm: str, reference: str, cost: str, level: float) -
         return f"{len(spent)} runs"
     ratio, low, high = ratio_interval(spent, of_reference)
     return f"{ratio:.2f}" if math.isnan(low) else f"{ratio:.2f} ({low:.2f}–{high:.2f})"
+
+
+def speeds(results: Results, found: Verdict) -> dict[str, str]:
+    """Tokens and seconds of the leader to ¾ of the way, as multiples of the other's, where all runs came there."""
+    level = results.levels()["¾"]
+    ratios = {
+        name: speed(results, found.leader, found.other, cost, level)
+        for cost, name in (("generated_tokens", "tokens"), ("seconds", "seconds"))
+    }
+    return {name: ratio for name, ratio in ratios.items() if "run" not in ratio}
+
+
+def mean_seconds(results: Results, arm: str) -> float:
+    """Seconds of training that a run of an arm took, on average."""
+    return fmean([run["evaluations"][-1]["seconds"] for run in results.of_arm(arm)])
 
 
 def levels_table(results: Results) -> Table:

@@ -7,6 +7,7 @@ look before the worker has its own GPU.
 
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -25,6 +26,9 @@ _reports: Any = None  # where to tell how far its run is
 
 def execute_all(runs: "list[Run]", num_workers: int | None) -> None:
     """Execute the runs whose result is not there yet, in workers of a GPU each where there are several."""
+    for run in runs:
+        if Path(run.path).exists():
+            shutil.rmtree(run.under_way, ignore_errors=True)  # it was killed just after its result was written
     runs = [run for run in runs if not Path(run.path).exists()]
     if not runs:
         return

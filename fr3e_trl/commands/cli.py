@@ -6,13 +6,13 @@ What a user can mend ends a command with one line that says what was wrong, and 
 """
 
 import importlib
-import importlib.metadata
 import logging
 import os
 import sys
 import traceback
 from typing import Any
 
+from .revision import versions
 from .usage import Parser, explain
 
 # What each command of a name does, and the module with its `main`, or the commands below it
@@ -38,9 +38,6 @@ COMMANDS: dict[str, tuple[str, Any]] = {
 }
 
 TRAIN_HELP = "fr3e_trl.commands.train_help"
-
-# What `fr3e --version` tells the versions of
-PACKAGES = ("fr3e_trl", "trl", "transformers", "torch")
 
 # Values of TrainingArguments' own setting `debug`
 DEBUG_OPTIONS = ("underflow_overflow", "tpu_metrics_debug")
@@ -83,23 +80,13 @@ def read_command(prog: str, description: str, commands: dict[str, tuple[str, Any
     """Which of `commands` the first argument names."""
     parser = Parser(prog=prog, description=description)
     if commands is COMMANDS:
-        parser.add_argument("--version", action="version", version=versions(), help="tell the versions, and end")
+        told = ", ".join(f"{name} {version}" for name, version in versions().items())
+        parser.add_argument("--version", action="version", version=told, help="tell the versions, and end")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (what_it_does, _) in commands.items():
         # Its own parser has the help: importing it takes seconds
         subparsers.add_parser(name, help=what_it_does, add_help=False)
     return parser.parse_args(arguments[:1]).command
-
-
-def versions() -> str:
-    """The versions of what trains, without importing it."""
-    found = []
-    for name in PACKAGES:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"{name} not installed")
-    return ", ".join(found)
 
 
 def without_debug(arguments: list[str]) -> tuple[list[str], bool]:

@@ -96,6 +96,7 @@ def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict
     fixed = {name: value for name, value in settings.items() if name not in FREE}
     check_same(output_dir, fixed, has_results=bool(lines))
     there = {(line["problem"], line["sample"]) for line in lines}
+    assert args.num_samples is not None
     wanted = [(problem, sample) for problem in range(len(examples)) for sample in range(args.num_samples)]
     missing = [key for key in wanted if key not in there]
     if missing:

@@ -15,7 +15,9 @@ class EvalArguments(FR3EScriptArguments):
     """Arguments of `fr3e eval`. Their `help` says what each does."""
 
     output_dir: str = field(default="outputs/eval", metadata={"help": "Directory of the results."})
-    num_samples: int = field(default=8, metadata={"help": "Completions of each prompt."})
+    num_samples: int | None = field(
+        default=None, metadata={"help": "Completions of each prompt. If `None`, 8, or 1 at temperature 0."}
+    )
     pass_at: list[int] | None = field(
         default=None,
         metadata={
@@ -72,6 +74,8 @@ class EvalArguments(FR3EScriptArguments):
             raise ValueError(f"temperature={self.temperature} must be 0 or more, for example 1.0.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1, for example 0.95.")
+        if self.num_samples is None:
+            self.num_samples = 8 if self.temperature else 1
         if self.temperature == 0 and self.num_samples > 1:
             raise ValueError(
                 f"temperature=0 samples the same completion num_samples={self.num_samples} times: set num_samples=1, "

@@ -9,8 +9,6 @@ the rewards, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and qua
 """
 
 import itertools
-import json
-import logging
 import os
 import shlex
 import sys
@@ -29,6 +27,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from ..config import FR3EConfig
+from ..page.callback import ends_no_run
+from ..page.record import METRICS, append_log, write_logs
 from ..trainer import FR3ETrainer
 from ..trl_adapter import console
 from ..trl_adapter.card import SECRET
@@ -46,15 +46,12 @@ from .outputs import as_json, check_directory
 from .recipe import RecipeParser, parse_arguments
 from .usage import UsageError, require_argument, usage_errors
 
-logger = logging.getLogger(__name__)
-
 # What `resume_from_checkpoint` may be beside a directory. On the command line it is always text
 RESUME_WORDS = {"true": True, "yes": True, "false": False, "no": False, "none": False, "null": False, "": False}
 
 RECIPE = "recipes/smoke.yaml"
 
-# Files of the output directory: the run's settings, as a recipe that runs again, and a line for each log
-RESOLVED, METRICS = "resolved.yaml", "metrics.jsonl"
+RESOLVED = "resolved.yaml"  # the run's settings, as a recipe that runs again
 
 
 @dataclass
@@ -84,7 +81,7 @@ class TrainArguments(FR3EScriptArguments):
 
 class RunFiles(TrainerCallback):
     """
-    Writes what the output directory tells of a run: its settings, once it has begun, and its metrics.
+    Writes what the output directory tells of a run once it has begun: its settings, and a line for each log.
 
     A run that is resumed goes on after the metrics of its checkpoint. One that cannot begin leaves the files as they
     are.
@@ -100,29 +97,22 @@ class RunFiles(TrainerCallback):
         self.directory = directory
         self.given = given
         self.has_begun = False
+        self.what = f"{directory}: {RESOLVED} or {METRICS}"
+        self.has_failed = False
 
+    @ends_no_run
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.has_begun or not state.is_world_process_zero:
             return
         self.has_begun = True
-        try:
-            if self.given is not None:
-                write_recipe(self.directory / RESOLVED, self.given)
-        except OSError as error:
-            logger.warning("The settings of the run were not written: %s", error)
-        self._write(state.log_history, "w")
+        write_logs(self.directory / METRICS, state.log_history)
+        if self.given is not None:
+            write_recipe(self.directory / RESOLVED, self.given)
 
+    @ends_no_run
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.has_begun:
-            self._write(state.log_history[-1:], "a")
-
-    def _write(self, logs: list[dict[str, Any]], mode: str) -> None:
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with (self.directory / METRICS).open(mode) as file:
-                file.writelines(json.dumps(log, default=str) + "\n" for log in logs)
-        except OSError as error:  # a full disk ends no run
-            logger.warning("The metrics of step %d were not written: %s", logs[-1]["step"] if logs else 0, error)
+            append_log(self.directory / METRICS, state.log_history[-1])
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -88,7 +88,7 @@ def entropies_of(logprobs: Iterable[Iterable[float]], num_logprobs: int = NUM_LO
         return (-np.where(probs > 0, probs * known, 0).sum(1) - of_rest).astype(np.float32)
 
 
-class Course:
+class RequestQueue:
     """
     What is asked of vLLM for some requests, and what follows from its answers: branches, and tokens at anchors.
 
@@ -297,7 +297,7 @@ class VLLMServerSampler(VLLMSampler):
             return []
         server = self.generation.server
         assert server is not None
-        course = Course(requests, self.stop_token_ids, draws_branches=True)
+        queue = RequestQueue(requests, self.stop_token_ids, draws_branches=True)
 
         def payload(request: SamplingRequest) -> dict[str, Any]:
             return {
@@ -307,19 +307,19 @@ class VLLMServerSampler(VLLMSampler):
             }
 
         def read(i: int, response: dict[str, Any]) -> list[Sample]:
-            return [self._sample(course.asked[i], choice) for choice in response["choices"]]
+            return [self._sample(queue.asked[i], choice) for choice in response["choices"]]
 
         def follow(i: int, samples: list[Sample]) -> list[dict[str, Any]]:
             """Go on with what follows from the samples of a request."""
-            return [payload(request) for request in course.answer(i, samples)]
+            return [payload(request) for request in queue.answer(i, samples)]
 
         with self.profiler():
             queries_before, hits_before = server.prefix_cache_counters()
-            server.complete([payload(request) for request in course.asked], follow, read)
+            server.complete([payload(request) for request in queue.asked], follow, read)
             queries, hits = server.prefix_cache_counters()
         # Counters begin anew when the server is restarted
         self.hit_rate = (hits - hits_before) / (queries - queries_before) if queries > queries_before else None
-        return course.samples
+        return queue.samples
 
     def _sample(self, request: SamplingRequest, choice: dict[str, Any]) -> Sample:
         logprobs = choice["logprobs"]
@@ -353,15 +353,15 @@ class VLLMColocateSampler(VLLMSampler):
         return self._ask(requests)
 
     def _ask(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
-        course = Course(requests, self.stop_token_ids, draws_branches=False)
+        queue = RequestQueue(requests, self.stop_token_ids, draws_branches=False)
         num_answered = 0
         with self.profiler():
-            while num_answered < len(course.asked):
-                asked = course.asked[num_answered:]
+            while num_answered < len(queue.asked):
+                asked = queue.asked[num_answered:]
                 for i, samples in enumerate(self._draw(asked), num_answered):
-                    course.answer(i, samples)
+                    queue.answer(i, samples)
                 num_answered += len(asked)
-        return course.samples
+        return queue.samples
 
     def _draw(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         """The samples of requests that are asked for as they are."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .credit.tree import masses_of
+from .credit.tree import masses_by_rollout
 from .tree import Rollout, Tree
 
 
@@ -99,11 +99,9 @@ def _num_generated(tree: Tree) -> int:
 
 def _distinct_masses(tree: Tree) -> list[float]:
     """Masses of a tree's branches that were drawn without replacement."""
-    branches = [rollout for state in tree.states[1:] for rollout in state.rollouts]
-    if not any(branch.chances for branch in branches):
-        return []  # each is a row, or credit is by rollout
-    masses = masses_of(tree)[-len(branches) :]
-    return [mass for mass, branch in zip(masses, branches, strict=True) if branch.chances]
+    branches = [rollout for state in tree.states[1:] for rollout in state.rollouts if rollout.chances]
+    masses = masses_by_rollout(tree) if branches else {}  # otherwise each is a row, or credit is by rollout
+    return [masses[id(branch)] for branch in branches]
 
 
 def _outcomes(rollouts: Iterable[Rollout]) -> set[bool]:

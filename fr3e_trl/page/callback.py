@@ -2,13 +2,12 @@
 
 import functools
 import importlib
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ..config import FR3EConfig
@@ -16,28 +15,27 @@ from ..method.rows import Row
 from ..method.tree import Tree
 from ..processes import in_every_process, on_main_process
 from .page import make_page
-from .record import FOLDER, METRICS, PAGE, merged, record_trees, set_aside, write_step, write_whole
+from .record import FOLDER, METRICS, PAGE, append_log, merged, record_trees, set_aside, write_logs, write_step
 
 logger = logging.getLogger(__name__)
 
 
-def _ends_no_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Have a run go on when what it shows cannot be written. The first error is told, in a warning."""
+def ends_no_run(method: Callable[..., None]) -> Callable[..., None]:
+    """Have a run go on when a callback cannot write `what` it writes. Its first error is told, in a warning."""
 
     @functools.wraps(method)
-    def guarded(self: "TreeLog", *args: Any, **kwargs: Any) -> None:
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             method(self, *args, **kwargs)
         except Exception as error:
-            if not self._has_failed and self.accelerator.is_main_process:
+            if not self.has_failed and PartialState().is_main_process:
                 logger.warning(
-                    "log_trees=%d: trees or metrics could not be written (%s: %s). Training goes on. What fails from "
-                    "here on is not told.",
-                    self.every,
+                    "%s could not be written (%s: %s). Training goes on. What fails from here on is not told.",
+                    self.what,
                     type(error).__name__,
                     error,
                 )
-            self._has_failed = True
+            self.has_failed = True
 
     return guarded
 
@@ -69,9 +67,10 @@ class TreeLog(TrainerCallback):
         self.accelerator = accelerator
         self._last: int | None = None  # the step that was logged last
         self._has_begun = False
-        self._has_failed = False
+        self.what = f"log_trees={every}: trees or metrics"
+        self.has_failed = False
 
-    @_ends_no_run
+    @ends_no_run
     def write(self, trees: list[Tree], rows: list[Row], args: FR3EConfig, step: int) -> None:
         """
         Log the trees of a batch, if it is the first in `every` steps or the first of the run. All processes call it.
@@ -98,7 +97,7 @@ class TreeLog(TrainerCallback):
         }
         on_main_process(self.accelerator, lambda: write_step(Path(args.output_dir), record))
 
-    @_ends_no_run
+    @ends_no_run
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._last, self._has_begun = None, True
         if not state.is_world_process_zero:
@@ -110,23 +109,20 @@ class TreeLog(TrainerCallback):
             logger.warning(
                 "What an earlier run in %s logged after step %d is in %s now.", run, state.global_step, folder
             )
-        (run / FOLDER).mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(entry) + "\n" for entry in state.log_history]
-        write_whole(run / FOLDER / METRICS, "".join(lines).encode())
+        write_logs(run / FOLDER / METRICS, state.log_history)
 
-    @_ends_no_run
+    @ends_no_run
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # An evaluation before training does not belong to the run. Its directory may hold an earlier run
         if state.is_world_process_zero and self._has_begun:
-            with (Path(args.output_dir) / FOLDER / METRICS).open("a") as file:
-                file.write(json.dumps(state.log_history[-1]) + "\n")
+            append_log(Path(args.output_dir) / FOLDER / METRICS, state.log_history[-1])
 
-    @_ends_no_run
+    @ends_no_run
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             make_page(Path(args.output_dir), Path(args.output_dir) / PAGE)
 
-    @_ends_no_run
+    @ends_no_run
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.on_save(args, state, control)
         if state.is_world_process_zero:

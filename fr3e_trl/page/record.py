@@ -51,7 +51,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ..method.credit.tree import masses_of
+from ..method.credit.tree import masses_by_rollout
 from ..method.rows import Row
 from ..method.tree import Rollout, TokenIds, Tree
 
@@ -92,7 +92,7 @@ def record_trees(
         {
             "prompt": next(texts) or None,
             "has_images": True if tree.multimodal else None,
-            **_plain(tree, [r for r, _ in of_tree], row_of, texts, _masses(tree) if credit == "tree" else {}),
+            **_plain(tree, [r for r, _ in of_tree], row_of, texts, masses_by_rollout(tree) if credit == "tree" else {}),
         }
         for tree, of_tree in zip(trees, rollouts, strict=True)
     ]
@@ -103,11 +103,6 @@ def _rollouts_of(tree: Tree) -> list[tuple[Rollout, TokenIds]]:
     of_states = [(r, state.prefix_ids) for state in tree.states for r in state.rollouts if r.copy_of is None]
     kept = {id(rollout) for rollout, _ in of_states}
     return of_states + [(base, base.token_ids[:0]) for base in tree.bases if id(base) not in kept]
-
-
-def _masses(tree: Tree) -> dict[int, float]:
-    rollouts = [rollout for state in tree.states for rollout in state.rollouts]
-    return {id(rollout): mass for rollout, mass in zip(rollouts, masses_of(tree), strict=True)}
 
 
 def _plain(
@@ -264,6 +259,21 @@ def read_step(run: Path, step: int) -> dict[str, Any]:
             f"{path} is no whole tree log ({type(error).__name__}: {error}). Move it away: the page is made without it."
         ) from error
     return record
+
+
+def write_logs(path: Path, logs: list[dict[str, Any]]) -> None:
+    """Write what the trainer has logged, a line each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, "".join(map(_line, logs)).encode())
+
+
+def append_log(path: Path, log: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(_line(log))
+
+
+def _line(log: dict[str, Any]) -> str:
+    return json.dumps(log, default=str) + "\n"
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

@@ -221,15 +221,20 @@ def warn_of_single_prompt(args: FR3EConfig) -> None:
 WHERE_A_MODEL_IS = {"cache_dir", "gguf_file", "local_files_only", "revision", "subfolder", "token"}
 
 
-def check_model_name(name: str, args: FR3EConfig) -> None:
-    """Refuse a name whose configuration does not say which class the model has: TRL asks for it."""
-    place = {key: value for key, value in (args.model_init_kwargs or {}).items() if key in WHERE_A_MODEL_IS}
-    config, _ = PreTrainedConfig.get_config_dict(name, **place)  # without running code that comes with it
-    if not config.get("architectures"):
+@contextmanager
+def classless_model(model: Any, args: FR3EConfig) -> Iterator[None]:
+    """Where TRL fails on a name whose configuration does not say which class the model has, say that."""
+    try:
+        yield
+    except (TypeError, IndexError):
+        place = {key: value for key, value in (args.model_init_kwargs or {}).items() if key in WHERE_A_MODEL_IS}
+        # Without running code that comes with it
+        if not isinstance(model, str) or PreTrainedConfig.get_config_dict(model, **place)[0].get("architectures"):
+            raise
         raise ValueError(
-            f"model_name_or_path={name!r} has a config.json without 'architectures', the class of the model. Add it, "
+            f"model_name_or_path={model!r} has a config.json without 'architectures', the class of the model. Add it, "
             'for example "architectures": ["Qwen3ForCausalLM"], or pass the trainer the model itself.'
-        )
+        ) from None
 
 
 def check_model(model: Any) -> None:

@@ -253,8 +253,7 @@ def last_complete_checkpoint(output_dir: str) -> str:
     Raises:
         ValueError: There is none.
     """
-    checkpoints = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step_of(path) is not None]
-    for checkpoint in sorted(checkpoints, key=_step_of, reverse=True):
+    for _, checkpoint in sorted(checkpoints(output_dir).items(), reverse=True):
         if is_complete(checkpoint):
             return str(checkpoint)
     raise ValueError(
@@ -271,7 +270,8 @@ def is_complete(checkpoint: str | Path) -> bool:
     return isinstance(state, dict) and {"global_step", "log_history", "max_steps"} <= state.keys()
 
 
-def _step_of(checkpoint: Path) -> Any:
-    """The step in the name of a checkpoint, `None` of another directory such as `checkpoint-best`."""
-    number = checkpoint.name.rpartition("-")[2]
-    return int(number) if number.isdecimal() else None
+def checkpoints(output_dir: str | Path) -> dict[int, Path]:
+    """Checkpoints in a directory, by their step, and those that are not complete too."""
+    numbers = {path: path.name.rpartition("-")[2] for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    # There may be others, such as `checkpoint-best`
+    return {int(number): path for path, number in numbers.items() if number.isdecimal()}

@@ -161,6 +161,13 @@ def masses_of(tree: Tree) -> list[float]:
     return [masses[i] if of_row else 1.0 for i, of_row in enumerate(is_base)] + of_branches
 
 
+def masses_by_rollout(tree: Tree) -> dict[int, float]:
+    """[`masses_of`] a tree's rollouts by their `id`, without copies."""
+    rollouts = [rollout for state in tree.states for rollout in state.rollouts]
+    masses = zip(rollouts, masses_of(tree), strict=True)
+    return {id(rollout): mass for rollout, mass in masses if rollout.copy_of is None}
+
+
 def _shares(state: State) -> list[float]:
     """How many of the rows that come to an anchor each of its rollouts takes."""
     chances = [rollout.chances for rollout in state.rollouts]
