@@ -8,7 +8,7 @@ import pytest
 from models import model_on_disk
 from transformers import GenerationMixin
 
-from fr3e_trl.bench.cost.step import Stopwatch
+from fr3e_trl.bench.cost.stopwatch import Stopwatch
 from fr3e_trl.commands import cli
 
 RECIPES = Path(__file__).parent.parent / "recipes"

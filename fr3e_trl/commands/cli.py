@@ -27,6 +27,7 @@ COSTS = {
     "engine": ("Ways to generate, by a model of a large engine.", "fr3e_trl.bench.cost.engine"),
 }
 COMMANDS: dict[str, tuple[str, Any]] = {
+    "check": ("Say whether training works on this machine, line by line.", "fr3e_trl.bench.check.command"),
     "train": ("Train a model, as a recipe says; with --dry_run, say what a run will do.", "fr3e_trl.commands.train"),
     "eval": ("Evaluate a model: pass@1, pass@k and maj@k on any dataset with answers.", "fr3e_trl.commands.eval"),
     "compare": ("Train arms at equal generated tokens, and report which is best.", "fr3e_trl.bench.compare"),

@@ -10,30 +10,39 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer import utils as trl_utils
 
+from . import sharing_probe
 from .decoding import drop_surplus_hooks
 from .overriding import overridden
 from .prefix_sharing import Trie, fold
 from .setup import computed_in
-from .sharing_probe import obstacle_to_sharing
 
 logger = logging.getLogger(__name__)
 
 
 def can_share(trainer: Any) -> bool:
     """Whether what rows have in common can be forwarded once; where not, a warning says why."""
-    obstacle = _obstacle(trainer)
+    obstacle = obstacle_to_sharing(trainer)
     if obstacle is not None:
         logger.warning("share_prefixes is off, and every row forwarded with all of its tokens: %s.", obstacle)
     return obstacle is None
 
 
-def _obstacle(trainer: Any) -> str | None:
+def obstacle_by_design(trainer: Any) -> str | None:
+    """What keeps prefixes from being shared, as far as it needs no trial to be known."""
     if trainer._is_vlm:
         return "the images of a prompt are forwarded with each of its rows"
     if trainer.aux_loss_enabled:
         return "the loss of the routers (router_aux_loss_coef) is a mean over the tokens of all rows"
+    return sharing_probe.obstacle_by_design(trainer.model)
+
+
+def obstacle_to_sharing(trainer: Any) -> str | None:
+    """What keeps prefixes from being shared, by a trial on the model."""
+    obstacle = obstacle_by_design(trainer)
+    if obstacle is not None:
+        return obstacle
     model = trainer.model
-    return obstacle_to_sharing(
+    return sharing_probe.obstacle_to_sharing(
         *(model, computed_in(trainer), trainer.accelerator.device),
         score_apart=lambda *rows: GRPOTrainer._get_per_token_logps_and_entropies(trainer, model, *rows)[0],
         score_shared=lambda trie: trie.to_rows(_forward(trainer, model, trie).log_probs),

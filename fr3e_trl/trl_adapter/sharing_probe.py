@@ -48,12 +48,11 @@ def obstacle_to_sharing(
     Returns:
         `str` or `None`: A clause that says what is wrong.
     """
-    name = type(getattr(model, "get_base_model", lambda: model)()).__name__
+    obstacle = obstacle_by_design(model)
+    if obstacle is not None:
+        return obstacle
+    name = name_of(model)
     config = model.config.get_text_config()
-    if getattr(model, "_is_stateful", False):
-        return f"layers of {name} are recurrent: what they make of a token depends on the row"
-    if not share(model, config._attn_implementation):
-        return f"attn_implementation={config._attn_implementation!r} is none of sdpa, eager, flex and FlashAttention"
     windows = [window for window in (getattr(config, name, None) for name in WINDOWS) if window]
     if set(getattr(config, "layer_types", None) or ["any"]) == {"full_attention"}:
         windows = []
@@ -96,6 +95,21 @@ def _rounded_otherwise(model: Any) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def obstacle_by_design(model: Any) -> str | None:
+    """What needs no trial to be known. Otherwise the model's attention takes paths from now on."""
+    if getattr(model, "_is_stateful", False):
+        return f"layers of {name_of(model)} are recurrent: what they make of a token depends on the row"
+    implementation = model.config.get_text_config()._attn_implementation
+    if not share(model, implementation):
+        return f"attn_implementation={implementation!r} is none of sdpa, eager, flex and FlashAttention"
+    return None
+
+
+def name_of(model: Any) -> str:
+    """The class of a model, without what PEFT puts around it."""
+    return type(getattr(model, "get_base_model", lambda: model)()).__name__
 
 
 def _branching_rows(model: Any) -> tuple[torch.Tensor, torch.Tensor]:

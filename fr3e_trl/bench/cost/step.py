@@ -19,31 +19,18 @@ running:
   ready to generate, assembling the batch, backward pass, optimizer.
 """
 
-import contextlib
-import functools
-import gc
-import itertools
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import track
-from torch.profiler import ProfilerActivity, profile
-from transformers import GenerationMixin
 
 from ...commands.usage import usage_errors
-from ...generation.generate import GenerateSampler
-from ...trainer import FR3ETrainer
-from ...trl_adapter import logprobs, watching
 from ..arms import make_trainer, read_settings
 from ..runs import be_quiet
 from .common import SETTINGS, add_own_task_options, add_task_options, count, make_parser, make_table, task_of
+from .stopwatch import PARTS, measure, peak_memory
 
 # As the tables call them, with what makes FR3E one of them
 TRAINERS: dict[str, dict[str, Any]] = {
@@ -51,75 +38,6 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "GRPO": {"trainer": "grpo"},
     "shared": {"trainer": "fr3e", "num_anchors": 0, "share_prefixes": True},
 }
-
-PARTS = ["generation", "log-probs", "rewards", "loss", "FR3E", "TRL"]
-
-TIMED: list[tuple[type | ModuleType, str, str]] = [
-    (GenerationMixin, "generate", "generation"),
-    *watching.PARTS,
-    *((FR3ETrainer, name, part) for name, part in watching.OVERRIDES.items()),
-    (GenerateSampler, "sample", "FR3E"),
-    (logprobs, "token_statistics", "FR3E"),
-]
-
-
-class Stopwatch:
-    """Time by part, each moment counted for the innermost part that is running."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-        self._running: list[str] = []
-        self._since = 0.0
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        self._turn()
-        # Inside the loss, the forward pass is the loss's
-        self._running.append("loss" if name == "log-probs" and "loss" in self._running else name)
-        try:
-            yield
-        finally:
-            self._turn()
-            self._running.pop()
-
-    def _turn(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # what a part has asked for is its own
-        now = time.perf_counter()
-        if self._running:
-            self.seconds[self._running[-1]] += now - self._since
-        self._since = now
-
-    @contextlib.contextmanager
-    def times(self, methods: list[tuple[type | ModuleType, str, str]]) -> Iterator[None]:
-        """Have every call of these methods and functions, each with its class or module, counted for their parts."""
-        originals = [(owner, name, vars(owner)[name]) for owner, name, _ in methods]
-        for owner, name, part in methods:
-            setattr(owner, name, self._timed(vars(owner)[name], part))
-        try:
-            yield
-        finally:
-            for owner, name, original in originals:
-                setattr(owner, name, original)
-
-    def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.part(part):
-                result = function(*args, **kwargs)
-            return self._entered(result, part) if isinstance(result, AbstractContextManager) else result
-
-        return timed
-
-    @contextlib.contextmanager
-    def _entered(self, context: AbstractContextManager, part: str) -> Iterator[Any]:
-        """A context whose beginning and end count for a part, and not what is done in it."""
-        with contextlib.ExitStack() as stack:
-            with self.part(part):
-                entered = stack.enter_context(context)
-            yield entered
-            with self.part(part):
-                stack.close()
 
 
 def main(argv: list[str]) -> None:
@@ -150,7 +68,9 @@ def main(argv: list[str]) -> None:
                 name: make_trainer(SETTINGS | settings | of_trainer, policy, task, Path(output_dir), seed=0)
                 for name, of_trainer in (TRAINERS | {"FR3E": TRAINERS["FR3E"] | options.settings}).items()
             }
-        seconds, tokens = measure(trainers, options.num_turns)
+        seconds, tokens = measure(
+            trainers, track(range(options.num_turns + 1), description="Turns", console=Console(stderr=True))
+        )
         memory = {name: peak_memory(trainer) / 2**20 for name, trainer in trainers.items()}
     num_steps = options.num_steps * options.num_turns
     num_rows = num_steps * options.num_prompts * options.num_generations
@@ -159,40 +79,6 @@ def main(argv: list[str]) -> None:
     print(f"FR3E: {config.num_bases} base trajectories and {config.num_anchors} anchors a prompt")
     print_ratios(seconds, {name: number / num_rows for name, number in tokens.items()}, memory)
     print_shares(seconds)
-
-
-def measure(trainers: dict[str, Any], num_turns: int) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
-    """Seconds of each trainer by part, and tokens that it generated, over all turns but a first one."""
-    stopwatch = Stopwatch()
-    seconds = {name: dict.fromkeys(PARTS, 0.0) for name in trainers}
-    tokens = dict.fromkeys(trainers, 0)
-    with stopwatch.times(TIMED):
-        for turn in track(range(num_turns + 1), description="Turns", console=Console(stderr=True)):
-            for name, trainer in trainers.items():
-                stopwatch.seconds = dict.fromkeys(PARTS, 0.0)
-                generated_before = trainer.costs.generated_tokens
-                trainer.train()
-                if turn > 0:
-                    tokens[name] += trainer.costs.generated_tokens - generated_before
-                    for part in PARTS:
-                        seconds[name][part] += stopwatch.seconds[part]
-    return seconds, tokens
-
-
-def peak_memory(trainer: Any) -> int:
-    """Most bytes of tensors of a step, beside those that there were before it: on the GPU if there is one."""
-    trainer.args.max_steps = 1
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        trainer.train()
-        return torch.cuda.max_memory_allocated() - before
-    gc.collect()  # what is freed below was made below
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        trainer.train()
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    return max(itertools.accumulate(num_bytes for _, num_bytes in changes))
 
 
 def print_ratios(

@@ -1,0 +1,1 @@
+"""Whether training works on this machine, line by line: `fr3e check`."""

@@ -1,0 +1,104 @@
+"""
+Whether training works on this machine: a small model trained a few steps in every way, line by line.
+
+    fr3e check
+    fr3e check --model_name_or_path Qwen/Qwen3-0.6B
+
+Nothing is downloaded, unless --model_name_or_path names a model of the hub: then its configuration, or with
+--with_weights all of it. The exit code is 0 if no line failed, 1 if one did, and 2 for wrong arguments.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import textwrap
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from ...commands.cli import versions
+from ...commands.usage import Parser, UsageError
+from .runner import FAILED, NOT_RUN, PASSED, Line, Result, run_lines
+from .table import LINES, Setup
+
+OPTIONS = ("model_name_or_path", "with_weights", "dtype", "attn_implementation", "trust_remote_code")
+OPTIONS += ("vllm_server_base_url", "num_processes")
+
+
+def main(argv: list[str]) -> None:
+    """Run the lines, print the table, and write the file."""
+    options = make_parser().parse_args(argv)
+    if options.with_weights and options.model_name_or_path is None:
+        raise UsageError("--with_weights needs the model: --model_name_or_path MODEL.")
+    if options.num_processes is not None and options.num_processes < 1:
+        raise UsageError(f"--num_processes {options.num_processes} must be at least 1.")
+    if options.use_cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with which matrices are multiplied alike each time
+    results: list[Result] = []
+    write(options.output, argv, results)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        setup = Setup(directory, **{name: getattr(options, name) for name in OPTIONS})
+        for line in run_lines(LINES, setup, options.time_limit, Path(directory)):
+            if isinstance(line, Line):
+                print(f"[{len(results) + 1:>2}/{len(LINES)}] {line.name} ... ", end="", file=sys.stderr, flush=True)
+                continue
+            print(f"{line.outcome} ({line.seconds:.1f} s)", file=sys.stderr)
+            results.append(line)
+            write(options.output, argv, results)
+    print(table(results))
+    print(f"\n{summary(results)}. Attach {options.output} to an issue.")
+    if any(result.outcome == FAILED for result in results):
+        sys.exit(1)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="fr3e check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model_name_or_path", help="directory or hub id of a model with the architecture (default: a small Qwen3)")
+    add("--with_weights", action="store_true", help="take that model as it is, and not a small one like it")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights (default: float32)")
+    add("--attn_implementation", help="kernel of attention, such as flash_attention_2 (default: the model's)")
+    add("--trust_remote_code", action="store_true", help="whether code of the model's repository may be run")
+    add("--vllm_server_base_url", help="address of a vLLM server to ask, such as http://localhost:8000")
+    add("--num_processes", type=int, help="processes that train together (default: 2 if there are two GPUs)")
+    add("--use_cpu", action="store_true", help="leave the GPUs alone")
+    add("--time_limit", type=float, default=180, help="seconds for all lines (default: 180)")
+    add("--output", type=Path, default=Path("fr3e_check.md"), help="file to write (default: fr3e_check.md)")
+    return parser
+
+
+def summary(results: list[Result]) -> str:
+    counts = Counter(result.outcome for result in results)
+    return ", ".join(f"{counts[outcome]} {outcome}" for outcome in (PASSED, FAILED, NOT_RUN))
+
+
+def table(results: list[Result]) -> str:
+    """The results as a table for a terminal."""
+    width = max(len(result.name) for result in results)
+    indent = len(PASSED) + width + 6
+    lines = []
+    for result in results:
+        head = f"{result.outcome:<{len(NOT_RUN)}}  {result.name:<{width}}  "
+        columns = max(shutil.get_terminal_size((120, 24)).columns, indent + 40)
+        lines.append(textwrap.fill(result.told, columns, initial_indent=head, subsequent_indent=" " * len(head)))
+    return "\n".join(lines)
+
+
+def write(path: Path, argv: list[str], results: list[Result]) -> None:
+    """Write what is known so far: as a table, with the logs of what failed, and in JSON."""
+    text = [f"# {shlex.join(['fr3e', 'check', *argv])}", "", f"{time.strftime('%Y-%m-%d %H:%M')}. {versions()}."]
+    text += ["", f"{summary(results)}.", "", "| line | outcome | what was found | s |", "|---|---|---|---|"]
+    for result in results:
+        told = " ".join(result.told.split()).replace("|", "\\|")
+        text.append(f"| {result.name} | {result.outcome} | {told} | {result.seconds:.1f} |")
+    for result in results:
+        if result.log:
+            text += ["", f"## {result.name}", "", "```text", result.log.replace("```", "'''").strip(), "```"]
+    text += ["", "```json", json.dumps([asdict(result) | {"log": ""} for result in results]), "```", ""]
+    path.write_text("\n".join(text))

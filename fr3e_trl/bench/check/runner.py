@@ -1,0 +1,182 @@
+"""
+Lines of a check, one after the other in a process of their own.
+
+A line may hang, or take its process down, and a kernel that fails on a GPU leaves it of no use. So what follows a
+failure has a new process. This module imports nothing that takes seconds.
+"""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from ...commands.usage import one_line
+
+PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+
+END_SECONDS = 5  # for a process to end by itself
+
+LOG_CHARACTERS = 3000  # of what was printed before a failure
+
+
+class NotRun(Exception):
+    """A line cannot be run here. The message says why."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """
+    A line of the check.
+
+    Args:
+        name (`str`):
+            What it checks.
+        function (`str`):
+            `module:name` of a function, from this folder. It takes the setup, and returns what it found. It raises
+            [`NotRun`], or whatever is wrong.
+        remedy (`str`):
+            What to do if it fails.
+        seconds (`float`):
+            How long it may take.
+        alone (`bool`):
+            Whether it wants a process of its own.
+    """
+
+    name: str
+    function: str
+    remedy: str
+    seconds: float = 90
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """
+    What came of a line.
+
+    Args:
+        name (`str`), outcome (`str`), told (`str`), seconds (`float`):
+            Its name; `"passed"`, `"failed"` or `"not run"`; what was found, or why not; and how long it took.
+        log (`str`):
+            Of one that failed: the traceback, and the end of what was printed.
+    """
+
+    name: str
+    outcome: str
+    told: str
+    seconds: float = 0.0
+    log: str = ""
+
+
+def run_line(line: Line, setup: Any) -> Result:
+    """Run a line here. Whatever it raises is its result."""
+    began = time.monotonic()
+    try:
+        module, _, name = line.function.partition(":")
+        outcome, told, log = PASSED, getattr(importlib.import_module(f".{module}", __package__), name)(setup), ""
+    except NotRun as reason:
+        outcome, told, log = NOT_RUN, str(reason), ""
+    except Exception as error:
+        name = "" if type(error).__name__ == "Wrong" else f"{type(error).__name__}: "
+        outcome, told, log = FAILED, f"{name}{one_line(error).rstrip('.')}. {line.remedy}.", traceback.format_exc()
+    return Result(line.name, outcome, told, time.monotonic() - began, log)
+
+
+class Worker:
+    """A process that runs lines, with what they print in a file."""
+
+    def __init__(self, log: Path):
+        context = multiprocessing.get_context("spawn")
+        self.log = log
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, str(log)))
+        self.process.start()
+        theirs.close()
+
+    def run(self, line: Line, setup: Any, seconds: float) -> Result:
+        began, printed = time.monotonic(), self.log.stat().st_size if self.log.exists() else 0
+        told = f"It still ran after {seconds:.0f} s"
+        try:
+            self.connection.send((line, setup))
+            if self.connection.poll(seconds):
+                result: Result = self.connection.recv()
+                if result.outcome != FAILED:
+                    return result
+                return replace(result, log=result.log + self._printed(printed))
+        except (EOFError, OSError):
+            self.process.join()
+            code = self.process.exitcode or 0
+            told = f"It ended its process by {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+        return Result(line.name, FAILED, f"{told}. {line.remedy}.", time.monotonic() - began, self._printed(printed))
+
+    def _printed(self, start: int) -> str:
+        text = self.log.read_bytes()[start:].decode(errors="replace") if self.log.exists() else ""
+        return f"\n{text[-LOG_CHARACTERS:]}"
+
+    def end(self) -> None:
+        """End the process, and those that it started."""
+        self.connection.close()
+        self.process.join(END_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.join()
+
+
+def _serve(connection: Connection, log: str) -> None:
+    """Run the lines that are sent."""
+    os.setsid()
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    with contextlib.suppress(EOFError):  # without its parent it has nothing to do
+        while True:
+            line, setup = connection.recv()
+            connection.send(run_line(line, setup))
+
+
+def run_lines(lines: Sequence[Line], setup: Any, seconds: float, directory: Path) -> Iterator[Line | Result]:
+    """
+    Run lines, and yield each before it begins, then its result.
+
+    Args:
+        lines (`Sequence[Line]`):
+            What to run.
+        setup (`Any`):
+            What their functions take.
+        seconds (`float`):
+            How long all of them may take. Those that have not ended by then are not run.
+        directory (`Path`):
+            Where what they print goes.
+    """
+    ends = time.monotonic() + seconds
+    over = f"the {seconds:.0f} s of --time_limit were over"
+    worker: Worker | None = None
+    try:
+        for line in lines:
+            left = ends - time.monotonic()
+            if left <= 0:
+                yield Result(line.name, NOT_RUN, over)
+                continue
+            yield line
+            if worker is not None and line.alone:
+                worker.end()
+                worker = None
+            worker = worker or Worker(directory / "log")
+            result = worker.run(line, setup, min(left, line.seconds))
+            if result.outcome == FAILED and left < line.seconds and time.monotonic() >= ends:
+                result = Result(line.name, NOT_RUN, over, result.seconds)
+            yield result
+            if result.outcome == FAILED or line.alone:
+                worker.end()
+                worker = None
+    finally:
+        if worker is not None:
+            worker.end()

@@ -1,0 +1,123 @@
+"""Where a trainer's steps spend their time, and how much memory they take."""
+
+import contextlib
+import functools
+import gc
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import GenerationMixin
+
+from ...generation.generate import GenerateSampler
+from ...trainer import FR3ETrainer
+from ...trl_adapter import logprobs, watching
+
+# Of a step's time: see `step.py`
+PARTS = ["generation", "log-probs", "rewards", "loss", "FR3E", "TRL"]
+
+TIMED: list[tuple[type | ModuleType, str, str]] = [
+    (GenerationMixin, "generate", "generation"),
+    *watching.PARTS,
+    *((FR3ETrainer, name, part) for name, part in watching.OVERRIDES.items()),
+    (GenerateSampler, "sample", "FR3E"),
+    (logprobs, "token_statistics", "FR3E"),
+]
+
+
+class Stopwatch:
+    """Time by part, each moment counted for the innermost part that is running."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self._running: list[str] = []
+        self._since = 0.0
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        self._turn()
+        # Inside the loss, the forward pass is the loss's
+        self._running.append("loss" if name == "log-probs" and "loss" in self._running else name)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._running.pop()
+
+    def _turn(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # what a part has asked for is its own
+        now = time.perf_counter()
+        if self._running:
+            self.seconds[self._running[-1]] += now - self._since
+        self._since = now
+
+    @contextlib.contextmanager
+    def times(self, methods: list[tuple[type | ModuleType, str, str]]) -> Iterator[None]:
+        """Have every call of these methods and functions, each with its class or module, counted for their parts."""
+        originals = [(owner, name, vars(owner)[name]) for owner, name, _ in methods]
+        for owner, name, part in methods:
+            setattr(owner, name, self._timed(vars(owner)[name], part))
+        try:
+            yield
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+
+    def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.part(part):
+                result = function(*args, **kwargs)
+            return self._entered(result, part) if isinstance(result, AbstractContextManager) else result
+
+        return timed
+
+    @contextlib.contextmanager
+    def _entered(self, context: AbstractContextManager, part: str) -> Iterator[Any]:
+        """A context whose beginning and end count for a part, and not what is done in it."""
+        with contextlib.ExitStack() as stack:
+            with self.part(part):
+                entered = stack.enter_context(context)
+            yield entered
+            with self.part(part):
+                stack.close()
+
+
+def measure(trainers: dict[str, Any], turns: Iterable[int]) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
+    """Seconds of each trainer by part, and tokens that it generated, over all turns but that of number 0."""
+    stopwatch = Stopwatch()
+    seconds = {name: dict.fromkeys(PARTS, 0.0) for name in trainers}
+    tokens = dict.fromkeys(trainers, 0)
+    with stopwatch.times(TIMED):
+        for turn in turns:
+            for name, trainer in trainers.items():
+                stopwatch.seconds = dict.fromkeys(PARTS, 0.0)
+                generated_before = trainer.costs.generated_tokens
+                trainer.train()
+                if turn > 0:
+                    tokens[name] += trainer.costs.generated_tokens - generated_before
+                    for part in PARTS:
+                        seconds[name][part] += stopwatch.seconds[part]
+    return seconds, tokens
+
+
+def peak_memory(trainer: Any) -> int:
+    """Most bytes of tensors of a step, beside those that there were before it: on the GPU if there is one."""
+    trainer.args.max_steps = 1
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trainer.train()
+        return torch.cuda.max_memory_allocated() - before
+    gc.collect()  # what is freed below was made below
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        trainer.train()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(itertools.accumulate(num_bytes for _, num_bytes in changes))
