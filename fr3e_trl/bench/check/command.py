@@ -81,12 +81,12 @@ def summary(results: list[Result]) -> str:
 def table(results: list[Result]) -> str:
     """The results as a table for a terminal."""
     width = max(len(result.name) for result in results)
-    indent = len(PASSED) + width + 6
+    columns = max(shutil.get_terminal_size((120, 24)).columns, width + 60)
     lines = []
     for result in results:
         head = f"{result.outcome:<{len(NOT_RUN)}}  {result.name:<{width}}  "
-        columns = max(shutil.get_terminal_size((120, 24)).columns, indent + 40)
-        lines.append(textwrap.fill(result.told, columns, initial_indent=head, subsequent_indent=" " * len(head)))
+        indent = {"initial_indent": head, "subsequent_indent": " " * len(head)}
+        lines.append(textwrap.fill(result.told, columns, break_long_words=False, break_on_hyphens=False, **indent))
     return "\n".join(lines)
 
 

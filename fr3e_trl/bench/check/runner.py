@@ -31,6 +31,10 @@ class NotRun(Exception):
     """A line cannot be run here. The message says why."""
 
 
+class Wrong(Exception):
+    """What a line found is not as it should be. The message says how."""
+
+
 @dataclass(frozen=True)
 class Line:
     """
@@ -40,21 +44,18 @@ class Line:
         name (`str`):
             What it checks.
         function (`str`):
-            `module:name` of a function, from this folder. It takes the setup, and returns what it found. It raises
-            [`NotRun`], or whatever is wrong.
+            `module:name` of a function, which takes the setup, and returns what it found. It raises [`NotRun`],
+            [`Wrong`], or whatever else goes wrong.
         remedy (`str`):
             What to do if it fails.
         seconds (`float`):
             How long it may take.
-        alone (`bool`):
-            Whether it wants a process of its own.
     """
 
     name: str
     function: str
     remedy: str
     seconds: float = 90
-    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,15 +80,19 @@ class Result:
 def run_line(line: Line, setup: Any) -> Result:
     """Run a line here. Whatever it raises is its result."""
     began = time.monotonic()
+    module, _, name = line.function.partition(":")
     try:
-        module, _, name = line.function.partition(":")
-        outcome, told, log = PASSED, getattr(importlib.import_module(f".{module}", __package__), name)(setup), ""
+        told = getattr(importlib.import_module(module, __package__), name)(setup)
     except NotRun as reason:
-        outcome, told, log = NOT_RUN, str(reason), ""
+        return Result(line.name, NOT_RUN, str(reason), time.monotonic() - began)
     except Exception as error:
-        name = "" if type(error).__name__ == "Wrong" else f"{type(error).__name__}: "
-        outcome, told, log = FAILED, f"{name}{one_line(error).rstrip('.')}. {line.remedy}.", traceback.format_exc()
-    return Result(line.name, outcome, told, time.monotonic() - began, log)
+        kind = "" if isinstance(error, Wrong) else f"{type(error).__name__}: "
+        return failure(line, f"{kind}{one_line(error).rstrip('.')}", began, traceback.format_exc())
+    return Result(line.name, PASSED, told, time.monotonic() - began)
+
+
+def failure(line: Line, told: str, began: float, log: str = "") -> Result:
+    return Result(line.name, FAILED, f"{told}. {line.remedy}.", time.monotonic() - began, log)
 
 
 class Worker:
@@ -102,31 +107,35 @@ class Worker:
         theirs.close()
 
     def run(self, line: Line, setup: Any, seconds: float) -> Result:
+        """Run a line there, for so long at most."""
         began, printed = time.monotonic(), self.log.stat().st_size if self.log.exists() else 0
-        told = f"It still ran after {seconds:.0f} s"
         try:
             self.connection.send((line, setup))
             if self.connection.poll(seconds):
                 result: Result = self.connection.recv()
-                if result.outcome != FAILED:
-                    return result
-                return replace(result, log=result.log + self._printed(printed))
+            else:
+                self.kill()
+                result = failure(line, f"It still ran after {seconds:.0f} s", began)
         except (EOFError, OSError):
             self.process.join()
             code = self.process.exitcode or 0
-            told = f"It ended its process by {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
-        return Result(line.name, FAILED, f"{told}. {line.remedy}.", time.monotonic() - began, self._printed(printed))
+            end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            result = failure(line, f"It ended its process by {end}", began)
+        if result.outcome != FAILED:
+            return result
+        text = self.log.read_bytes()[printed:].decode(errors="replace") if self.log.exists() else ""
+        return replace(result, log=f"{result.log}\n{text[-LOG_CHARACTERS:]}")
 
-    def _printed(self, start: int) -> str:
-        text = self.log.read_bytes()[start:].decode(errors="replace") if self.log.exists() else ""
-        return f"\n{text[-LOG_CHARACTERS:]}"
-
-    def end(self) -> None:
-        """End the process, and those that it started."""
-        self.connection.close()
-        self.process.join(END_SECONDS)
+    def kill(self) -> None:
+        """End the process and those that it started, whatever they do."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid or 0, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Have the process end by itself, or else kill it."""
+        self.connection.close()
+        self.process.join(END_SECONDS)
+        self.kill()
         self.process.join()
 
 
@@ -166,15 +175,12 @@ def run_lines(lines: Sequence[Line], setup: Any, seconds: float, directory: Path
                 yield Result(line.name, NOT_RUN, over)
                 continue
             yield line
-            if worker is not None and line.alone:
-                worker.end()
-                worker = None
             worker = worker or Worker(directory / "log")
             result = worker.run(line, setup, min(left, line.seconds))
             if result.outcome == FAILED and left < line.seconds and time.monotonic() >= ends:
                 result = Result(line.name, NOT_RUN, over, result.seconds)
             yield result
-            if result.outcome == FAILED or line.alone:
+            if result.outcome == FAILED:
                 worker.end()
                 worker = None
     finally:

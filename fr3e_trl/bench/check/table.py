@@ -53,20 +53,22 @@ class Setup:
 
 MINE = "Attach this file to an issue of fr3e_trl"
 
+SHARING = f"docs/models.md says which families cannot. Of others: train with share_prefixes=False. {MINE}"
+
 # What to do about a failure, by what is checked
 LINES = [
-    Line("versions and devices", "lines:machine", "Install a torch for this GPU and its driver, or use --use_cpu"),
-    Line("model", "model:make_policy", "Name a model that transformers knows by --model_name_or_path, or none"),
-    Line("losses without exploration equal GRPO's", "lines:losses", MINE),
-    Line("shared prefixes equal rows apart", "lines:sharing", f"Train with share_prefixes=False. {MINE}"),
-    Line("kernels of attention", "lines:kernels", "Use --attn_implementation sdpa, or install what it names"),
-    Line("trees by generate", "lines:grow", MINE),
-    Line("trees by continuous batching", "lines:continuous", "Train without use_transformers_continuous_batching"),
-    Line("LoRA", "lines:lora", f"Update peft. {MINE}"),
-    Line("QLoRA", "lines:qlora", f"Update bitsandbytes, or train without load_in_4bit. {MINE}"),
-    Line("save and resume", "lines:resume", f"Look at the room on the disk of TMPDIR. {MINE}"),
-    Line("time and memory of a step", "lines:cost", MINE),
-    Line("several processes", "lines:processes", f"Set NCCL_DEBUG=INFO to see more. {MINE}"),
-    Line("vLLM server", "lines:vllm_server", "Start the server as docs/vllm.md says, and look at its log"),
-    Line("vLLM colocate", "lines:vllm_colocate", f"Use a vLLM server. {MINE}", seconds=120, alone=True),
+    Line("versions and devices", ".lines:machine", "Install a torch for this GPU and its driver, or use --use_cpu"),
+    Line("model", ".model:make_policy", "Name a model that transformers knows by --model_name_or_path, or none"),
+    Line("losses without exploration equal GRPO's", ".lines:losses", MINE),
+    Line("shared prefixes equal rows apart", ".lines:sharing", SHARING),
+    Line("kernels of attention", ".lines:kernels", "Use --attn_implementation sdpa, or install what it names"),
+    Line("trees by generate", ".lines:grow", MINE),
+    Line("trees by continuous batching", ".lines:continuous", "Train without use_transformers_continuous_batching"),
+    Line("LoRA", ".lines:lora", f"Update peft. {MINE}"),
+    Line("QLoRA", ".lines:qlora", f"Update bitsandbytes, or train without load_in_4bit. {MINE}"),
+    Line("save and resume", ".lines:resume", f"Look at the room on the disk of TMPDIR. {MINE}"),
+    Line("time and memory of a step", ".lines:cost", MINE),
+    Line("several processes", ".lines:processes", f"Set NCCL_DEBUG=INFO to see more. {MINE}"),
+    Line("vLLM server", ".lines:vllm_server", "Start the server as docs/vllm.md says, and look at its log"),
+    Line("vLLM colocate", ".lines:vllm_colocate", f"Use a vLLM server. {MINE}", seconds=120),
 ]
