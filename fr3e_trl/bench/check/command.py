@@ -18,7 +18,7 @@ import tempfile
 import textwrap
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from ...commands.cli import versions
@@ -26,8 +26,7 @@ from ...commands.usage import Parser, UsageError
 from .runner import FAILED, NOT_RUN, PASSED, Line, Result, run_lines
 from .table import LINES, Setup
 
-OPTIONS = ("model_name_or_path", "with_weights", "dtype", "attn_implementation", "trust_remote_code")
-OPTIONS += ("vllm_server_base_url", "num_processes")
+NAMES = {field.name for field in fields(Setup)}
 
 
 def main(argv: list[str]) -> None:
@@ -43,7 +42,7 @@ def main(argv: list[str]) -> None:
     results: list[Result] = []
     write(options.output, argv, results)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
-        setup = Setup(directory, **{name: getattr(options, name) for name in OPTIONS})
+        setup = Setup(directory, **{name: value for name, value in vars(options).items() if name in NAMES})
         for line in run_lines(LINES, setup, options.time_limit, Path(directory)):
             if isinstance(line, Line):
                 print(f"[{len(results) + 1:>2}/{len(LINES)}] {line.name} ... ", end="", file=sys.stderr, flush=True)
@@ -85,8 +84,8 @@ def table(results: list[Result]) -> str:
     lines = []
     for result in results:
         head = f"{result.outcome:<{len(NOT_RUN)}}  {result.name:<{width}}  "
-        indent = {"initial_indent": head, "subsequent_indent": " " * len(head)}
-        lines.append(textwrap.fill(result.told, columns, break_long_words=False, break_on_hyphens=False, **indent))
+        wrapper = textwrap.TextWrapper(columns, head, " " * len(head), break_long_words=False, break_on_hyphens=False)
+        lines.append(wrapper.fill(result.told))
     return "\n".join(lines)
 
 

@@ -42,6 +42,7 @@ SETTINGS: dict[str, Any] = {
     "max_completion_length": 24,
     "max_steps": 2,
     "learning_rate": 1e-4,
+    "disable_dropout": True,
     "epsilon_high": 0.28,
     "scale_rewards": "none",
     "logging_steps": 1,
@@ -115,7 +116,10 @@ def make_trainer(setup: Setup, trainer_class: type[GRPOTrainer] = FR3ETrainer, *
     arguments = {"model": setup.policy} | {name: settings.pop(name) for name in names if name in settings}
     config_class = FR3EConfig if issubclass(trainer_class, FR3ETrainer) else GRPOConfig
     on_gpu = torch.cuda.is_available()
-    device = {"bf16": on_gpu and torch.cuda.is_bf16_supported(including_emulation=False), "use_cpu": not on_gpu}
+    device: dict[str, Any] = {
+        "bf16": on_gpu and torch.cuda.is_bf16_supported(including_emulation=False),
+        "use_cpu": not on_gpu,
+    }
     prompts = [f"What is {3 * i} + {i}? Think first, then say: " for i in range(32)]
     args = config_class(
         output_dir=tempfile.mkdtemp(dir=setup.directory),
