@@ -32,12 +32,19 @@ from trees import rollouts_of
 from trl.generation.vllm_client import VLLMClient
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.bench.check.lines import vllm_server
+from fr3e_trl.bench.check.table import Setup
 from fr3e_trl.generation.generate import GenerateSampler
 from fr3e_trl.generation.vllm_server import VLLMServerError
 from fr3e_trl.method.sampling import SamplingRequest
 from fr3e_trl.trl_adapter.prompts import tokenize
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_the_check_of_an_installation_asks_it(server):
+    found = vllm_server(Setup("", vllm_server_base_url=server.url))
+    assert re.fullmatch(r".*demo_policy at http\S+: 4 branches of \d+ tokens", found)
 
 
 @pytest.mark.parametrize(

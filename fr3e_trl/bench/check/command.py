@@ -36,8 +36,8 @@ def main(argv: list[str]) -> None:
         raise UsageError("--with_weights needs the model: --model_name_or_path MODEL.")
     if options.num_processes is not None and options.num_processes < 1:
         raise UsageError(f"--num_processes {options.num_processes} must be at least 1.")
-    if options.use_cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    options.devices = "" if options.use_cpu else os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0" if options.devices is None else options.devices.split(",")[0]
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with which matrices are multiplied alike each time
     results: list[Result] = []
     write(options.output, argv, results)

@@ -57,12 +57,22 @@ def machine(setup: Setup) -> str:
             found.append(f"{name} {importlib.metadata.version(name)}")
     found.append(f"Python {sys.version.split()[0]}")
     if torch.cuda.is_available():
-        names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        devices = ", ".join(f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in names)
-        return f"{', '.join(found)}. CUDA {torch.version.cuda}: {devices}"
-    if shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        device = torch.cuda.get_device_properties(0)
+        number = f"{num_gpus(setup)} GPU(s), the first: {device.name}, {device.total_memory / 2**30:.0f} GiB"
+        return f"{', '.join(found)}. CUDA {torch.version.cuda}. {number}"
+    if shutil.which("nvidia-smi") and setup.devices != "":
         raise Wrong(f"nvidia-smi is there, and torch {torch.__version__} sees no GPU")
     return f"{', '.join(found)}. No GPU: {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+
+
+def num_gpus(setup: Setup) -> int:
+    """How many there are. This process sees the first of them alone."""
+    if setup.devices is not None:
+        return len([name for name in setup.devices.split(",") if name])
+    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
+        return torch.cuda.device_count()
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=30).stdout
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
 def losses(setup: Setup) -> str:
@@ -315,13 +325,14 @@ def cost(setup: Setup) -> str:
 
 def processes(setup: Setup) -> str:
     """Several processes train, and have the same weights afterwards."""
-    number = setup.num_processes or (2 if torch.cuda.device_count() > 1 else 1)
+    number = setup.num_processes or min(2, max(1, num_gpus(setup)))
     if number == 1:
         raise NotRun("there are no two GPUs. --num_processes 2 takes the CPU, by gloo")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    if number > torch.cuda.device_count():
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(number))) if setup.devices is None else setup.devices
+    if number > num_gpus(setup):
         environment["CUDA_VISIBLE_DEVICES"] = ""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}"]
     process = subprocess.Popen(
         [*launcher, "-m", "fr3e_trl.bench.check.processes", json.dumps(asdict(setup))],
         env=environment,

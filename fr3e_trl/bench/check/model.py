@@ -1,5 +1,6 @@
 """What the lines of `fr3e check` train: a small model, a reward, a few prompts."""
 
+import gc
 import string
 import tempfile
 from pathlib import Path
@@ -107,13 +108,15 @@ def variety(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
 
 def make_trainer(setup: Setup, trainer_class: type[GRPOTrainer] = FR3ETrainer, **settings: Any) -> Any:
     """
-    A trainer of the model. Settings are those of its configuration, or `model`, `peft_config`, `quantization_config`
-    and `sampler`, which go to its constructor.
+    A trainer of the model. Settings are those of its configuration, or `peft_config`, `quantization_config` and
+    `sampler`, which go to its constructor.
     """
     if not setup.with_weights and not Path(setup.policy, "config.json").is_file():
         raise NotRun("the model was not made")
-    names = ("model", "peft_config", "quantization_config", "sampler")
-    arguments = {"model": setup.policy} | {name: settings.pop(name) for name in names if name in settings}
+    gc.collect()  # of the line before, for vLLM to have the memory of a GPU
+    torch.cuda.empty_cache()
+    names = ("peft_config", "quantization_config", "sampler")
+    arguments = {name: settings.pop(name) for name in names if name in settings}
     config_class = FR3EConfig if issubclass(trainer_class, FR3ETrainer) else GRPOConfig
     on_gpu = torch.cuda.is_available()
     device: dict[str, Any] = {
@@ -127,8 +130,9 @@ def make_trainer(setup: Setup, trainer_class: type[GRPOTrainer] = FR3ETrainer, *
         **device | setup.source | SETTINGS | settings,
     )
     return trainer_class(
-        reward_funcs=variety,
-        args=args,
+        setup.policy,
+        variety,
+        args,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=AutoTokenizer.from_pretrained(setup.policy, padding_side="left", **setup.source),
         **arguments,

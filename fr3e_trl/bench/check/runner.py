@@ -128,6 +128,7 @@ class Worker:
 
     def kill(self) -> None:
         """End the process and those that it started, whatever they do."""
+        self.process.kill()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid or 0, signal.SIGKILL)
 

@@ -29,6 +29,9 @@ class Setup:
             Address of a vLLM server.
         num_processes (`int`, *optional*):
             How many processes train together in the line about them. If `None`, two where there are two GPUs.
+        devices (`str`, *optional*):
+            `CUDA_VISIBLE_DEVICES` as it was given. All other lines have the first of them: with several in one process,
+            transformers would spread each batch over them.
     """
 
     directory: str
@@ -39,6 +42,7 @@ class Setup:
     trust_remote_code: bool = False
     vllm_server_base_url: str | None = None
     num_processes: int | None = None
+    devices: str | None = None
 
     @property
     def policy(self) -> str:
