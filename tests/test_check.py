@@ -120,7 +120,8 @@ def test_prefixes_that_cannot_be_shared(tmp_path):
     assert outcome == FAILED and "share_prefixes is off: it changes log-probs" in told
 
 
-def test_shared_prefixes_that_are_wrong(setup, monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shared_prefixes_that_are_wrong(dtype, setup, monkeypatch):
     """At the wrong positions, in training alone: the trial of a model before its first use does not see it."""
     fold = shared_forward.fold
 
@@ -129,8 +130,10 @@ def test_shared_prefixes_that_are_wrong(setup, monkeypatch):
         return replace(trie, position_ids=trie.position_ids // 2)
 
     monkeypatch.setattr(shared_forward, "fold", at_wrong_positions)
-    outcome, told = result_of("shared prefixes equal rows apart", setup)
-    assert outcome == FAILED and re.search(r"log-probs differ by [\d.e-]+, and 0\.0001 is allowed", told)
+    outcome, told = result_of("shared prefixes equal rows apart", replace(setup, dtype=dtype))
+    assert outcome == FAILED and re.search(
+        rf"in torch.{dtype}, log-probs differ by [\d.]+, and [\d.]+ is allowed", told
+    )
 
 
 def test_a_kernel_that_is_not_there(setup):

@@ -67,7 +67,7 @@ def obstacle_to_sharing(
             # The same in batches of other shapes, and with embeddings rounded otherwise: what rounding does
             ids, masks = (torch.cat([rows, rows[:, :MORE_COLUMNS]], 1) for rows in (input_ids, mask))
             alone = [score_apart(ids[[i]], masks[[i]], num_columns + MORE_COLUMNS) for i in range(len(mask))]
-            with _rounded_otherwise(model):
+            with rounded_otherwise(model):
                 rounded = score_apart(input_ids, mask, num_columns)
             others = (torch.cat(alone)[:, :num_columns], rounded)
             noise = max((apart - other).abs().mean().item() for other in others)
@@ -82,7 +82,7 @@ def obstacle_to_sharing(
 
 
 @contextlib.contextmanager
-def _rounded_otherwise(model: Any) -> Iterator[None]:
+def rounded_otherwise(model: Any) -> Iterator[None]:
     """Every embedding one unit in its last place away, up and down in turn."""
 
     def move(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:

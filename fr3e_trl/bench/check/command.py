@@ -21,7 +21,7 @@ from collections import Counter
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from ...commands.cli import versions
+from ...commands.revision import revision
 from ...commands.usage import Parser, UsageError
 from .runner import FAILED, NOT_RUN, PASSED, Line, Result, run_lines
 from .table import LINES, Setup
@@ -91,7 +91,11 @@ def table(results: list[Result]) -> str:
 
 def write(path: Path, argv: list[str], results: list[Result]) -> None:
     """Write what is known so far: as a table, with the logs of what failed, and in JSON."""
-    text = [f"# {shlex.join(['fr3e', 'check', *argv])}", "", f"{time.strftime('%Y-%m-%d %H:%M')}. {versions()}."]
+    text = [
+        f"# {shlex.join(['fr3e', 'check', *argv])}",
+        "",
+        f"{time.strftime('%Y-%m-%d %H:%M')}. {', '.join(map(' '.join, revision().items()))}.",
+    ]
     text += ["", f"{summary(results)}.", "", "| line | outcome | what was found | s |", "|---|---|---|---|"]
     for result in results:
         told = " ".join(result.told.split()).replace("|", "\\|")

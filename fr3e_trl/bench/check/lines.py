@@ -24,11 +24,11 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import BitsAndBytesConfig, set_seed
 from trl import GRPOTrainer
 
-from ...commands.cli import versions
+from ...commands.revision import revision
 from ...generation.growing_probe import tolerance
 from ...generation.vllm_server import VLLMServer
 from ...trainer import FR3ETrainer
-from ...trl_adapter import shared_forward
+from ...trl_adapter import shared_forward, sharing_probe
 from ...trl_adapter.setup import computed_in
 from ...trl_adapter.watching import WatchedMixin
 from ..cost.stopwatch import PARTS, measure, peak_memory
@@ -43,15 +43,12 @@ OPTIONAL = ("vllm", "peft", "bitsandbytes", "flash-attn", "kernels", "triton", "
 # How far log-probs of an engine of its own may be from the policy's, in nats a token: its kernels round otherwise
 ENGINE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
-# What rounding cannot do, in nats a token or as a share of a gradient. Positions that count padding can
-MOST_NOISE = 0.1
-
 LAUNCH_SECONDS = 80
 
 
 def machine(setup: Setup) -> str:
     """Versions and devices."""
-    found = [versions()]
+    found = [f"{name} {version}" for name, version in revision().items()]
     for name in OPTIONAL:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{name} {importlib.metadata.version(name)}")
@@ -134,24 +131,22 @@ def sharing(setup: Setup) -> str:
     if obstacle is not None:
         raise Wrong(f"share_prefixes is off: {obstacle}")
     dtype, batch = computed_in(trainer), trainer.batch
-    # The same rows in batches of other shapes, as a measure of what rounding does
-    padding = (("prompt_ids", trainer.processing_class.pad_token_id), ("prompt_mask", 0))
-    wider = batch | {name: torch.nn.functional.pad(batch[name], (5, 0), value=value) for name, value in padding}
     apart, shared = scored(trainer, batch, share=False), scored(trainer, batch, share=True)
-    again = scored(trainer, wider, share=False, size=1)
+    with sharing_probe.rounded_otherwise(trainer.model):  # as a measure of what rounding does
+        rounded = scored(trainer, batch, share=False)
     told = []
-    for what, of_apart, of_shared, of_again in zip(("log-probs", "gradients"), apart, shared, again, strict=True):
+    for what, of_apart, of_shared, of_rounded in zip(("log-probs", "gradients"), apart, shared, rounded, strict=True):
         scale = 1.0 if what == "log-probs" else of_apart.abs().mean()
-        difference, noise = (((of_apart - other).abs().mean() / scale).item() for other in (of_shared, of_again))
-        allowed = min(tolerance(dtype, noise), MOST_NOISE)
+        difference, noise = (((of_apart - other).abs().mean() / scale).item() for other in (of_shared, of_rounded))
+        allowed = tolerance(dtype, noise)
         if not difference <= allowed:
             raise Wrong(f"in {dtype}, {what} differ by {difference:.2g}, and {allowed:.2g} is allowed")
         told.append(f"{what} differ by {difference:.1g} (allowed: {allowed:.1g})")
     return f"in {str(dtype).removeprefix('torch.')}, {', '.join(told)}"
 
 
-def scored(trainer: Any, batch: dict[str, Any], share: bool, size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of a batch's completions, so many at a time, and the gradient of its loss."""
+def scored(trainer: Any, batch: dict[str, Any], share: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of a batch's completions, and the gradient of its loss."""
     trainer.share_prefixes(share)
     trainer.model.train()
     trainer.model.zero_grad()
@@ -161,11 +156,7 @@ def scored(trainer: Any, batch: dict[str, Any], share: bool, size: int = 64) -> 
         [ids[mask.bool()].cpu().numpy() for ids, mask in zip(batch[f"{part}_ids"], batch[f"{part}_mask"], strict=True)]
         for part in ("prompt", "completion")
     )
-    logprobs = [
-        of_row
-        for start in range(0, len(prompts), size)
-        for of_row, _ in trainer.token_statistics(prompts[start : start + size], completions[start : start + size])
-    ]
+    logprobs = [of_row for of_row, _ in trainer.token_statistics(prompts, completions)]
     return torch.cat(logprobs), torch.cat(gradients).cpu()
 
 
