@@ -76,7 +76,7 @@ def losses(setup: Setup) -> str:
     """Without exploration, and the same seed, those of GRPOTrainer."""
 
     def train(trainer_class: type[GRPOTrainer], **settings: Any) -> list[Any]:
-        trainer = make_trainer(setup, trainer_class, max_steps=3, **settings)
+        trainer = make_trainer(setup, trainer_class, **settings)
         train_again(trainer)
         return logged(trainer)
 
@@ -300,7 +300,7 @@ def cost(setup: Setup) -> str:
     """Time and memory of a step, beside GRPO's."""
     classes = {"FR3E": MeasuredFR3ETrainer, "GRPO": MeasuredGRPOTrainer}
     trainers = {name: make_trainer(setup, trainer_class, max_steps=1) for name, trainer_class in classes.items()}
-    seconds, tokens = measure(trainers, range(4))
+    seconds, tokens = measure(trainers, range(3))
     memory = {name: peak_memory(trainer) for name, trainer in trainers.items()}
     times = {name: sum(parts.values()) for name, parts in seconds.items()}
     ratios = [
@@ -310,7 +310,7 @@ def cost(setup: Setup) -> str:
     shares = [
         f"{name}: " + ", ".join(f"{part} {seconds[name][part] / times[name]:.0%}" for part in PARTS) for name in seconds
     ]
-    sizes = ", ".join(f"{name} {times[name] / 3:.2f} s, {memory[name] / 2**20:.0f} MiB" for name in times)
+    sizes = ", ".join(f"{name} {times[name] / 2:.2f} s, {memory[name] / 2**20:.0f} MiB" for name in times)
     return f"FR3E / GRPO: {', '.join(ratios)}. A step: {sizes}. {'. '.join(shares)}"
 
 

@@ -15,23 +15,11 @@ class Setup:
     Args:
         directory (`str`):
             Holds the model, if one is made, and what the runs write.
-        model_name_or_path (`str`, *optional*):
-            Has the architecture. If `None`, it is a small Qwen3.
-        with_weights (`bool`):
-            Whether it is taken as it is, and no small model made of its configuration.
-        dtype (`str`):
-            Type of the weights.
-        attn_implementation (`str`, *optional*):
-            Kernel of attention. If `None`, the model's default.
-        trust_remote_code (`bool`):
-            Whether code of the model's repository may be run.
-        vllm_server_base_url (`str`, *optional*):
-            Address of a vLLM server.
-        num_processes (`int`, *optional*):
-            How many processes train together in the line about them. If `None`, two where there are two GPUs.
         devices (`str`, *optional*):
-            `CUDA_VISIBLE_DEVICES` as it was given. All other lines have the first of them: with several in one process,
-            transformers would spread each batch over them.
+            `CUDA_VISIBLE_DEVICES` as it was given. All lines but that of several processes have the first of them: with
+            several in one process, transformers would spread each batch over them.
+
+        All others are options of the command.
     """
 
     directory: str
