@@ -60,6 +60,9 @@ def test_the_same_completions_give_the_same_training(loss_type, num_generations,
             "per_device_train_batch_size": batch_size,
             "gradient_accumulation_steps": micro_batches,
             "loss_type": loss_type,
+            "distinct_branches": loss_type == "dapo",  # tree credit is not for the other
+            "num_base_trajectories": 2,
+            "num_anchors": num_generations - 2,
             "optim": "sgd",  # moves the weights by their gradients, and by no more
             "log_trees": 2,
         }
@@ -75,6 +78,7 @@ def test_the_same_completions_give_the_same_training(loss_type, num_generations,
         assert same(trees_of(of_processes), trees_of(alone[0]))
         for mine, theirs in zip(main["logs"], alone[0][0]["logs"], strict=True):
             names = ["fr3e/value/S0", "fr3e/advantage/std", "fr3e/tokens/generated", "fr3e/branches/distinct"]
+            names += ["fr3e/branches/mass/mean", "fr3e/branches/mass/min"]
             for name in ("loss", "grad_norm", "reward", *names):
                 assert name not in theirs or math.isclose(mine[name], theirs[name], rel_tol=1e-5, abs_tol=1e-6), name
         torch.testing.assert_close(weights, alone[1], atol=1e-6, rtol=1e-6)
@@ -146,9 +150,11 @@ def test_sharded_sampling(recipe, tmp_path):
         "num_anchors": 2,
         "per_device_train_batch_size": 2,
         "num_iterations": 2,
+        "distinct_branches": True,
     }
     of_processes = launch(tmp_path / "run", 3, settings, "sharded", recipe=recipe)
     assert len(trees_of(of_processes)) == 2
+    assert all(entry["fr3e/branches/distinct"] == 1 for entry in of_processes[0]["logs"] if "loss" in entry)
     assert all(math.isfinite(entry["loss"]) for entry in of_processes[0]["logs"] if "loss" in entry)
 
 
@@ -193,6 +199,7 @@ def test_resuming_is_exact_in_several_processes(recipe, tmp_path):
         "max_refills": 4,
         "value_prior_strength": 0,
         "num_rewards": 2,  # that many, and no prior, for states to be rejected
+        "distinct_branches": True,
         "seed": 4,  # with which rows are left over, and used
     }
     whole = launch(tmp_path / "whole", 2, settings, *options, recipe=recipe)

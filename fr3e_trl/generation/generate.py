@@ -561,7 +561,8 @@ class _GrowingRows:
         Draw a token for each row, (B, 1), from distributions (B, V).
 
         Rollouts that leave now are the last rows. They may have to begin with another token than the row that they
-        leave, and than each other: with those that come in after its own. Where there are too few, their own draws stay.
+        leave, and than each other: with those that come in after its own. Where there are too few, they draw for
+        themselves.
         """
         branching = self.live[leaving[0]].request.branching if leaving else None
         if branching is None or not branching.distinct:
