@@ -6,9 +6,9 @@ FR3E beside GRPO: what a row costs.
 
 `FR3ETrainer` and `GRPOTrainer` train the same policy on the same prompts, rows and seed, in turns of a few steps, in
 one process, so that what else the machine does meanwhile meets both. So does "shared": GRPO by `FR3ETrainer`, without
-anchors and with shared prefixes. Printed are ratios of FR3E to both, the most memory that a step holds beside what was
-held before it, and where a step's time goes. Each moment counts once, for the innermost of the parts below that is
-running:
+anchors and with shared prefixes. Printed are ratios of FR3E to both: tokens that are generated, tokens that the update
+forwards, time, and the most memory that a step holds beside what was held before it. Then where a step's time goes.
+Each moment counts once, for the innermost of the parts below that is running:
 
 - generation: transformers' `generate`;
 - log-probs: forward passes outside of the loss, for FR3E those that give the entropies;
@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -150,33 +151,40 @@ def main(argv: list[str]) -> None:
                 name: make_trainer(SETTINGS | settings | of_trainer, policy, task, Path(output_dir), seed=0)
                 for name, of_trainer in (TRAINERS | {"FR3E": TRAINERS["FR3E"] | options.settings}).items()
             }
-        seconds, tokens = measure(trainers, options.num_turns)
+        seconds, generated, updated = measure(trainers, options.num_turns)
         memory = {name: peak_memory(trainer) / 2**20 for name, trainer in trainers.items()}
     num_steps = options.num_steps * options.num_turns
     num_rows = num_steps * options.num_prompts * options.num_generations
     config = trainers["FR3E"].args
     print(f"{num_steps} steps each of {options.num_prompts} prompts x {options.num_generations} rows")
     print(f"FR3E: {config.num_bases} base trajectories and {config.num_anchors} anchors a prompt")
-    print_ratios(seconds, {name: number / num_rows for name, number in tokens.items()}, memory)
+    per_row = ({name: number / num_rows for name, number in tokens.items()} for tokens in (generated, updated))
+    print_ratios(seconds, *per_row, memory)
     print_shares(seconds)
 
 
-def measure(trainers: dict[str, Any], num_turns: int) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
-    """Seconds of each trainer by part, and tokens that it generated, over all turns but a first one."""
+def measure(
+    trainers: dict[str, Any], num_turns: int
+) -> tuple[dict[str, dict[str, float]], dict[str, int], dict[str, int]]:
+    """
+    Seconds of each trainer by part, the tokens that it generated, and those that its loss forwarded, over all turns but
+    a first one.
+    """
     stopwatch = Stopwatch()
     seconds = {name: dict.fromkeys(PARTS, 0.0) for name in trainers}
-    tokens = dict.fromkeys(trainers, 0)
+    generated, updated = dict.fromkeys(trainers, 0), dict.fromkeys(trainers, 0)
     with stopwatch.times(TIMED):
         for turn in track(range(num_turns + 1), description="Turns", console=Console(stderr=True)):
             for name, trainer in trainers.items():
                 stopwatch.seconds = dict.fromkeys(PARTS, 0.0)
-                generated_before = trainer.costs.generated_tokens
+                before = replace(trainer.costs)
                 trainer.train()
                 if turn > 0:
-                    tokens[name] += trainer.costs.generated_tokens - generated_before
+                    generated[name] += trainer.costs.generated_tokens - before.generated_tokens
+                    updated[name] += trainer.costs.forward_backward_tokens - before.forward_backward_tokens
                     for part in PARTS:
                         seconds[name][part] += stopwatch.seconds[part]
-    return seconds, tokens
+    return seconds, generated, updated
 
 
 def peak_memory(trainer: Any) -> int:
@@ -196,11 +204,15 @@ def peak_memory(trainer: Any) -> int:
 
 
 def print_ratios(
-    seconds: dict[str, dict[str, float]], tokens_per_row: dict[str, float], memory: dict[str, float]
+    seconds: dict[str, dict[str, float]],
+    generated_per_row: dict[str, float],
+    updated_per_row: dict[str, float],
+    memory: dict[str, float],
 ) -> None:
     table = make_table("FR3E beside GRPO", "/ GRPO", "/ shared", *TRAINERS)
     entries = {
-        "generated tokens per row": tokens_per_row,
+        "generated tokens per row": generated_per_row,
+        "tokens in the update per row": updated_per_row,
         "generation time, s": {name: parts["generation"] for name, parts in seconds.items()},
         "whole step's time, s": {name: sum(parts.values()) for name, parts in seconds.items()},
         "peak memory, MiB": memory,
