@@ -177,8 +177,11 @@ def test_a_sharded_reward_model_with_nothing_to_score(recipe, tmp_path):
 
 def test_real_sampling_in_two_processes(tmp_path):
     settings = {"num_generations": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    settings |= {"num_base_trajectories": 2, "num_anchors": 2, "anchor_threshold": None, "distinct_branches": True}
     first, second = launch(tmp_path / "run", 2, settings)
     trees = trees_of([first, second])
+    # The rollouts of the first anchor are two of one process and one of the other, which know nothing of each other
+    assert [chances is not None for *_, chances in trees[0]] == [False] * 5 + [True] * 3
     assert [len(of_step) for of_step in trees] == [8, 8, 8]
     assert all(math.isfinite(entry["loss"]) for entry in first["logs"] if "loss" in entry)
     assert all(map(torch.equal, *(weights_of(tmp_path / "run", process) for process in range(2))))

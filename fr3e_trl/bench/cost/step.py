@@ -158,21 +158,23 @@ def main(argv: list[str]) -> None:
     config = trainers["FR3E"].args
     print(f"{num_steps} steps each of {options.num_prompts} prompts x {options.num_generations} rows")
     print(f"FR3E: {config.num_bases} base trajectories and {config.num_anchors} anchors a prompt")
-    per_row = ({name: number / num_rows for name, number in tokens.items()} for tokens in (generated, updated))
-    print_ratios(seconds, *per_row, memory)
+    generated, updated = (
+        {name: number / num_rows for name, number in tokens.items()} for tokens in (generated, updated)
+    )
+    print_ratios(seconds, generated, updated, memory)
     print_shares(seconds)
 
 
 def measure(
     trainers: dict[str, Any], num_turns: int
-) -> tuple[dict[str, dict[str, float]], dict[str, int], dict[str, int]]:
+) -> tuple[dict[str, dict[str, float]], dict[str, float], dict[str, float]]:
     """
     Seconds of each trainer by part, the tokens that it generated, and those that its loss forwarded, over all turns but
     a first one.
     """
     stopwatch = Stopwatch()
     seconds = {name: dict.fromkeys(PARTS, 0.0) for name in trainers}
-    generated, updated = dict.fromkeys(trainers, 0), dict.fromkeys(trainers, 0)
+    generated, updated = dict.fromkeys(trainers, 0.0), dict.fromkeys(trainers, 0.0)
     with stopwatch.times(TIMED):
         for turn in track(range(num_turns + 1), description="Turns", console=Console(stderr=True)):
             for name, trainer in trainers.items():
