@@ -186,7 +186,7 @@ class FR3EConfig(GRPOConfig):
         metadata={
             "help": "Whether each branch begins with another token than its base trajectory has at the anchor. The "
             "tokens are drawn without replacement, and tree credit weighs them so that its estimate stays unbiased. "
-            "It needs `credit='tree'`. Today `generate` can do it. Other backends draw independent branches."
+            "It needs `credit='tree'`. A backend that cannot draws independent branches, and says so."
         },
     )
 

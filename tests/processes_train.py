@@ -16,6 +16,7 @@ import json
 import os
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -43,13 +44,19 @@ DIALOGUES = {
 class FakeSampler:
     """Draws the same from the same prefix, in any process."""
 
+    draws_distinct = True
+
     def sample(self, requests):
         return [[self.draw(request, i) for i in range(request.num_samples)] for request in requests]
 
     def draw(self, request, i):
         seed = hashlib.sha256(repr((request.prefix_ids.tolist(), i)).encode()).hexdigest()
         rng = random.Random(seed)
-        return Sample([rng.randrange(5, 40) for _ in range(rng.randint(1, request.max_new_tokens))])
+        sample = Sample([rng.randrange(5, 40) for _ in range(rng.randint(1, request.max_new_tokens))])
+        if request.distinct_from is None:
+            return sample
+        first = rng.choice([token for token in range(5, 40) if token != request.distinct_from])
+        return replace(sample, token_ids=[first, *sample.token_ids[1:]], chances=(0.5, rng.uniform(0.1, 0.5)))
 
 
 class FakeCaller(FakeSampler):
@@ -120,6 +127,7 @@ def main(output: Path, settings: dict, *options: str) -> None:
                         state.value,
                         state.modulation,
                         tree.mean_entropies,
+                        rollout.chances,
                     ],
                 }
                 for tree, state, rollout in rollouts_of(trainer.trees)

@@ -1,5 +1,6 @@
 """Tree credit: worked out by hand, against its definition token by token, and against the exact gradient."""
 
+import copy
 import itertools
 import math
 from dataclasses import replace
@@ -512,6 +513,76 @@ def test_with_truncated_rows_masked_only_finished_ones_count(num_anchors, baseli
     estimate = of_trees(policy, outcomes, baseline, 1e12, masked=is_cut_off)
     expected = policy.gradient_of(finished * (policy.rewards - baseline))
     torch.testing.assert_close(estimate.mean, (1 + num_anchors) * expected, atol=1e-9, rtol=1e-9)
+
+
+# Rows that do not count, by their completions
+NOT_COUNTED = {"truncated": is_cut_off, "unscorable": lambda completion: sum(completion) % 2 == 1}
+
+
+def counted_gradient(policy, baseline, masked):
+    """Where completions that are not `masked` earn their reward less the baseline, and others nothing."""
+    counted = torch.tensor([not masked(completion) for completion in policy.completions])
+    assert 0.2 < policy.probabilities[counted].sum() < 0.9
+    return policy.gradient_of(counted * (policy.rewards - baseline))
+
+
+@pytest.mark.parametrize("masked", NOT_COUNTED)
+@pytest.mark.parametrize("name", DISTINCT)
+def test_distinct_branches_of_which_only_some_count(name, masked):
+    """The objective is the same as that of independent branches, and the masses of rows that do not count are lost."""
+    rule, num_anchors, num_rollouts = DISTINCT[name]
+    policy = Policy(vocabulary=3, length=3, seed=5, rewards="graded", eos=True)
+    outcomes = grow_distinct(policy, rule, num_anchors, num_rollouts)
+    expected = (1 + num_anchors * num_rollouts) * counted_gradient(policy, 0.3, NOT_COUNTED[masked])
+    # A prior of such a weight is the baseline
+    mean = of_trees(policy, outcomes, 0.3, 1e13, masked=NOT_COUNTED[masked]).mean
+    assert float((mean - expected).norm() / expected.norm()) < 1e-10
+
+
+def failing(policy, outcomes, chance):
+    """As `policy` and `outcomes`, but that each row may fail to be scored. Completions from the middle on have."""
+    failed = copy.copy(policy)
+    failed.completions, failed.scores = 2 * policy.completions, torch.cat(2 * [policy.scores])
+    failed.rewards = torch.cat([policy.rewards, torch.full_like(policy.rewards, NAN)])
+    return failed, [
+        replace(
+            outcome,
+            probability=outcome.probability * math.prod(chance if fails else 1 - chance for fails in which),
+            completions=[
+                row + fails * len(policy.completions) for row, fails in zip(outcome.completions, which, strict=True)
+            ],
+        )
+        for outcome in outcomes
+        for which in itertools.product([False, True], repeat=len(outcome.completions))
+    ]
+
+
+@pytest.mark.parametrize("strength", [0.0, 4.0])
+@pytest.mark.parametrize("name", ["one anchor", "two anchors", "sets of three"])
+def test_distinct_branches_whose_scoring_fails_at_random_are_unbiased(name, strength):
+    rule, num_anchors, num_rollouts = DISTINCT[name]
+    policy = Policy(vocabulary=3, length=3, seed=5, rewards="graded", eos=True)
+    outcomes = grow_distinct(policy, rule, num_anchors, num_rollouts)
+    estimate = of_trees(*failing(policy, outcomes, 0.25), 0.3, strength)
+    assert float(estimate.probabilities.sum()) == pytest.approx(1, abs=1e-10)
+    assert relative_error(estimate, policy, 0.75 * (1 + num_anchors * num_rollouts)) < 1e-10
+
+
+@pytest.mark.parametrize("masked", NOT_COUNTED)
+def test_a_baseline_of_rows_that_left_changes_what_it_is_worth_to_count(masked):
+    """
+    What is learned of rows that do not count depends on the baseline. A finite prior strength has it depend on rewards
+    of rows that left, so that the gradient is not that of a fixed baseline: as much with distinct branches as without.
+    """
+    policy = Policy(vocabulary=3, length=3, seed=5, rewards="graded", eos=True)
+    expected = 3 * counted_gradient(policy, 0.3, NOT_COUNTED[masked])
+    rule = first_uncertain(0.5, 2)
+    biases = []
+    for outcomes in (grow(policy, rule, 2), grow_distinct(policy, rule, 2)):
+        mean = of_trees(policy, outcomes, 0.3, 4.0, masked=NOT_COUNTED[masked]).mean
+        biases.append(float((mean - expected).norm() / expected.norm()))
+    print(f"{masked}: independent {biases[0]:.1%}, distinct {biases[1]:.1%}")
+    assert min(biases) > 0.005 and max(biases) < 0.2
 
 
 def test_a_loss_divided_by_the_rows_in_it_has_another_scale_and_direction_than_one_divided_by_all_rows():

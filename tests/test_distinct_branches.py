@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from factory import logged
+from tool_policy import ForkingWalk
 
+from fr3e_trl.generation.tools import ToolCallingSampler
 from fr3e_trl.generation.vllm import RequestQueue
 from fr3e_trl.method.credit.tree import masses_of, set_weights
 from fr3e_trl.method.metrics import tree_metrics
@@ -70,17 +72,75 @@ def test_no_branch_begins_as_another(name):
     assert all(math.isfinite(value) for step in logged(trainer, "loss", "grad_norm") for value in step)
 
 
-@pytest.mark.parametrize("settings", [{}, {"anchor_threshold": None}], ids=["while rows grow", "in a second round"])
-def test_chances_are_those_of_the_policy(settings):
-    """Where nothing is cut off, the tokens' log-probs say them."""
-    trainer = factory.train(**SETTINGS | size_of(settings) | settings | {"temperature": 0.9})
+@torch.no_grad()
+def check_chances(trainer):
+    """Against the policy, which has not changed."""
+    num_checked = 0
     for _, trees in trainer.batches:
         for tree in trees:
             for base, state, rollouts in branches_of(tree):
-                for rollout in rollouts:
-                    of_base, own = rollout.chances
-                    assert of_base == pytest.approx(math.exp(base.logprobs[state.position]), rel=1e-4)
-                    assert own == pytest.approx(math.exp(rollout.logprobs[0]), rel=1e-4)
+                prefix = torch.tensor([[*tree.prompt_ids, *base.token_ids[: state.position]]])
+                probs = (trainer.model(prefix).logits[0, -1].float() / trainer.temperature).softmax(0)
+                tokens = [base.token_ids[state.position], *(rollout.token_ids[0] for rollout in rollouts)]
+                assert len(set(tokens)) == len(tokens)
+                for rollout, token in zip(rollouts, tokens[1:], strict=True):
+                    assert rollout.chances == pytest.approx((probs[tokens[0]].item(), probs[token].item()), rel=1e-3)
+                    num_checked += 1
+    assert num_checked > 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"anchor_threshold": None},
+        {
+            "use_transformers_continuous_batching": True,
+            "transformers_continuous_batching_config": {"num_blocks": 64, "block_size": 16, "max_batch_tokens": 128},
+            "num_generations": 7,
+            "num_anchors": 3,
+            "num_base_trajectories": 1,
+            "max_steps": 1,
+        },
+    ],
+    ids=["while rows grow", "in a second round", "continuous batching"],
+)
+def test_chances_are_those_of_the_policy(settings):
+    model = factory.make_model(max_position_embeddings=128)
+    settings = SETTINGS | size_of(settings) | {"temperature": 0.9, "learning_rate": 0, "max_steps": 2} | settings
+    check_chances(factory.train(model=model, **settings))
+
+
+@pytest.mark.parametrize("given", [{}, {"environment_factory": ForkingWalk}], ids=["tools", "environment"])
+def test_branches_amid_a_dialogue(given):
+    """The turn that is redrawn begins with another token, and no later one."""
+    trainer = factory.make_tool_trainer(
+        distinct_branches=True,
+        num_generations=7,
+        num_anchors=3,
+        num_base_trajectories=1,
+        per_device_train_batch_size=28,
+        learning_rate=0.0,
+        **given,
+    )
+    assert isinstance(trainer.sampler, ToolCallingSampler)
+    turns, asked = trainer.sampler.sampler, []
+
+    class Recorded:
+        draws_distinct = turns.draws_distinct
+
+        def sample(self, requests):
+            asked.extend(request for request in requests if request.distinct_from is not None)
+            return turns.sample(requests)
+
+    trainer.sampler.sampler = Recorded()
+    trainer.train()
+    check_chances(trainer)
+    anchors = [(tree, *anchor) for _, trees in trainer.batches for tree in trees for anchor in branches_of(tree)]
+    assert any(base.dialogue.turn_at(state.position) > 0 for _, base, state, _ in anchors)
+    expected = sorted((*tree.prompt_ids, *state.prefix_ids) for tree, _, state, _ in anchors)
+    assert sorted(tuple(request.prefix_ids) for request in asked) == expected
+    assert {request.num_samples for request in asked} == {2}
 
 
 def test_what_cannot_draw_them_says_so(caplog):
@@ -235,6 +295,13 @@ def test_masses_by_hand():
     metrics = tree_metrics([tree], torch.ones(3), 4)
     assert metrics["fr3e/branches/mass/mean"] == pytest.approx((first + second) / 2)
     assert metrics["fr3e/branches/mass/min"] == pytest.approx(min(first, second))
+    # A branch whose environment could not go on takes a row of what is left, the other goes on drawing
+    tree.states[2].rollouts.append(rollout_of(1))
+    first = 2 * 0.5 / 1.3
+    rest = (5 - first) / 4
+    second = rest * 2 * 0.4 / 1.1
+    assert masses_of(tree) == pytest.approx([5 - first - second - rest, 1, first, second, rest])
+    tree.states[2].rollouts.pop()
     # Drawn independently, each branch takes one row
     for state in tree.states[1:]:
         state.rollouts[0].chances = None

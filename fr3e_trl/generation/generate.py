@@ -344,41 +344,28 @@ class _DistinctTokens(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         for first, num_rows, token in self.groups.get(input_ids.shape[1], []):
             probs = scores[first].softmax(0)
-            others, (chances,) = _draw_others(probs[None], torch.tensor([[token]], device=probs.device), num_rows)
-            if chances is None:
+            race = _race(probs)
+            race[token] = -1
+            others = race.topk(num_rows).indices
+            chances = probs[others].tolist()
+            if chances[-1] == 0:
                 continue
+            of_base = probs[token].item()
             rows = torch.arange(first, first + num_rows, device=scores.device)
             scores[rows] = -torch.inf
-            scores[rows, others[0]] = 0.0
-            self.chances |= {first + k: (chances[0], chance) for k, chance in enumerate(chances[1:])}
+            scores[rows, others] = 0.0
+            self.chances |= {first + k: (of_base, chance) for k, chance in enumerate(chances)}
         return scores
 
 
-def _draw_others(
-    probs: torch.Tensor, token_ids: torch.Tensor, num: int
-) -> tuple[torch.Tensor, list[list[float] | None]]:
+def _race(probs: torch.Tensor) -> torch.Tensor:
     """
-    Draw further tokens from distributions, without replacement where there are as many.
+    How early each token of distributions (..., V) comes in, the first the highest.
 
-    Args:
-        probs (`torch.Tensor` of shape (B, V)):
-            Distributions.
-        token_ids (`torch.Tensor` of shape (B, 1)):
-            What was drawn from each before.
-        num (`int`):
-            How many tokens to draw.
-
-    Returns:
-        `tuple`: The tokens, (B, num). For each distribution, the probabilities of the token before and of these; `None`
-        where it has too few tokens, so that they were drawn independently.
+    The first token is a draw, and the next ones are further draws without replacement: an exponential race. A token of
+    probability 0 comes last, with 0.
     """
-    others = probs.scatter(1, token_ids, 0)
-    enough = (others > 0).sum(1) >= num
-    drawn = torch.multinomial(probs, num, replacement=True)
-    if enough.any():
-        drawn[enough] = torch.multinomial(others[enough], num)
-    chances = torch.cat([probs.gather(1, token_ids), probs.gather(1, drawn)], 1).tolist()
-    return drawn, [of_row if is_enough else None for of_row, is_enough in zip(chances, enough.tolist(), strict=True)]
+    return probs / torch.empty_like(probs).exponential_()
 
 
 class _PolicyRecord(LogitsProcessor):
@@ -574,20 +561,25 @@ class _GrowingRows:
         Draw a token for each row, (B, 1), from distributions (B, V).
 
         Rollouts that leave now are the last rows. They may have to begin with another token than the row that they
-        leave, and than each other.
+        leave, and than each other: with those that come in after its own. Where there are too few, they draw for
+        themselves.
         """
         branching = self.live[leaving[0]].request.branching if leaving else None
         if branching is None or not branching.distinct:
             return torch.multinomial(probs, 1)
-        token_ids = torch.multinomial(probs[: -len(leaving)], 1)
-        num = branching.num_rollouts
+        race, num = _race(probs), branching.num_rollouts
+        token_ids = race.argmax(1, keepdim=True)
         left = torch.tensor(leaving[::num], device=probs.device)
-        others, chances = _draw_others(probs[left], token_ids[left], num)
-        for k, row in enumerate(self.live[-len(leaving) :]):
-            of_group = chances[k // num]
-            if of_group is not None:
-                row.chances = of_group[0], of_group[1 + k % num]
-        return torch.cat([token_ids, others.reshape(-1, 1)])
+        first = race[left].topk(1 + num).indices
+        chances = probs[left].gather(1, first)
+        enough = chances[:, -1:] > 0
+        drawn = token_ids[-len(leaving) :]
+        drawn.copy_(first[:, 1:].where(enough, drawn.view(-1, num)).view(-1, 1))
+        of_anchors = zip(chances.tolist(), enough.tolist(), strict=True)
+        for k, ((of_base, *of_others), (is_enough,)) in enumerate(of_anchors):
+            for row, of_row in zip(self.live[-len(leaving) :][k * num : (k + 1) * num], of_others, strict=True):
+                row.chances = (of_base, of_row) if is_enough else None
+        return token_ids
 
     def _select(self, rows: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Go on with these of the present rows, and what the model is called with."""

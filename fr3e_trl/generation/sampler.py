@@ -1,4 +1,7 @@
-"""Samplers around others: one that was passed to the trainer, and one that keeps several processes in step."""
+"""
+Samplers around others: one that was passed to the trainer, one that begins with tokens that another draws, and one that
+keeps several processes in step.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,6 +10,7 @@ import numpy as np
 from accelerate.utils import gather_object
 
 from ..method.sampling import Sample, Sampler, SamplingRequest
+from ..method.tree import as_ids
 
 
 class OwnSampler:
@@ -85,6 +89,71 @@ def _repetition(request: SamplingRequest, samples: Sequence[Sample]) -> str | No
     return None
 
 
+class DistinctSampler:
+    """
+    Draws without replacement by a sampler that does not: another one draws the first tokens, and it goes on with them.
+
+    Args:
+        sampler ([`Sampler`]):
+            Goes on.
+        first ([`Sampler`]):
+            Draws the first tokens.
+        eos_token_ids (`list[int]`):
+            Tokens that end a continuation.
+        batch_size (`int`):
+            How many prefixes to draw first tokens for at a time.
+    """
+
+    draws_distinct = True
+
+    def __init__(self, sampler: Sampler, first: Sampler, eos_token_ids: list[int], batch_size: int):
+        self.sampler = sampler
+        self.first = first
+        self.eos_token_ids = eos_token_ids
+        self.batch_size = batch_size
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
+        leaving = [i for i, request in enumerate(requests) if request.distinct_from is not None]
+        begun = dict(zip(leaving, self._first_tokens([requests[i] for i in leaving]), strict=True))
+        unfinished = [
+            (i, k)
+            for i, of_request in begun.items()
+            for k, sample in enumerate(of_request)
+            if requests[i].max_new_tokens > 1 and sample.token_ids[0] not in self.eos_token_ids
+        ]
+        others = [i for i in range(len(requests)) if i not in begun]
+        drawn = self.sampler.sample(
+            [requests[i] for i in others] + [_after(requests[i], begun[i][k]) for i, k in unfinished]
+        )
+        for (i, k), (rest,) in zip(unfinished, drawn[len(others) :], strict=True):
+            first = begun[i][k]
+            begun[i][k] = replace(first, token_ids=[*first.token_ids, *rest.token_ids])
+        samples = begun | dict(zip(others, drawn, strict=False))
+        return [samples[i] for i in range(len(requests))]
+
+    def _first_tokens(self, requests: list[SamplingRequest]) -> list[list[Sample]]:
+        """Samples of one token."""
+        asked = [replace(request, max_new_tokens=1, branching=None) for request in requests]
+        batches = [asked[start : start + self.batch_size] for start in range(0, len(asked), self.batch_size)]
+        return [
+            [Sample(list(sample.token_ids), chances=sample.chances) for sample in of_request]
+            for batch in batches
+            for of_request in self.first.sample(batch)
+        ]
+
+
+def _after(request: SamplingRequest, first: Sample) -> SamplingRequest:
+    """Asks for what follows a first token."""
+    return replace(
+        request,
+        prefix_ids=np.append(request.prefix_ids, as_ids(first.token_ids)),
+        num_samples=1,
+        max_new_tokens=request.max_new_tokens - 1,
+        branching=None,
+        distinct_from=None,
+    )
+
+
 class InStepSampler:
     """
     Has every process call a sampler equally often, as it must where calling it is a collective call.
@@ -99,6 +168,7 @@ class InStepSampler:
 
     def __init__(self, sampler: Sampler):
         self.sampler = sampler
+        self.draws_distinct = bool(getattr(sampler, "draws_distinct", False))
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         samples: list[list[Sample]] = [[] for _ in requests]

@@ -387,6 +387,8 @@ class _Exploration:
     def _request(self, i: int, state: State, num_samples: int) -> SamplingRequest:
         tree = self.trees[i]
         base = None if state.base is None else tree.bases[state.base]
+        # Rollouts of an anchor that several processes draw know nothing of each other
+        is_distinct = self.plan.distinct and num_samples == len(state.rollouts)
         return SamplingRequest(
             prefix_ids=np.concatenate([tree.prompt_ids, state.prefix_ids]),
             num_samples=num_samples,
@@ -396,7 +398,7 @@ class _Exploration:
             tree=i,
             dialogue=None if base is None else base.dialogue,
             multimodal=tree.multimodal,
-            **(distinct_from(base, state.position) if base is not None and self.plan.distinct else {}),
+            **(distinct_from(base, state.position) if base is not None and is_distinct else {}),
         )
 
     def _token_at(self, tree: Tree, state: State) -> int:

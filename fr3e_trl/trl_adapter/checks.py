@@ -182,8 +182,8 @@ def warn_of_independent_branches(trainer: Any) -> None:
     """Tell where branches cannot be drawn without replacement."""
     if trainer.args.distinct_branches and not getattr(trainer.sampler, "draws_distinct", False):
         logger.warning(
-            "distinct_branches=True has no effect: %s draws branches independently. transformers' generate and vLLM "
-            "draw them without replacement, without tools and with unsharded weights.",
+            "distinct_branches=True has no effect: %s draws branches independently. transformers' generate draws them "
+            "without replacement, and so do its continuous batching with unsharded weights and vLLM.",
             type(trainer.sampler).__name__,
         )
 

@@ -176,7 +176,7 @@ def _calls(
     by_start = starts.argsort(kind="stable")
     paths, places = [], np.empty(num_new.sum(), dtype=np.int64)
     num_before = 0
-    for first, end in pairwise(_split(starts[by_start].tolist(), lengths[by_start].tolist())):
+    for first, end in pairwise(_split(starts[by_start], lengths[by_start])):
         group = by_start[first:end]
         start, length = starts[group].min(), lengths[group].max()
         columns = begins[group, None] + np.arange(length)
@@ -189,7 +189,7 @@ def _calls(
     return paths, places
 
 
-def _split(starts: list[int], lengths: list[int]) -> list[int]:
+def _split(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[int]:
     """
     Split rows, in order of where they start, into calls of attention that together cost the least.
 
@@ -199,16 +199,15 @@ def _split(starts: list[int], lengths: list[int]) -> list[int]:
     Returns:
         `list[int]`: The first row of each call, and the number of rows.
     """
-    cheapest, first_of_last = [0], [0]
+    cheapest, first_of_last = np.zeros(len(starts) + 1, dtype=np.int64), [0]
     for end in range(1, len(starts) + 1):
-        costs, longest = {}, 0
-        for first in reversed(range(end)):
-            longest = max(longest, lengths[first])
-            # A token looks at those before it: from the first new one's number on to that of all
-            pairs = (end - first) * (longest - starts[first]) * (longest + starts[first]) // 2
-            costs[first] = cheapest[first] + pairs + PAIRS_PER_CALL
-        first_of_last.append(min(costs, key=lambda first: costs[first]))
-        cheapest.append(costs[first_of_last[-1]])
+        first = np.arange(end)[::-1]
+        longest = np.maximum.accumulate(lengths[first])
+        # A token looks at those before it: from the first new one's number on to that of all
+        pairs = (end - first) * (longest - starts[first]) * (longest + starts[first]) // 2
+        costs = cheapest[first] + pairs + PAIRS_PER_CALL
+        first_of_last.append(int(first[costs.argmin()]))
+        cheapest[end] = costs.min()
     bounds = [len(starts)]
     while bounds[-1] > 0:
         bounds.append(first_of_last[bounds[-1]])

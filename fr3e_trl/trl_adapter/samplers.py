@@ -7,7 +7,7 @@ from trl.extras.profiling import profiling_context
 
 from ..generation.continuous_batching import ContinuousBatchingSampler
 from ..generation.generate import GenerateSampler
-from ..generation.sampler import InStepSampler
+from ..generation.sampler import DistinctSampler, InStepSampler
 from ..generation.vllm import VLLMColocateSampler, VLLMServerSampler
 from ..method.sampling import Sampler
 from .decoding import GenerateSteps, generation_model
@@ -24,15 +24,19 @@ def make_sampler(trainer: Any) -> Sampler:
         return VLLMServerSampler(trainer.vllm_generation, trainer.eos_token_ids, profiler)
     if trainer.use_vllm:
         return VLLMColocateSampler(trainer.vllm_generation, trainer.eos_token_ids, profiler)
+    is_early = bool(trainer.args.num_anchors) and trainer.args.anchor_threshold is not None
+    is_alone = not (trainer.use_transformers_continuous_batching or is_sharded(trainer) or trainer.tools)
+    steps = GenerateSteps(in_step=is_sharded(trainer) and trainer.accelerator.num_processes > 1)
+    sampler = GenerateSampler(
+        *(model, trainer.generation_config, trainer.accelerator.device, steps),
+        image_inputs=partial(image_inputs, trainer),
+        may_grow=is_early and is_alone,
+        dtype=computed_in(trainer),
+    )
     if trainer.use_transformers_continuous_batching:
-        sampler = ContinuousBatchingSampler(model, trainer.generation_config, trainer.continuous_batching_config)
-    else:
-        branches_early = bool(trainer.args.num_anchors) and trainer.args.anchor_threshold is not None
-        steps = GenerateSteps(in_step=is_sharded(trainer) and trainer.accelerator.num_processes > 1)
-        sampler = GenerateSampler(
-            *(model, trainer.generation_config, trainer.accelerator.device, steps),
-            image_inputs=partial(image_inputs, trainer),
-            may_grow=branches_early and not is_sharded(trainer) and not trainer.tools,
-            dtype=computed_in(trainer),
-        )
+        engine = ContinuousBatchingSampler(model, trainer.generation_config, trainer.continuous_batching_config)
+        if is_sharded(trainer):  # processes would read different numbers of prefixes
+            return InStepSampler(engine)
+        # The engine draws each sample for itself, and tells nothing of the distribution
+        return DistinctSampler(engine, sampler, trainer.eos_token_ids, trainer.args.per_device_train_batch_size)
     return InStepSampler(sampler) if is_sharded(trainer) else sampler

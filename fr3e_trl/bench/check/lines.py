@@ -300,7 +300,7 @@ def cost(setup: Setup) -> str:
     """Time and memory of a step, beside GRPO's."""
     classes = {"FR3E": MeasuredFR3ETrainer, "GRPO": MeasuredGRPOTrainer}
     trainers = {name: make_trainer(setup, trainer_class, max_steps=1) for name, trainer_class in classes.items()}
-    seconds, tokens = measure(trainers, range(3))
+    seconds, tokens, _ = measure(trainers, range(3))
     memory = {name: peak_memory(trainer) for name, trainer in trainers.items()}
     times = {name: sum(parts.values()) for name, parts in seconds.items()}
     ratios = [

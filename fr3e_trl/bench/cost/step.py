@@ -6,9 +6,9 @@ FR3E beside GRPO: what a row costs.
 
 `FR3ETrainer` and `GRPOTrainer` train the same policy on the same prompts, rows and seed, in turns of a few steps, in
 one process, so that what else the machine does meanwhile meets both. So does "shared": GRPO by `FR3ETrainer`, without
-anchors and with shared prefixes. Printed are ratios of FR3E to both, the most memory that a step holds beside what was
-held before it, and where a step's time goes. Each moment counts once, for the innermost of the parts below that is
-running:
+anchors and with shared prefixes. Printed are ratios of FR3E to both: tokens that are generated, tokens that the update
+forwards, time, and the most memory that a step holds beside what was held before it. Then where a step's time goes.
+Each moment counts once, for the innermost of the parts below that is running:
 
 - generation: transformers' `generate`;
 - log-probs: forward passes outside of the loss, for FR3E those that give the entropies;
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
                 name: make_trainer(SETTINGS | settings | of_trainer, policy, task, Path(output_dir), seed=0)
                 for name, of_trainer in (TRAINERS | {"FR3E": TRAINERS["FR3E"] | options.settings}).items()
             }
-        seconds, tokens = measure(
+        seconds, generated, updated = measure(
             trainers, track(range(options.num_turns + 1), description="Turns", console=Console(stderr=True))
         )
         memory = {name: peak_memory(trainer) / 2**20 for name, trainer in trainers.items()}
@@ -77,16 +77,23 @@ def main(argv: list[str]) -> None:
     config = trainers["FR3E"].args
     print(f"{num_steps} steps each of {options.num_prompts} prompts x {options.num_generations} rows")
     print(f"FR3E: {config.num_bases} base trajectories and {config.num_anchors} anchors a prompt")
-    print_ratios(seconds, {name: number / num_rows for name, number in tokens.items()}, memory)
+    generated, updated = (
+        {name: number / num_rows for name, number in tokens.items()} for tokens in (generated, updated)
+    )
+    print_ratios(seconds, generated, updated, memory)
     print_shares(seconds)
 
 
 def print_ratios(
-    seconds: dict[str, dict[str, float]], tokens_per_row: dict[str, float], memory: dict[str, float]
+    seconds: dict[str, dict[str, float]],
+    generated_per_row: dict[str, float],
+    updated_per_row: dict[str, float],
+    memory: dict[str, float],
 ) -> None:
     table = make_table("FR3E beside GRPO", "/ GRPO", "/ shared", *TRAINERS)
     entries = {
-        "generated tokens per row": tokens_per_row,
+        "generated tokens per row": generated_per_row,
+        "tokens in the update per row": updated_per_row,
         "generation time, s": {name: parts["generation"] for name, parts in seconds.items()},
         "whole step's time, s": {name: sum(parts.values()) for name, parts in seconds.items()},
         "peak memory, MiB": memory,

@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -89,22 +90,28 @@ class Stopwatch:
                 stack.close()
 
 
-def measure(trainers: dict[str, Any], turns: Iterable[int]) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
-    """Seconds of each trainer by part, and tokens that it generated, over all turns but that of number 0."""
+def measure(
+    trainers: dict[str, Any], turns: Iterable[int]
+) -> tuple[dict[str, dict[str, float]], dict[str, float], dict[str, float]]:
+    """
+    Seconds of each trainer by part, the tokens that it generated, and those that its loss forwarded, over all turns but
+    that of number 0.
+    """
     stopwatch = Stopwatch()
     seconds = {name: dict.fromkeys(PARTS, 0.0) for name in trainers}
-    tokens = dict.fromkeys(trainers, 0)
+    generated, updated = dict.fromkeys(trainers, 0.0), dict.fromkeys(trainers, 0.0)
     with stopwatch.times(TIMED):
         for turn in turns:
             for name, trainer in trainers.items():
                 stopwatch.seconds = dict.fromkeys(PARTS, 0.0)
-                generated_before = trainer.costs.generated_tokens
+                before = replace(trainer.costs)
                 trainer.train()
                 if turn > 0:
-                    tokens[name] += trainer.costs.generated_tokens - generated_before
+                    generated[name] += trainer.costs.generated_tokens - before.generated_tokens
+                    updated[name] += trainer.costs.forward_backward_tokens - before.forward_backward_tokens
                     for part in PARTS:
                         seconds[name][part] += stopwatch.seconds[part]
-    return seconds, tokens
+    return seconds, generated, updated
 
 
 def peak_memory(trainer: Any) -> int:

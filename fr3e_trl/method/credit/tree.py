@@ -141,6 +141,7 @@ def masses_of(tree: Tree) -> list[float]:
     draw a token, its own and those of the branches there. The others go on with it, and leave later or never.
         - Independent branches take a row each.
         - Where tokens are drawn without replacement, the s rows are shared out by [`set_weights`].
+        - A branch that drew none, as its environment could not go on from the prefix, takes a row.
     What the base trajectory keeps is shared out among the rows that go on, evenly.
     """
     is_base = [rollout.copy_of is None for rollout in tree.states[0].rollouts]
@@ -170,12 +171,10 @@ def masses_by_rollout(tree: Tree) -> dict[int, float]:
 
 def _shares(state: State) -> list[float]:
     """How many of the rows that come to an anchor each of its rollouts takes."""
-    chances = [rollout.chances for rollout in state.rollouts]
-    if None in chances:
-        return [1.0] * len(chances)
-    of_base = next(of_base for of_base, _ in filter(None, chances))
-    weights = set_weights([of_base, *(own for _, own in filter(None, chances))])
-    return [len(weights) * weight for weight in weights[1:]]
+    drawn = [rollout.chances for rollout in state.rollouts if rollout.chances is not None]
+    weights = set_weights([drawn[0][0], *(own for _, own in drawn)]) if drawn else []
+    shares = iter([len(weights) * weight for weight in weights[1:]])
+    return [1.0 if rollout.chances is None else next(shares) for rollout in state.rollouts]
 
 
 def set_weights(chances: Sequence[float]) -> list[float]:
@@ -431,7 +430,7 @@ def _stretches(
         for position, at_position in itertools.groupby(by_position, key=positions.__getitem__):
             group = list(at_position)
             of_group, num_of_group = (sum((below[branch][k] for branch in group), 0.0) for k in (0, 1))
-            is_distinct = distinct[group[0]]
+            is_distinct = any(distinct[branch] for branch in group)
             if position < end:
                 rest = position + 1 if is_distinct else position
                 if rest < end:
