@@ -102,7 +102,7 @@ def main() -> None:
             num_generations=4,  # one base trajectory and three branches
             per_device_train_batch_size=48,  # 12 problems a step
             max_completion_length=options.max_completion_length,
-            learning_rate=5e-4,  # of LoRA on a small model
+            learning_rate=1e-3,  # of LoRA on a small model
             lr_scheduler_type="constant",
             gradient_checkpointing=False,
             bf16=False,  # the weights are
