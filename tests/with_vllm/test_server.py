@@ -377,10 +377,16 @@ def served(server, run):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_processes"), [("gsm8k_lora_vllm", 1), ("gsm8k_lora_vllm", 2), ("gsm8k_lora_vllm_grpo", 1)]
+    ("name", "num_processes", "sharding", "settings"),
+    [
+        ("gsm8k_lora_vllm", 1, None, {"max_refills": 2, "reject_degenerate_states": True}),
+        ("gsm8k_lora_vllm", 2, None, {}),
+        ("gsm8k_lora_vllm", 2, "fsdp2", {"distinct_branches": True}),
+        ("gsm8k_lora_vllm_grpo", 1, None, {}),
+    ],
 )
-def test_recipe_trains(server, name, num_processes, tmp_path):
-    """Two steps, with a tiny model and a small dataset in place of its own."""
+def test_recipe_trains(server, name, num_processes, sharding, settings, tmp_path):
+    """Two steps, with a tiny model and a small dataset in place of its own; with sharded weights too, and refill."""
     rows = [{"question": f"{i} + {i} =", "answer": f"#### {2 * i}"} for i in range(8)]
     Dataset.from_list(rows).to_json(tmp_path / "data.jsonl")
     shutil.copytree(POLICY, tmp_path / "policy")
@@ -400,12 +406,19 @@ def test_recipe_trains(server, name, num_processes, tmp_path):
         "use_cpu": True,
         "report_to": "none",
     }
+    overrides |= settings
     arguments = ["--config", f"recipes/{name}.yaml", *(f"--{key}={value}" for key, value in overrides.items())]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    if sharding is not None:
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(num_processes)]
+        launch += ["--config_file", f"recipes/accelerate/{sharding}.yaml", "--mixed_precision", "no"]
+        launch += ["--main_process_port", "0"]
     subprocess.run([*launch, "examples/train.py", *arguments], cwd=ROOT, check=True, timeout=200)
     state = json.loads((tmp_path / "output" / "checkpoint-2" / "trainer_state.json").read_text())
     steps = [entry for entry in state["log_history"] if "loss" in entry]
     assert [entry["sampling/importance_sampling_ratio/mean"] for entry in steps] == pytest.approx([1, 1], abs=1e-3)
+    if "max_refills" in settings:  # hardly any answer is right
+        assert all(entry["fr3e/refill/prompts"] > 0 for entry in steps)
     assert list((tmp_path / "output" / "_vllm_adapter").iterdir()) == []
 
 
