@@ -392,6 +392,7 @@ def reason(obstacle):
     obstacle = re.sub(r"\w+ keeps a state.*", "a state that does not follow rows", obstacle)
     obstacle = re.sub(r"\w+ raises (\w+).*", r"raises `\1`", obstacle, flags=re.DOTALL)
     obstacle = re.sub(r"layers of \w+ are recurrent.*", "recurrent layers", obstacle)
+    obstacle = re.sub(r"layers of \w+ are convolutions.*", "convolutions", obstacle)
     obstacle = re.sub(r"the window of .*", "a window in its mask alone", obstacle)
     obstacle = re.sub(r"the images of a prompt.*", "it has a processor of images", obstacle)
     return f"no: {obstacle}"

@@ -101,7 +101,10 @@ def obstacle_by_design(model: Any) -> str | None:
     """What needs no trial to be known. Otherwise the model's attention takes paths from now on."""
     if getattr(model, "_is_stateful", False):
         return f"layers of {name_of(model)} are recurrent: what they make of a token depends on the row"
-    implementation = model.config.get_text_config()._attn_implementation
+    config = model.config.get_text_config()
+    if "conv" in (getattr(config, "layer_types", None) or []):  # so little that rounding may hide it
+        return f"layers of {name_of(model)} are convolutions: what they make of a token depends on the row"
+    implementation = config._attn_implementation
     if not share(model, implementation):
         return f"attn_implementation={implementation!r} is none of sdpa, eager, flex and FlashAttention"
     return None
