@@ -100,7 +100,9 @@ def main() -> None:
             seed=options.seed,
             max_steps=options.max_steps,
             num_generations=4,  # one base trajectory and three branches
-            per_device_train_batch_size=48,  # 12 problems a step
+            steps_per_generation=4,  # 12 problems a step,
+            gradient_accumulation_steps=4,
+            per_device_train_batch_size=12,  # three at a time in the loss
             max_completion_length=options.max_completion_length,
             learning_rate=1e-3,  # of LoRA on a small model
             lr_scheduler_type="constant",

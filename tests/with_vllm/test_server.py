@@ -200,7 +200,7 @@ def test_branches_differ(server, settings):
                     assert rollout.token_ids[0] != base.token_ids[state.position]
                     assert list(rollout.chances) == pytest.approx([chance, math.exp(rollout.logprobs[0])], rel=1e-3)
                     num_branches += 1
-    assert num_branches > 10
+    assert num_branches > (0 if "top_p" in settings else 10)  # what top_p leaves may be one token
 
 
 def test_tools(server):
