@@ -6,7 +6,6 @@ from pathlib import Path
 from ..commands.counts import check_counts
 from ..commands.recipe import RecipeParser, parse_arguments
 from .language.families import FAMILIES
-from .language.policy import language_policy
 from .policies import starting_policy
 from .runs import be_quiet
 from .tasks import TASKS
@@ -63,5 +62,7 @@ def main(argv: list[str]) -> None:
     if args.task in TASKS:
         print(starting_policy(TASKS[args.task], directory))
     else:
+        from .language.policy import language_policy  # which takes peft
+
         directory = directory or OUTPUT_DIR / args.task
         print(language_policy(FAMILIES[args.task], directory, args.model_name_or_path, args.num_examples))

@@ -1,9 +1,11 @@
 """The policies that training starts from, made here: nothing is downloaded."""
 
+import functools
 import hashlib
 import os
 import random
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -53,7 +55,17 @@ def starting_policy(task: Task, directory: Path | None = None) -> Path:
     Raises:
         UsageError: There is something else, a file or another directory.
     """
-    directory = directory or _cached(task)
+    return made_once(directory or _cached(task), functools.partial(_make, task))
+
+
+def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
+    """
+    The directory of a model. If it is not there, `make` puts it into a directory of another name, so that it is there
+    whole or not at all.
+
+    Raises:
+        UsageError: There is something else, a file or another directory.
+    """
     check_directory(directory)
     if (directory / "config.json").is_file():
         return directory
@@ -64,9 +76,9 @@ def starting_policy(task: Task, directory: Path | None = None) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as partial:
         made = Path(partial) / "policy"
-        _make(task, made)
+        make(made)
         try:
-            made.rename(directory)  # whole or not at all
+            made.rename(directory)
         except OSError:
             if not (directory / "config.json").is_file():  # or else another process was faster: its policy is the same
                 raise

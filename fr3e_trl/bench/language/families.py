@@ -107,7 +107,7 @@ class Words(Family):
         who, total = rng.choice(patterns.NAMES), rng.randint(4, 20)
         story = [pattern.start.format(who=who, n=total)]
         worked = [rng.choice(patterns.OPENINGS).format(a=total, things=pattern.things)]
-        for kind in rng.sample(("more", "fewer", "groups", "twice"), level):
+        for kind in rng.sample([*patterns.STEPS], level):
             numbers: dict[str, Any] = {"a": total, "n": rng.randint(2, 12), "k": rng.randint(2, 6)}
             if kind == "more":
                 total += numbers["n"]
@@ -120,16 +120,10 @@ class Words(Family):
                 total += numbers["p"]
             else:
                 total *= 2
-            sentences: dict[str, Sequence[str]] = {
-                "more": patterns.MORE,
-                "fewer": patterns.FEWER,
-                "groups": patterns.GROUPS,
-                "twice": patterns.TWICE,
-            }
             story += rng.sample(patterns.ASIDES, self.num_asides)
             story.append(getattr(pattern, kind).format(who=who, **numbers))
             worked += rng.sample(patterns.REMARKS, self.num_asides)
-            worked.append(rng.choice(sentences[kind]).format(b=total, things=pattern.things, **numbers))
+            worked.append(rng.choice(patterns.STEPS[kind]).format(b=total, things=pattern.things, **numbers))
         worked.append(rng.choice(patterns.ENDINGS).format(b=total, things=pattern.things))
         question = pattern.question.format(who=who)
         return " ".join([*story, question]), f"\\boxed{{{total}}}", " ".join(worked)

@@ -184,26 +184,28 @@ NUM_HELDOUT = 4  # the last ones
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Ida", "Jack", "Lena", "Tom")
 
 # How the demonstrator says what an event does: `{a}` is what there was, `{b}` what there is then
-MORE = (
-    "With {n} more there are {a} + {n} = {b} {things}.",
-    "Adding {n} gives {a} + {n} = {b}.",
-    "Then {n} come on top, so {a} + {n} = {b}.",
-)
-FEWER = (
-    "Without those {n} there are {a} - {n} = {b} {things}.",
-    "Taking away {n} leaves {a} - {n} = {b}.",
-    "Now {n} are gone, so {a} - {n} = {b}.",
-)
-GROUPS = (
-    "We add {n} * {k} = {p} and get {a} + {p} = {b}.",
-    "These are {n} * {k} = {p} {things}, and {a} + {p} = {b}.",
-    "The new ones are {n} * {k} = {p}, so {a} + {p} = {b}.",
-)
-TWICE = (
-    "Twice as many is {a} + {a} = {b}.",
-    "Doubling gives {a} + {a} = {b} {things}.",
-    "Now there are {a} + {a} = {b} {things}.",
-)
+STEPS = {
+    "more": (
+        "With {n} more there are {a} + {n} = {b} {things}.",
+        "Adding {n} gives {a} + {n} = {b}.",
+        "Then {n} come on top, so {a} + {n} = {b}.",
+    ),
+    "fewer": (
+        "Without those {n} there are {a} - {n} = {b} {things}.",
+        "Taking away {n} leaves {a} - {n} = {b}.",
+        "Now {n} are gone, so {a} - {n} = {b}.",
+    ),
+    "groups": (
+        "We add {n} * {k} = {p} and get {a} + {p} = {b}.",
+        "These are {n} * {k} = {p} {things}, and {a} + {p} = {b}.",
+        "The new ones are {n} * {k} = {p}, so {a} + {p} = {b}.",
+    ),
+    "twice": (
+        "Twice as many is {a} + {a} = {b}.",
+        "Doubling gives {a} + {a} = {b} {things}.",
+        "Now there are {a} + {a} = {b} {things}.",
+    ),
+}
 OPENINGS = (
     "At first there are {a} {things}.",
     "We begin with {a} {things}.",

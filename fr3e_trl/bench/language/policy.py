@@ -8,8 +8,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from ...commands.outputs import check_directory
-from ...commands.usage import UsageError
+from ..policies import made_once
 from .families import Family
 from .pretrained import NAME, smollm2
 
@@ -50,26 +49,17 @@ def language_policy(
     Raises:
         UsageError: There is something else, a file or another directory.
     """
-    check_directory(directory)
-    if (directory / "config.json").is_file():
-        return directory
-    if directory.exists() and any(directory.iterdir()):
-        raise UsageError(
-            f"output_dir={str(directory)!r} has files, and no policy's config.json. Name an empty or a new directory."
-        )
-    source = model_name_or_path or str(smollm2())
-    num_examples = family.num_examples if num_examples is None else num_examples
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as partial:
-        made = Path(partial) / "policy"
-        warm_up(family, source, made, num_examples)
+
+    def make(made: Path) -> None:
+        worked = family.num_examples if num_examples is None else num_examples
+        warm_up(family, model_name_or_path or str(smollm2()), made, worked)
         for split, size in (("train", NUM_TRAIN), ("test", NUM_TEST)):
             problems = family.examples(split, SEED, size).remove_columns("completion")
             problems.to_json(made / "data" / f"{split}.jsonl")
         if model_name_or_path is None:
-            (made / "README.md").write_text(CARD.format(base=NAME, family=family.name, num_examples=num_examples))
-        made.rename(directory)  # whole or not at all
-    return directory
+            (made / "README.md").write_text(CARD.format(base=NAME, family=family.name, num_examples=worked))
+
+    return made_once(directory, make)
 
 
 def warm_up(family: Family, source: str, directory: Path, num_examples: int) -> None:

