@@ -112,7 +112,7 @@ def test_trained_evaluated_and_compared_as_recipes_say(policy):
     small = ["--max_completion_length=16", "--use_cpu=true", "--report_to=none"]
     train.main(
         [
-            f"--config={RECIPES / 'words.yaml'}",
+            f"--config={RECIPES / 'smollm2' / 'words.yaml'}",
             *(model, data, *small, "--output_dir=trained"),
             *("--max_steps=2", "--num_generations=4", "--per_device_train_batch_size=8"),
             *("--gradient_accumulation_steps=1", "--steps_per_generation=1", "--eval_strategy=no"),

@@ -104,10 +104,15 @@ def obstacle_by_design(model: Any) -> str | None:
     config = model.config.get_text_config()
     if "conv" in (getattr(config, "layer_types", None) or []):  # so little that rounding may hide it
         return f"layers of {name_of(model)} are convolutions: what they make of a token depends on the row"
-    implementation = config._attn_implementation
+    implementation = attention_of(model)
     if not share(model, implementation):
         return f"attn_implementation={implementation!r} is none of sdpa, eager, flex and FlashAttention"
     return None
+
+
+def attention_of(model: Any) -> str:
+    """The name of what computes a model's attention."""
+    return model.config.get_text_config()._attn_implementation
 
 
 def name_of(model: Any) -> str:

@@ -164,7 +164,7 @@ def kernels(setup: Setup) -> str:
     """What computes attention, of rows apart and of shared prefixes, forward and backward."""
     trainer = make_kept(setup)
     ways = {"rows apart": False, "shared prefixes": True} if trainer.shares_prefixes else {"rows apart": False}
-    told = [trainer.model.config.get_text_config()._attn_implementation]
+    told = [sharing_probe.attention_of(trainer.model)]
     for way, share in ways.items():
         names = kernels_of(lambda share=share: scored(trainer, trainer.batch, share))  # type: ignore[misc]
         told.append(f"{way}: {', '.join(sorted(names)) or 'products of matrices alone'}")
