@@ -40,6 +40,8 @@ from fr3e_trl.method.sampling import SamplingRequest
 from fr3e_trl.trl_adapter.prompts import tokenize
 
 ROOT = Path(__file__).parents[2]
+SHARDED = Path(__file__).with_name("sharded_train.py")
+DEEPSPEED = ROOT / ".venv" / "bin" / "python"  # of `make test`: vLLM's environment has no DeepSpeed
 
 
 def test_the_check_of_an_installation_asks_it(server):
@@ -376,25 +378,16 @@ def served(server, run):
     return {card["id"]: card["root"] for card in cards if card["id"].startswith(run)}
 
 
-@pytest.mark.parametrize(
-    ("name", "num_processes", "sharding", "settings"),
-    [
-        ("gsm8k_lora_vllm", 1, None, {"max_refills": 2, "reject_degenerate_states": True}),
-        ("gsm8k_lora_vllm", 2, None, {}),
-        ("gsm8k_lora_vllm", 2, "fsdp2", {"distinct_branches": True}),
-        ("gsm8k_lora_vllm_grpo", 1, None, {}),
-    ],
-)
-def test_recipe_trains(server, name, num_processes, sharding, settings, tmp_path):
-    """Two steps, with a tiny model and a small dataset in place of its own; with sharded weights too, and refill."""
+def train_recipe(server, name, launch, num_processes, settings, directory):
+    """What a recipe logs, with a tiny model and a small dataset in place of its own."""
     rows = [{"question": f"{i} + {i} =", "answer": f"#### {2 * i}"} for i in range(8)]
-    Dataset.from_list(rows).to_json(tmp_path / "data.jsonl")
-    shutil.copytree(POLICY, tmp_path / "policy")
-    (tmp_path / "policy" / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    Dataset.from_list(rows).to_json(directory / "data.jsonl")
+    shutil.copytree(POLICY, directory / "policy", dirs_exist_ok=True)
+    (directory / "policy" / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     overrides = {
-        "model_name_or_path": tmp_path / "policy",
-        "dataset_name": tmp_path / "data.jsonl",
-        "output_dir": tmp_path / "output",
+        "model_name_or_path": directory / "policy",
+        "dataset_name": directory / "data.jsonl",
+        "output_dir": directory / "output",
         "vllm_server_base_url": server.url,
         "max_steps": 2,
         "per_device_train_batch_size": 32 // num_processes,
@@ -408,18 +401,52 @@ def test_recipe_trains(server, name, num_processes, sharding, settings, tmp_path
     }
     overrides |= settings
     arguments = ["--config", f"recipes/{name}.yaml", *(f"--{key}={value}" for key, value in overrides.items())]
+    subprocess.run([*launch, *arguments], cwd=ROOT, check=True, timeout=300)
+    last = directory / "output" / f"checkpoint-{overrides['max_steps']}"
+    steps = [entry for entry in json.loads((last / "trainer_state.json").read_text())["log_history"] if "loss" in entry]
+    assert len(steps) == overrides["max_steps"]
+    for entry in steps:
+        assert entry["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-3)
+    assert list((directory / "output" / "_vllm_adapter").iterdir()) == []
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("name", "num_processes", "settings"),
+    [
+        ("gsm8k_lora_vllm", 1, {"max_refills": 2, "reject_degenerate_states": True}),
+        ("gsm8k_lora_vllm", 2, {}),
+        ("gsm8k_lora_vllm_grpo", 1, {}),
+    ],
+)
+def test_recipe_trains(server, name, num_processes, settings, tmp_path):
+    """With refill too."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
-    if sharding is not None:
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(num_processes)]
-        launch += ["--config_file", f"recipes/accelerate/{sharding}.yaml", "--mixed_precision", "no"]
-        launch += ["--main_process_port", "0"]
-    subprocess.run([*launch, "examples/train.py", *arguments], cwd=ROOT, check=True, timeout=200)
-    state = json.loads((tmp_path / "output" / "checkpoint-2" / "trainer_state.json").read_text())
-    steps = [entry for entry in state["log_history"] if "loss" in entry]
-    assert [entry["sampling/importance_sampling_ratio/mean"] for entry in steps] == pytest.approx([1, 1], abs=1e-3)
+    steps = train_recipe(server, name, [*launch, "examples/train.py"], num_processes, settings, tmp_path)
     if "max_refills" in settings:  # hardly any answer is right
         assert all(entry["fr3e/refill/prompts"] > 0 for entry in steps)
-    assert list((tmp_path / "output" / "_vllm_adapter").iterdir()) == []
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("recipe", ["fsdp2", "zero3"])
+def test_sharded_weights(server, recipe, tmp_path):
+    """The adapter is gathered from two processes after each step, with FSDP2 in a run that is resumed too."""
+    python, backend = {"fsdp2": (Path(sys.executable), "FSDP"), "zero3": (DEEPSPEED, "DEEPSPEED")}[recipe]
+    if not python.exists():
+        pytest.skip("there is no .venv with DeepSpeed, which `make test` makes")
+    (tmp_path / "reward.py").write_text(
+        "def score(completion_ids, **kwargs):\n    return [float(sum(ids) % 7) for ids in completion_ids]\n"
+    )
+    settings = {"distinct_branches": True, "reward_funcs": tmp_path / "reward.py:score", "learning_rate": 0.01}
+    launch = [python, "-m", "accelerate.commands.launch", "--config_file", f"recipes/accelerate/{recipe}.yaml"]
+    launch += ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0", SHARDED, backend]
+    steps = train_recipe(server, "gsm8k_lora_vllm", launch, 2, settings, tmp_path)
+    if recipe == "fsdp2":
+        settings |= {"max_steps": 3, "resume_from_checkpoint": True}
+        steps = train_recipe(server, "gsm8k_lora_vllm", launch, 2, settings, tmp_path)
+    for entry in steps:
+        assert entry["grad_norm"] > 0 and entry["fr3e/branches/distinct"] > 0.9
+        assert entry["sampling/sampling_logp_difference/max"] < 1e-4
 
 
 # The choice of the sync
