@@ -224,22 +224,28 @@ def answer(queue, draw):
     return queue.samples
 
 
+@pytest.mark.parametrize("leaves_out", [False, True])
 @pytest.mark.parametrize("num", [1, 2])
-def test_vllms_first_tokens_are_drawn_without_replacement(num):
+def test_vllms_first_tokens_are_drawn_without_replacement(num, leaves_out):
     """A queue's tokens, against the probabilities of drawing them one after the other."""
     rng = np.random.default_rng(0)
     probs = np.array([0.05, 0.45, 0.3, 0.2])
 
     def draw(request):
-        rows = rng.choice(4, (request.num_samples, min(request.max_new_tokens, 3)), p=probs)
-        return [Sample(row.tolist(), np.log(probs[row]).tolist()) for row in rows]
+        left = np.where(np.arange(4) == request.distinct_from, 0, probs)  # without a token, where it is asked for so
+        left /= left.sum()
+        rows = rng.choice(4, (request.num_samples, min(request.max_new_tokens, 3)), p=left)
+        return [Sample(row.tolist(), np.log(left[row]).tolist()) for row in rows]
 
     request = SamplingRequest(
         [9, 9], num, 5, 1.0, num_prompt_tokens=1, distinct_from=1, distinct_logprob=math.log(0.45)
     )
     found = Counter()
     for _ in range(4000):
-        (samples,) = answer(RequestQueue([request], [0], draws_branches=False), draw)
+        queue = RequestQueue([request], [0], draws_branches=False, leaves_out=leaves_out)
+        (samples,) = answer(queue, draw)
+        if leaves_out and num == 1:
+            assert [asked.num_samples for asked in queue.asked] in ([1], [1, 1])
         assert len(samples) == num
         for sample in samples:
             assert sample.chances == pytest.approx((0.45, probs[sample.token_ids[0]]))
@@ -264,7 +270,7 @@ def test_where_no_other_token_comes_branches_are_independent(logprob, nums):
         asked.append(request.num_samples)
         return [Sample([1] * min(request.max_new_tokens, 3), [0.0] * 3) for _ in range(request.num_samples)]
 
-    ((sample,),) = answer(RequestQueue([request], [0], draws_branches=False), draw)
+    ((sample,),) = answer(RequestQueue([request], [0], draws_branches=False, leaves_out=False), draw)
     assert sample.chances is None and list(sample.token_ids) == [1, 1, 1, 1][: len(sample.token_ids)]
     assert asked == nums
 

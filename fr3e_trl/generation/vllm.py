@@ -102,6 +102,8 @@ class RequestQueue:
             Tokens that end a continuation.
         draws_branches (`bool`):
             Whether branches are drawn with the samples that they leave.
+        leaves_out (`bool`):
+            Whether requests with `distinct_from` are answered without that token, by log-probs of what is left.
 
     Attributes:
         asked (`list[SamplingRequest]`):
@@ -110,10 +112,13 @@ class RequestQueue:
             Those of each request, once all is answered.
     """
 
-    def __init__(self, requests: Sequence[SamplingRequest], stop_token_ids: list[int], draws_branches: bool):
+    def __init__(
+        self, requests: Sequence[SamplingRequest], stop_token_ids: list[int], draws_branches: bool, leaves_out: bool
+    ):
         self.asked: list[SamplingRequest] = []
         self.samples: list[list[Sample]] = [[] for _ in requests]
         self.draws_branches = draws_branches
+        self.leaves_out = leaves_out
         self._stop_token_ids = set(stop_token_ids)
         self._takers: list[Callable[[list[Sample]], None]] = []
         for i, request in enumerate(requests):
@@ -127,10 +132,16 @@ class RequestQueue:
 
     def _add(self, request: SamplingRequest, take: Callable[[list[Sample]], None]) -> None:
         if request.distinct_from is None or request.distinct_logprob > CERTAIN:
-            self.asked.append(request)
-            self._takers.append(take)
+            self._ask(replace(request, distinct_from=None), take)
         else:
-            self._draw_first(request, take, FEWEST_DRAWS, {})
+            leaves_out = self.leaves_out and not math.isnan(request.distinct_logprob)
+            self._draw_first(
+                request, take, 1 if leaves_out and request.num_samples == 1 else FEWEST_DRAWS, {}, leaves_out
+            )
+
+    def _ask(self, request: SamplingRequest, take: Callable[[list[Sample]], None]) -> None:
+        self.asked.append(request)
+        self._takers.append(take)
 
     def _take(self, i: int, request: SamplingRequest, samples: list[Sample]) -> None:
         self.samples[i] = samples
@@ -139,12 +150,19 @@ class RequestQueue:
                 self._add(further, partial(sample.branches.__setitem__, position))
 
     def _draw_first(
-        self, request: SamplingRequest, take: Callable[[list[Sample]], None], num: int, found: dict[int, float]
+        self,
+        request: SamplingRequest,
+        take: Callable[[list[Sample]], None],
+        num: int,
+        found: dict[int, float],
+        leaves_out: bool,
     ) -> None:
         """Draw first tokens. `found` are those that differ, with their log-probs."""
+        # What is left of the distribution without the base trajectory's token, in log-probs
+        left = math.log(-math.expm1(request.distinct_logprob)) if leaves_out else 0.0
 
         def taken(samples: list[Sample]) -> None:
-            drawn = [(int(sample.token_ids[0]), float(sample.logprobs[0])) for sample in samples]
+            drawn = [(int(sample.token_ids[0]), float(sample.logprobs[0]) + left) for sample in samples]
             for token_id, logprob in drawn:
                 if token_id != request.distinct_from and len(found) < request.num_samples:
                     found.setdefault(token_id, logprob)
@@ -152,11 +170,12 @@ class RequestQueue:
                 of_base = math.exp(request.distinct_logprob)
                 self._go_on(request, take, [(t, p, (of_base, math.exp(p))) for t, p in found.items()])
             elif num < MOST_DRAWS:
-                self._draw_first(request, take, 8 * num, found)
+                self._draw_first(request, take, 8 * num, found, leaves_out)
             else:  # hardly another one has a probability
                 self._go_on(request, take, [(t, p, None) for t, p in drawn[: request.num_samples]])
 
-        self._add(replace(request, num_samples=num, max_new_tokens=1, distinct_from=None), taken)
+        distinct_from = request.distinct_from if leaves_out else None
+        self._ask(replace(request, num_samples=num, max_new_tokens=1, distinct_from=distinct_from), taken)
 
     def _go_on(
         self,
@@ -238,12 +257,15 @@ class VLLMSampler:
         """
         settings = self.generation.generation_kwargs
         min_tokens = settings.get("min_tokens", 0) - request.num_sampled_before
+        left_out = {} if request.distinct_from is None else {request.distinct_from: -100.0}  # vLLM's least
+        bias = {**settings.get("logit_bias", {}), **left_out}
         return {
             "top_p": self.generation.top_p,
             "top_k": self.generation.top_k,
             "min_p": self.generation.min_p or 0.0,
             "repetition_penalty": self.generation.repetition_penalty,
             **settings,
+            **({"logit_bias": bias} if bias else {}),
             "stop_token_ids": self.stop_token_ids,
             "min_tokens": max(0, min(min_tokens, request.max_new_tokens)),  # vLLM refuses more than the budget
             "temperature": request.temperature,
@@ -252,16 +274,17 @@ class VLLMSampler:
             "logprobs": NUM_LOGPROBS if self.knows_entropies(request) else 0,  # 0: the sampled token's alone
         }
 
-    def knows_entropies(self, request: SamplingRequest) -> bool:
-        """Whether entropies are wanted, and vLLM's log-probs are of the policy's whole distribution."""
+    @property
+    def draws_of_policy(self) -> bool:
+        """Whether tokens are drawn from the policy's whole distribution, and log-probs are of it."""
         generation = self.generation
         is_whole = generation.top_p == 1 and generation.top_k <= 0 and not generation.min_p
-        return (
-            request.with_entropies
-            and is_whole
-            and generation.repetition_penalty == 1
-            and generation.generation_kwargs.keys() <= {"stop_token_ids"}
-        )
+        is_plain = generation.repetition_penalty == 1 and generation.generation_kwargs.keys() <= {"stop_token_ids"}
+        return is_whole and is_plain
+
+    def knows_entropies(self, request: SamplingRequest) -> bool:
+        """Whether entropies are wanted, and vLLM's log-probs are of the policy's whole distribution."""
+        return request.with_entropies and self.draws_of_policy
 
 
 class VLLMServerSampler(VLLMSampler):
@@ -297,7 +320,13 @@ class VLLMServerSampler(VLLMSampler):
             return []
         server = self.generation.server
         assert server is not None
-        queue = RequestQueue(requests, self.stop_token_ids, draws_branches=True)
+        queue = RequestQueue(
+            requests,
+            self.stop_token_ids,
+            draws_branches=True,
+            # What is left out would change what is truncated, and speculative decoding passes biases by
+            leaves_out=self.draws_of_policy and server.config["speculative_config"] is None,
+        )
 
         def payload(request: SamplingRequest) -> dict[str, Any]:
             return {
@@ -353,7 +382,12 @@ class VLLMColocateSampler(VLLMSampler):
         return self._ask(requests)
 
     def _ask(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
-        queue = RequestQueue(requests, self.stop_token_ids, draws_branches=False)
+        queue = RequestQueue(
+            requests,
+            self.stop_token_ids,
+            draws_branches=False,
+            leaves_out=self.draws_of_policy and self.generation.llm.llm_engine.vllm_config.speculative_config is None,
+        )
         num_answered = 0
         with self.profiler():
             while num_answered < len(queue.asked):

@@ -1,5 +1,6 @@
 """What is asked of vLLM for a request. No engine is needed."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -35,3 +36,8 @@ def test_stop_tokens_are_added_to_eos():
 def test_the_shortest_completion_counts_from_the_prompt(num_prompt_tokens, min_tokens, expected):
     request = SamplingRequest([5] * 12, 2, 20, 0.7, num_prompt_tokens)
     assert SamplingParams(**asked_for(request=request, min_tokens=min_tokens)).min_tokens == expected
+
+
+def test_a_token_that_is_left_out_gets_the_least_bias():
+    request = replace(REQUEST, distinct_from=9)
+    assert SamplingParams(**asked_for(request=request, logit_bias={7: 1.0})).logit_bias == {7: 1.0, 9: -100.0}

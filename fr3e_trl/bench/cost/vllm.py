@@ -120,7 +120,7 @@ def compare_branches(trainer: Any, requests: list[SamplingRequest], num_turns: i
             seconds[distinct] = time.perf_counter() - start
             samples = [sample for of_request in of_requests for sample in of_request]
             branches = [branch for sample in samples for at_anchor in sample.branches.values() for branch in at_anchor]
-            first = [params["n"] for params in asked if params["n"] >= FEWEST_DRAWS and params["max_tokens"] == 1]
+            first = [p["n"] for p in asked if "logit_bias" in p or (p["n"] >= FEWEST_DRAWS and p["max_tokens"] == 1)]
             rounds.update(first)
             count["branches"] += len(branches)
             count["distinct"] += sum(branch.chances is not None for branch in branches)
