@@ -94,6 +94,19 @@ def test_another_stopping_rule(monkeypatch):
     assert rule.choose(torch.ones(20), None, eligible, 3) == [3, 9, 15]
 
 
+@given(st.data())
+def test_a_stopping_rule_decides_the_same_part_by_part(data):
+    entropies = np.array(data.draw(st.lists(st.sampled_from([0.0, 0.2, 0.5, 0.9]), min_size=1, max_size=30)))
+    rule = AboveThreshold(threshold=0.5, min_gap=data.draw(st.integers(1, 5)))
+    num_anchors = data.draw(st.integers(0, 6))
+    anchors, begin = [], 0
+    while begin < len(entropies):
+        end = begin + data.draw(st.integers(1, 8))
+        anchors += rule.further(entropies[begin:end], begin, num_anchors, anchors)
+        begin = end
+    assert anchors == rule.choose(entropies, None, eligible_positions(entropies, 99), num_anchors)
+
+
 def test_rank_takes_the_highest_and_ties_go_to_the_earlier():
     scores = torch.tensor([9.0, 1.0, 3.0, 3.0, 2.0])
     eligible = torch.tensor([False, True, True, True, True])

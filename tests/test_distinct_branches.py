@@ -14,9 +14,10 @@ from tool_policy import ForkingWalk
 
 from fr3e_trl.generation.tools import ToolCallingSampler
 from fr3e_trl.generation.vllm import RequestQueue
+from fr3e_trl.method.anchors import AboveThreshold
 from fr3e_trl.method.credit.tree import masses_of, set_weights
 from fr3e_trl.method.metrics import tree_metrics
-from fr3e_trl.method.sampling import Sample, SamplingRequest
+from fr3e_trl.method.sampling import Branching, Sample, SamplingRequest
 from fr3e_trl.method.tree import Rollout, Score, State, Tree
 
 SETTINGS = {"distinct_branches": True, "num_generations": 4, "max_steps": 4, "reward_funcs": factory.letters}
@@ -259,6 +260,40 @@ def test_vllms_first_tokens_are_drawn_without_replacement(num, leaves_out):
     assert found.keys() == expected.keys()
     chi_square = sum((found[tokens] - 4000 * p) ** 2 / (4000 * p) for tokens, p in expected.items())
     assert chi_square < 20  # 5 degrees of freedom at most: .0012
+
+
+@pytest.mark.parametrize("distinct", [False, True])
+def test_vllms_branches_leave_while_their_base_trajectories_grow(distinct):
+    """Two of them, told in turns, three tokens at a time. A branch is asked for with the part that has its anchor."""
+    branching = Branching(2, None, [2, 1], AboveThreshold(threshold=0.5, min_gap=2), distinct)
+    request = SamplingRequest([9, 9], 2, 6, 1.0, with_entropies=True, branching=branching)
+    queue = RequestQueue([request], [0], draws_branches=True, leaves_out=True)
+    assert [asked.num_samples for asked in queue.asked] == [1, 1]
+    assert all(queue.is_growing(asked) for asked in queue.asked)
+    parts = [Sample([3, 4, 5], [-0.5] * 3, np.array(h, np.float32)) for h in ([0.9, 0.8, 0.9], [0.6, 0.4, 0.7])]
+    asked = [
+        [(further.prefix_ids.tolist(), further.max_new_tokens) for further in queue.answer(b, [part])]
+        for part in parts
+        for b in range(2)
+    ]
+    # Never position 0; position 2 is too near to 1; the second one has a single anchor
+    after = {1: ([9, 9, 3], 5), 3: ([9, 9, 3, 4, 5], 3)}
+    first = {position: (ids, 1 if distinct else budget) for position, (ids, budget) in after.items()}
+    assert asked == [[first[1]], [first[1]], [first[3]], []]
+    i = 2
+    while i < len(queue.asked):
+        of_branch = queue.asked[i]
+        assert not queue.is_growing(of_branch)
+        queue.answer(i, [Sample([6 + k], [-1.0]) for k in range(of_branch.num_samples)])
+        i += 1
+    ((one, other),) = queue.samples
+    assert one.token_ids == other.token_ids == [3, 4, 5] * 2
+    assert one.entropies == pytest.approx([0.9, 0.8, 0.9, 0.6, 0.4, 0.7]) and len(one.logprobs) == 6
+    assert [list(sample.branches) for sample in (one, other)] == [[1, 3], [1]]
+    for sample in (one, other):
+        for branches in sample.branches.values():
+            assert [branch.token_ids[0] for branch in branches] == [6, 7]
+            assert all((branch.chances is not None) == distinct for branch in branches)
 
 
 @pytest.mark.parametrize(("logprob", "nums"), [(-1e-3, [8, 64, 512, 1]), (0.0, [1])])

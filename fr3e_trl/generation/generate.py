@@ -243,7 +243,7 @@ def _initial_width(requests: Sequence[SamplingRequest], eos_token_ids: list[int]
 
 def _shares(request: SamplingRequest) -> Sequence[int]:
     """The most anchors of each sample that rollouts may leave while it grows."""
-    if request.branching is None or request.branching.rule is None:
+    if request.branching is None or request.rule is None:
         return [0] * request.num_samples
     return request.branching.shares
 
@@ -486,9 +486,7 @@ class _GrowingRows:
         self.ends = ends
         self.decoding = decoding
         # Of the present rows: which of the rules decides where rollouts leave, -1 where none may, and the first column
-        rules = [
-            row.branching.rule if row.branching and share else None for row, share in zip(rows, shares, strict=True)
-        ]
+        rules = [row.rule if share else None for row, share in zip(rows, shares, strict=True)]
         self.rules = [rule for rule in dict.fromkeys(rules) if rule is not None]
         device = ends.ends.device
         self.rule_of = torch.tensor([self.rules.index(rule) if rule else -1 for rule in rules], device=device)

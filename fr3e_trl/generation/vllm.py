@@ -12,12 +12,15 @@ import numpy as np
 import torch
 from accelerate.utils import is_peft_model
 
-from ..method.sampling import Sample, SamplingRequest, branch_requests, images_of
+from ..method.sampling import Sample, SamplingRequest, anchors_of, branch_request, images_of
 from ..processes import through_group, through_main_process
 from .vllm_server import VLLMServer
 
 # Log-probs of a token's distribution that entropies are made of: as many as a server gives by default
 NUM_LOGPROBS = 20
+
+# Tokens of each part of a response that is streamed: a branch waits for so many at most
+STREAM_INTERVAL = 8
 
 # Tokens to draw at an anchor, until there is one that the base trajectory does not have
 FEWEST_DRAWS, MOST_DRAWS = 8, 512
@@ -92,6 +95,9 @@ class RequestQueue:
     """
     What is asked of vLLM for some requests, and what follows from its answers: branches, and tokens at anchors.
 
+    Where a rule decides anchors, base trajectories are asked for one by one, and answered part by part: a branch leaves
+    while its base trajectory grows.
+
     Where rollouts are to begin with other tokens than a base trajectory, tokens are drawn until there are as many that
     differ: the first of these are a draw without replacement. With each of them the prefix is continued.
 
@@ -101,7 +107,7 @@ class RequestQueue:
         stop_token_ids (`list[int]`):
             Tokens that end a continuation.
         draws_branches (`bool`):
-            Whether branches are drawn with the samples that they leave.
+            Whether branches are drawn with the samples that they leave, of which entropies are known then.
         leaves_out (`bool`):
             Whether requests with `distinct_from` are answered without that token, by log-probs of what is left.
 
@@ -122,10 +128,20 @@ class RequestQueue:
         self._stop_token_ids = set(stop_token_ids)
         self._takers: list[Callable[[list[Sample]], None]] = []
         for i, request in enumerate(requests):
-            self._add(request, partial(self._take, i, request))
+            if self.is_growing(request):
+                self._ask_growing(i, request)
+            else:
+                self._add(request, partial(self._take, i, request))
+
+    def is_growing(self, request: SamplingRequest) -> bool:
+        """Whether a request's samples are told part by part."""
+        return self.draws_branches and request.rule is not None
 
     def answer(self, i: int, samples: list[Sample]) -> list[SamplingRequest]:
-        """Take the samples of what was asked as number `i`, and return what is to be asked then."""
+        """
+        Take the samples of what was asked as number `i`, or further tokens of the one that grows, and return what is to
+        be asked then.
+        """
         num_asked = len(self.asked)
         self._takers[i](samples)
         return self.asked[num_asked:]
@@ -146,8 +162,34 @@ class RequestQueue:
     def _take(self, i: int, request: SamplingRequest, samples: list[Sample]) -> None:
         self.samples[i] = samples
         if self.draws_branches:
-            for sample, position, further in branch_requests(request, samples):
-                self._add(further, partial(sample.branches.__setitem__, position))
+            for sample, position in anchors_of(request, samples):
+                self._add(branch_request(request, sample, position), partial(sample.branches.__setitem__, position))
+
+    def _ask_growing(self, i: int, request: SamplingRequest) -> None:
+        """Ask for the samples of a request one by one. What is drawn of them is added to them as it comes."""
+        assert request.branching is not None
+        for share in request.branching.shares:
+            sample = Sample([], [], [])
+            self.samples[i].append(sample)
+            self._ask(replace(request, num_samples=1), partial(self._grow, request, sample, share, []))
+
+    def _grow(
+        self, request: SamplingRequest, sample: Any, share: int, anchors: list[int], samples: list[Sample]
+    ) -> None:
+        """Take further tokens of a sample, whose values are lists, and ask for branches at the anchors among them."""
+        (part,) = samples
+        assert request.rule is not None
+        found = request.rule.further(part.entropies, len(sample.token_ids), share, anchors)
+        for grown, new in (
+            (sample.token_ids, part.token_ids),
+            (sample.logprobs, part.logprobs),
+            (sample.entropies, part.entropies),
+        ):
+            grown.extend(new)
+        for position in found:
+            anchors.append(position)
+            further = branch_request(request, sample, position)
+            self._add(further, partial(sample.branches.__setitem__, position))
 
     def _draw_first(
         self,
@@ -271,7 +313,8 @@ class VLLMSampler:
             "temperature": request.temperature,
             "n": request.num_samples,
             "max_tokens": request.max_new_tokens,
-            "logprobs": NUM_LOGPROBS if self.knows_entropies(request) else 0,  # 0: the sampled token's alone
+            # 0: the sampled token's alone
+            "logprobs": NUM_LOGPROBS if request.with_entropies and self.gives_entropies else 0,
         }
 
     @property
@@ -282,9 +325,10 @@ class VLLMSampler:
         is_plain = generation.repetition_penalty == 1 and generation.generation_kwargs.keys() <= {"stop_token_ids"}
         return is_whole and is_plain
 
-    def knows_entropies(self, request: SamplingRequest) -> bool:
-        """Whether entropies are wanted, and vLLM's log-probs are of the policy's whole distribution."""
-        return request.with_entropies and self.draws_of_policy
+    @property
+    def gives_entropies(self) -> bool:
+        """Whether entropies can be made of vLLM's log-probs."""
+        return self.draws_of_policy
 
 
 class VLLMServerSampler(VLLMSampler):
@@ -304,11 +348,11 @@ class VLLMServerSampler(VLLMSampler):
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         return through_main_process(self.generation.accelerator, self._ask, requests)
 
-    def knows_entropies(self, request: SamplingRequest) -> bool:
+    @property
+    def gives_entropies(self) -> bool:
         assert self.generation.server is not None
         config = self.generation.server.config["model_config"]
-        gives_them = self.draws_distinct and not 0 <= config["max_logprobs"] < NUM_LOGPROBS
-        return gives_them and super().knows_entropies(request)
+        return super().gives_entropies and self.draws_distinct and not 0 <= config["max_logprobs"] < NUM_LOGPROBS
 
     @property
     def draws_distinct(self) -> bool:
@@ -323,7 +367,7 @@ class VLLMServerSampler(VLLMSampler):
         queue = RequestQueue(
             requests,
             self.stop_token_ids,
-            draws_branches=True,
+            draws_branches=self.gives_entropies,
             # What is left out would change what is truncated, and speculative decoding passes biases by
             leaves_out=self.draws_of_policy and server.config["speculative_config"] is None,
         )
@@ -333,6 +377,7 @@ class VLLMServerSampler(VLLMSampler):
                 **self.sampling_params(request),
                 "prompt": request.prefix_ids.tolist(),
                 "return_tokens_as_token_ids": True,  # two tokens may have one text
+                **({"stream": True, "stream_interval": STREAM_INTERVAL} if queue.is_growing(request) else {}),
             }
 
         def read(i: int, response: dict[str, Any]) -> list[Sample]:
@@ -353,7 +398,7 @@ class VLLMServerSampler(VLLMSampler):
     def _sample(self, request: SamplingRequest, choice: dict[str, Any]) -> Sample:
         logprobs = choice["logprobs"]
         entropies = None
-        if self.knows_entropies(request):
+        if request.with_entropies and self.gives_entropies:
             entropies = entropies_of(of_token.values() for of_token in logprobs["top_logprobs"])
         return Sample(choice["token_ids"], logprobs["token_logprobs"], entropies)
 
@@ -410,7 +455,7 @@ class VLLMColocateSampler(VLLMSampler):
                     list(sample.token_ids),
                     [of_token[i].logprob for i, of_token in zip(sample.token_ids, sample.logprobs, strict=True)],
                     entropies_of([known.logprob for known in of_token.values()] for of_token in sample.logprobs)
-                    if self.knows_entropies(request)
+                    if request.with_entropies and self.gives_entropies
                     else None,
                 )
                 for sample in output.outputs

@@ -2,11 +2,12 @@
 
 import collections
 import contextlib
+import json
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,8 +39,8 @@ class VLLMServer:
     Client of a vLLM server.
 
     A request that fails because the server cannot be reached, takes too long, or reports an error of its own is sent
-    again once the server is up, at most 5 times, with growing pauses. A server that was restarted gets the adapter
-    again.
+    again once the server is up, at most 5 times, with growing pauses. An answer that was streamed goes on from where it
+    broke. A server that was restarted gets the adapter again.
 
     Args:
         base_url (`str`):
@@ -49,7 +50,7 @@ class VLLMServer:
         up_timeout (`float`):
             Seconds to wait for the server to be up, at first and after a fault.
         request_timeout (`float`):
-            Seconds for an answer to a request that generates.
+            Seconds for an answer to a request that generates, or for the next part of one that is streamed.
 
     Attributes:
         base_model (`str`):
@@ -165,17 +166,19 @@ class VLLMServer:
 
         Args:
             payloads (`Sequence[dict]`):
-                Bodies of `/v1/completions`, one prompt of token ids each. The model is filled in.
+                Bodies of `/v1/completions`, one prompt of token ids each. The model is filled in. With `"stream": True`
+                and a single sample, the response comes in parts, each with the tokens that are new.
             follow (`Callable`, *optional*):
-                Called once with the index of each request and what `read` returned, one at a time, as soon as it is
-                there. Returns further payloads, which are sent while others are still under way.
+                Called with the index of each request and what `read` returned, one at a time, as soon as it is there.
+                Returns further payloads, which are sent while others are still under way.
             read (`Callable`, *optional*):
-                Called with the index of each request and its response, its choices in the order of their `index`.
-                Several threads call it at once. What it returns is kept, and not the response: one with log-probs of
-                4,096 tokens has 3 MB.
+                Called with the index of each request and its response, or a part of that, with its choices in the order
+                of their `index`. Several threads call it at once. What it returns is kept, and not the response: one
+                with log-probs of 4,096 tokens has 3 MB.
 
         Returns:
-            `list`: What `read` returned for each request, those of further payloads behind. By default, the response.
+            `list`: What `read` returned for each request, or for the last part of its response, those of further
+            payloads behind. By default, the response.
 
         Raises:
             VLLMServerError: A request is refused, or the server does not recover.
@@ -184,23 +187,16 @@ class VLLMServer:
         results: list[Any] = [None] * len(payloads)
         lock = threading.Lock()
 
-        def send(i: int) -> Iterable[int]:
-            named = {**payloads[i], "model": self.model, "return_token_ids": True}
-            response = self._request("POST", "/v1/completions", timeout=self.request_timeout, json=named)
-            choices = self._read(response, "choices")
-            if not choices or not all(isinstance(choice, dict) and choice.keys() >= CHOICE for choice in choices):
-                raise self._not_understood(response)
-            choices.sort(key=lambda choice: choice["index"])
-            body = {"choices": choices}
-            if any(choice["finish_reason"] == "abort" for choice in choices):
-                raise ServerFault("it aborted the request")
-            result = read(i, body)
-            with lock:
-                further = follow(i, result) if follow else []
-                results[i] = result
-                payloads.extend(further)
-                results.extend([None] * len(further))
-                return range(len(payloads) - len(further), len(payloads))
+        def send(i: int) -> Iterator[int]:
+            for body in self._parts(payloads, i):
+                result = read(i, body)
+                with lock:
+                    further = follow(i, result) if follow else []
+                    payloads.extend(further)
+                    results.extend([None] * len(further))
+                    added = range(len(payloads) - len(further), len(payloads))
+                yield from added
+            results[i] = result
 
         def send_pending() -> None:
             self._check_weights()
@@ -231,6 +227,48 @@ class VLLMServer:
         }
 
     # One request
+
+    def _parts(self, payloads: list[dict[str, Any]], i: int) -> Iterator[dict[str, Any]]:
+        """The response to a payload, or the parts of one that is streamed: after each, the payload is for the rest."""
+        payload = payloads[i]
+        is_streamed = payload.get("stream", False)
+        named = {**payload, "model": self.model, "return_token_ids": True}
+        path = "/v1/completions"
+        response = self._request("POST", path, timeout=self.request_timeout, json=named, stream=is_streamed)
+        if not is_streamed:
+            yield self._understood(response, self._read(response, "choices"))
+            return
+        with contextlib.closing(self._checked(response)):
+            for event in self._events(response):
+                if "error" in event:
+                    raise ServerFault(f"{event['error']} at {path}")
+                body = self._understood(response, event.get("choices"))
+                (choice,) = body["choices"]
+                payload = {**payload, "prompt": payload["prompt"] + choice["token_ids"]}
+                for name in payload.keys() & {"max_tokens", "min_tokens"}:
+                    payload[name] = max(0, payload[name] - len(choice["token_ids"]))
+                payloads[i] = payload
+                yield body
+                if choice["finish_reason"] is not None:
+                    return
+        raise ServerFault(f"the answer to {path} ended too early")
+
+    def _events(self, response: requests.Response) -> Iterator[dict[str, Any]]:
+        """What a streamed response tells, as it comes."""
+        try:
+            for line in response.iter_lines(chunk_size=None):
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
+        except (requests.RequestException, ValueError) as error:
+            raise ServerFault(f"{type(error).__name__} in the answer to {response.request.path_url}") from error
+
+    def _understood(self, response: requests.Response, choices: Any) -> dict[str, Any]:
+        """The choices of a completion, in order."""
+        if not choices or not all(isinstance(choice, dict) and choice.keys() >= CHOICE for choice in choices):
+            raise self._not_understood(response)
+        if any(choice["finish_reason"] == "abort" for choice in choices):
+            raise ServerFault("it aborted the request")
+        return {"choices": sorted(choices, key=lambda choice: choice["index"])}
 
     def _request(self, method: str, path: str, timeout: float = CONTROL_TIMEOUT, **kwargs: Any) -> requests.Response:
         try:
@@ -329,18 +367,21 @@ class VLLMServer:
 
 def in_parallel(action: Callable[[Any], Iterable[Any]], items: Sequence[Any]) -> None:
     """
-    Call `action` on every item, and on those that it returns, up to `MAX_IN_FLIGHT` at a time, and raise what the first
-    that failed raised.
+    Call `action` on every item, and on those that it gives while it goes on, up to `MAX_IN_FLIGHT` at a time, and raise
+    what the first that failed raised.
 
     The threads are daemons: an interrupt ends the program at once, not when the server has answered.
     """
-    outcomes: queue.SimpleQueue[Iterable[Any] | Exception] = queue.SimpleQueue()
+    # Of what is under way: an item more, or that it is over, perhaps by an error
+    outcomes: queue.SimpleQueue[list[Any] | Exception | None] = queue.SimpleQueue()
     todo, num_open = collections.deque(items), 0
     errors: list[Exception] = []
 
     def work(item: Any) -> None:
         try:
-            outcomes.put(action(item))
+            for further in action(item):
+                outcomes.put([further])
+            outcomes.put(None)
         except Exception as error:
             outcomes.put(error)
 
@@ -349,11 +390,12 @@ def in_parallel(action: Callable[[Any], Iterable[Any]], items: Sequence[Any]) ->
             threading.Thread(target=work, args=[todo.popleft()], daemon=True, name="fr3e-vllm-request").start()
             num_open += 1
         outcome = outcomes.get()
-        num_open -= 1
-        if isinstance(outcome, Exception):
-            errors.append(outcome)
-        else:
+        if isinstance(outcome, list):
             todo.extend(outcome)
+            continue
+        num_open -= 1
+        if outcome is not None:
+            errors.append(outcome)
     for error in errors:
         if not isinstance(error, ServerFault):
             raise error

@@ -86,17 +86,39 @@ class StoppingRule:
         """Whether a position that is uncertain becomes an anchor after those before it."""
         return position > 0 and (not anchors or position - max(anchors) >= self.min_gap)
 
+    def further(
+        self, entropies: Any, begin: int, num_anchors: int, anchors: Sequence[int] = (), eligible: Any = True
+    ) -> list[int]:
+        """
+        Anchors among further tokens of a trajectory that grows.
+
+        Args:
+            entropies (`np.ndarray` of shape (L,)):
+                Entropy before each of these tokens, in nats.
+            begin (`int`):
+                Position of the first of them.
+            num_anchors (`int`):
+                How many to choose at most, with those before.
+            anchors (`Sequence[int]`):
+                Those before.
+            eligible (`np.ndarray` of shape (L,)):
+                Boolean mask of the tokens that may be chosen.
+
+        Returns:
+            `list[int]`: Positions, in order.
+        """
+        found = list(anchors)
+        uncertain = self.is_uncertain(entropies, np.arange(begin, begin + len(entropies)))
+        for position in (begin + np.flatnonzero(uncertain & eligible)).tolist():
+            if len(found) == num_anchors:
+                break
+            if self.takes(position, found):
+                found.append(position)
+        return found[len(anchors) :]
+
     def choose(self, entropies: Any, logprobs: Any, eligible: Any, num_anchors: int, seed: str = "") -> list[int]:
         """See [`AnchorRule.choose`]. The anchors are in order."""
-        entropies = np.asarray(entropies)
-        uncertain = self.is_uncertain(entropies, np.arange(len(entropies)))
-        anchors: list[int] = []
-        for position in np.flatnonzero(np.asarray(eligible) & uncertain).tolist():
-            if len(anchors) == num_anchors:
-                break
-            if self.takes(position, anchors):
-                anchors.append(position)
-        return anchors
+        return self.further(np.asarray(entropies), 0, num_anchors, eligible=np.asarray(eligible))
 
 
 @dataclass(frozen=True, kw_only=True)

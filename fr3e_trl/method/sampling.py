@@ -100,6 +100,11 @@ class SamplingRequest:
         object.__setattr__(self, "prefix_ids", as_ids(self.prefix_ids))
 
     @property
+    def rule(self) -> StoppingRule | None:
+        """What decides anchors while the samples grow, if there is such a rule."""
+        return None if self.branching is None else self.branching.rule
+
+    @property
     def num_sampled_before(self) -> int:
         """How many of `prefix_ids` are a completion's first tokens."""
         return 0 if self.num_prompt_tokens is None else len(self.prefix_ids) - self.num_prompt_tokens
@@ -145,36 +150,31 @@ def distinct_from(base: Sample | Rollout, position: int) -> dict[str, Any]:
     return {"distinct_from": int(base.token_ids[position]), "distinct_logprob": logprob}
 
 
-def branch_requests(request: SamplingRequest, samples: Sequence[Sample]) -> list[tuple[Sample, int, SamplingRequest]]:
+def anchors_of(request: SamplingRequest, samples: Sequence[Sample]) -> list[tuple[Sample, int]]:
     """
-    What branches off the finished samples of a request, each with the sample and its number of tokens that it begins
-    with. Nothing if the request does not say, or the entropies are not known.
+    Where rollouts branch off the finished samples of a request: each sample, and its number of tokens that they begin
+    with. Nowhere if the request does not say, or the entropies are not known.
     """
     branching = request.branching
     if branching is None or any(sample.entropies is None for sample in samples):
         return []
-    anchors = [
-        (sample, position)
-        for sample, positions in zip(samples, branching.anchors(request, samples), strict=True)
-        for position in positions
-    ]
-    requests = [
-        (
-            sample,
-            position,
-            SamplingRequest(
-                np.concatenate([request.prefix_ids, as_ids(sample.token_ids)[:position]]),
-                branching.num_rollouts,
-                request.max_new_tokens - position,
-                request.temperature,
-                num_prompt_tokens=len(request.prefix_ids),
-                multimodal=request.multimodal,
-                **(distinct_from(sample, position) if branching.distinct else {}),
-            ),
-        )
-        for sample, position in anchors
-    ]
-    return requests
+    of_samples = zip(samples, branching.anchors(request, samples), strict=True)
+    return [(sample, position) for sample, positions in of_samples for position in positions]
+
+
+def branch_request(request: SamplingRequest, sample: Sample, position: int) -> SamplingRequest:
+    """What branches off a sample of a request at a position."""
+    branching = request.branching
+    assert branching is not None
+    return SamplingRequest(
+        np.concatenate([request.prefix_ids, as_ids(sample.token_ids[:position])]),
+        branching.num_rollouts,
+        request.max_new_tokens - position,
+        request.temperature,
+        num_prompt_tokens=len(request.prefix_ids),
+        multimodal=request.multimodal,
+        **(distinct_from(sample, position) if branching.distinct else {}),
+    )
 
 
 class Sampler(Protocol):

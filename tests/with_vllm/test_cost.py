@@ -22,14 +22,14 @@ def test_cost_of_a_server(server, capsys):
 
 
 def test_model_of_an_engine_beside_a_server(server, capsys):
-    """Four ways at four loads, of which the first is what the others are compared with."""
-    sizes = ["--max_running=8", "--num_rows=4", "--mean_length=10", "--longest=40", "--num_steps=1"]
+    """Five ways at four loads, of which the first is what the others are compared with."""
+    sizes = ["--max_running=8", "--num_rows=4", "--mean_length=10", "--longest=40", "--num_steps=1", "--gap=4"]
     cli.main(["cost", "engine", f"--url={server.url}", *sizes])
     output = capsys.readouterr().out
     assert float(re.search(r"A step takes ([\d.]+) ms", output)[1]) > 0
-    rows = re.findall(r"│ (two rounds|by prompt|mixed), ([\d.]+) +│ ([\d.]+) .*│ +([\d.]+) │", output)
+    rows = re.findall(r"│ (two rounds|by prompt|by rule|mixed), ([\d.]+) +│ ([\d.]+) .*│ +([\d.]+) │", output)
     assert [(way, load) for way, load, *_ in rows] == [
-        (way, load) for load in ("0.5", "1", "2", "4") for way in ("two rounds", "by prompt", "mixed")
+        (way, load) for load in ("0.5", "1", "2", "4") for way in ("two rounds", "by prompt", "by rule", "mixed")
     ]
     # On a machine that does other things too, all that can be said
     assert all(0.05 < float(ratio) < 20 for _, _, *ratios in rows for ratio in ratios)

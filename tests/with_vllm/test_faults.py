@@ -1,7 +1,9 @@
 """Training goes on after the server's faults, or ends with an error that says what to do and loses nothing."""
 
+import math
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,10 +35,12 @@ def check_on_policy(trainer, num_steps):
         assert (ratios(batch) - 1).abs().max() < 1e-3
 
 
-def test_requests_that_fail_are_sent_again(server):
+@pytest.mark.parametrize("settings", [{}, {"anchor_threshold": 0.3}], ids=["whole", "streamed"])
+def test_requests_that_fail_are_sent_again(server, settings):
+    """Answers that are streamed go on from where they were cut off."""
     faults = ["503", "", "drop", "hang", "nonsense"]
     with faulty_proxy(server.url, faults) as url:
-        trainer = make_trainer(SimpleNamespace(url=url), vllm_request_timeout=15)
+        trainer = make_trainer(SimpleNamespace(url=url), vllm_request_timeout=15, **settings)
         trainer.train()
     assert faults == []
     check_on_policy(trainer, 3)
@@ -78,6 +82,40 @@ def test_requests_are_in_flight_together(server):
     for i, response in enumerate(responses, start=1):
         assert [choice["index"] for choice in response["choices"]] == [0, 1]
         assert all(len(choice["token_ids"]) <= i for choice in response["choices"])
+
+
+def test_a_streamed_response_comes_in_parts(server):
+    """Its tokens and log-probs are those of one that is not, and what follows a part is answered before the last."""
+    client = fr3e_trl.generation.vllm_server.VLLMServer(server.url, "", 10, 60)
+    payload = {"prompt": [5, 6], "max_tokens": 200, "ignore_eos": True, "seed": 7, "logprobs": 3, "min_tokens": 5}
+    (whole,) = client.complete([payload])
+    parts, order = [], []
+
+    def follow(i, response):
+        order.append(i)
+        if i == 0:
+            parts.append(response["choices"][0])
+        return [{"prompt": [5], "max_tokens": 1, "logprobs": 0}] if len(order) == 1 else []
+
+    client.complete([payload | {"stream": True, "stream_interval": 8}], follow)
+    assert order[0] == order[-1] == 0 and order.count(1) == 1
+    assert len(parts) == 1 + math.ceil(199 / 8)  # the first token comes at once
+    (choice,) = whole["choices"]
+    assert [t for part in parts for t in part["token_ids"]] == choice["token_ids"]
+    logprobs = [x for part in parts for x in part["logprobs"]["token_logprobs"]]
+    assert logprobs == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
+
+
+def test_a_stream_that_breaks_goes_on_from_there(server):
+    """What was told before is not told again, and the rest is of what is left of the budget."""
+    client_of = partial(fr3e_trl.generation.vllm_server.VLLMServer, start_command="", up_timeout=10, request_timeout=60)
+    payload = {"prompt": [5, 6], "max_tokens": 64, "ignore_eos": True, "stream": True, "stream_interval": 8}
+    faults, parts = ["nonsense", "nonsense"], []
+    with faulty_proxy(server.url, faults) as url:
+        client_of(url).complete([payload], lambda i, response: parts.append(response["choices"][0]) or [])
+    assert faults == [] and len(parts) > math.ceil(64 / 8)
+    assert sum(len(part["token_ids"]) for part in parts) == 64
+    assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
 
 
 def test_kill_9_and_a_restart_in_the_middle(server):

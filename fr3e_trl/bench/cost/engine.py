@@ -19,8 +19,7 @@ Printed are times by way, as ratios to GRPO's of as many rows, for several numbe
     fr3e cost engine --url http://127.0.0.1:8000 --max_running 16 --mean_length 60 --longest 200
 
 holds the model against a vLLM server that decodes so many sequences at once (`--max-num-seqs`): a and b are measured on
-it, and each way is timed beside what the model says of the same lengths. (By rule there is nothing to time: a client
-does not see the tokens as they come.)
+it, and each way is timed beside what the model says of the same lengths.
 """
 
 import argparse

@@ -4,18 +4,18 @@ import argparse
 import random
 import statistics
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 
+from ...generation.vllm import STREAM_INTERVAL
 from ...generation.vllm_server import VLLMServer, VLLMServerError
 from .common import make_table, over_turns
-from .engine_model import Base, Engine, Lengths, draw_prompt, seconds_of
+from .engine_model import WAYS, Base, Engine, Lengths, draw_prompt, seconds_of
 
-# A rule that branches where a trajectory still grows is none that a client can follow: it would have to see each token
-WAYS = ["GRPO", "two rounds", "by prompt", "mixed"]
 LOADS = [0.5, 1, 2, 4]  # rows of a step for each place of the engine
 
 PROMPT = "7 + 5 ="
@@ -66,6 +66,11 @@ class Server:
         if way == "mixed":  # the prefixes are of no matter: those of the prompt's own tokens
             before = (self.prompt_ids * max(length for length, _ in bases) for _ in bases)
             return self._timed([*self._branches(bases, list(before)), *of_bases])
+        if way == "by rule":
+            return self._timed(
+                [payload | {"stream": True, "stream_interval": STREAM_INTERVAL} for payload in of_bases],
+                self._leave(bases),
+            )
         # Branches are asked for when all of these are finished
         groups = [bases] if way == "two rounds" else prompts
         group_of = [g for g, group in enumerate(groups) for _ in group]
@@ -81,6 +86,23 @@ class Server:
             return self._branches(group, [of_group[i] for i in sorted(of_group)])
 
         return self._timed(of_bases, branch)
+
+    def _leave(self, bases: list[Base]) -> Callable[[int, dict[str, Any]], list[dict[str, Any]]]:
+        """Asks for each branch as soon as its base trajectory is there."""
+        told: list[list[int]] = [[] for _ in bases]
+
+        def follow(i: int, response: dict[str, Any]) -> list[dict[str, Any]]:
+            if i >= len(bases):  # a branch
+                return []
+            num_before = len(told[i])
+            told[i] += response["choices"][0]["token_ids"]
+            return [
+                self.request(remaining, told[i][:position])
+                for position, remaining in bases[i][1]
+                if num_before < position <= len(told[i])
+            ]
+
+        return follow
 
     def _branches(self, bases: list[Base], token_ids: list[list[int]]) -> list[dict[str, Any]]:
         return [
@@ -107,10 +129,12 @@ def check(options: argparse.Namespace) -> None:
             modelled: dict[str, list[float]] = {way: [] for way in WAYS}
             for _ in range(options.num_steps):
                 rows = [lengths.draw() for _ in range(num_prompts * options.num_rows)]
-                prompts = [
-                    draw_prompt(lengths, num_bases, options.num_rows - num_bases, None) for _ in range(num_prompts)
-                ]
+                anywhere, first = (
+                    [draw_prompt(lengths, num_bases, options.num_rows - num_bases, gap) for _ in range(num_prompts)]
+                    for gap in (None, options.gap)
+                )
                 for way in WAYS:
+                    prompts = first if way == "by rule" else anywhere
                     measured[way].append(server.seconds_of(way, prompts, rows))
                     modelled[way].append(seconds_of(way, prompts, rows, make_engine).seconds)
             for way in WAYS[1:]:

@@ -104,18 +104,18 @@ class Words(Family):
         return PATTERNS[: -patterns.NUM_HELDOUT], PATTERNS[-patterns.NUM_HELDOUT :]
 
     def problem(self, pattern: Pattern, level: int, rng: random.Random) -> tuple[str, str, str]:
-        who, total = rng.choice(patterns.NAMES), rng.randint(4, 20)
+        who, total = rng.choice(patterns.NAMES), rng.randint(3, 12)
         story = [pattern.start.format(who=who, n=total)]
         worked = [rng.choice(patterns.OPENINGS).format(a=total, things=pattern.things)]
         for kind in rng.sample([*patterns.STEPS], level):
-            numbers: dict[str, Any] = {"a": total, "n": rng.randint(2, 12), "k": rng.randint(2, 6)}
+            numbers: dict[str, Any] = {"a": total, "n": rng.randint(2, 9), "k": rng.randint(2, 5)}
             if kind == "more":
                 total += numbers["n"]
             elif kind == "fewer":
-                numbers["n"] = rng.randint(1, min(total - 1, 12))
+                numbers["n"] = rng.randint(1, min(total - 1, 9))
                 total -= numbers["n"]
             elif kind == "groups":
-                numbers["n"] = rng.randint(2, 5)
+                numbers["n"] = rng.randint(2, 4)
                 numbers["p"] = numbers["n"] * numbers["k"]
                 total += numbers["p"]
             else:
@@ -189,12 +189,12 @@ def share_right(completions: list[Any], solution: list[str], **kwargs: Any) -> l
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Words(name="words", levels=(1, 2, 3), num_examples=320, max_completion_length=88),
-        Words(name="stories", levels=(3, 4), num_examples=320, max_completion_length=240, num_asides=2),
+        Words(name="words", levels=(1, 2, 3), num_examples=480, max_completion_length=88),
+        Words(name="stories", levels=(3, 4), num_examples=480, max_completion_length=240, num_asides=2),
         Stocks(
             name="stocks",
             levels=(4, 6, 8),
-            num_examples=320,
+            num_examples=480,
             max_completion_length=140,
             reward_func="fr3e_trl.bench.language.families.share_right",
         ),
