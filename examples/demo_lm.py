@@ -11,9 +11,7 @@ import argparse
 import time
 from pathlib import Path
 
-import datasets
 import torch
-import transformers
 from datasets import load_dataset
 from demo import spread
 from peft import LoraConfig
@@ -22,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.bench.language.families import FAMILIES
 from fr3e_trl.bench.language.policy import language_policy
+from fr3e_trl.bench.runs import be_quiet
 from fr3e_trl.commands.completions import complete, texts_of
 from fr3e_trl.display import render_tree
 from fr3e_trl.rewards import math_reward
@@ -79,9 +78,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo_lm"))
     options = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
+    be_quiet()
     start = time.monotonic()
 
     print(f"Policy: {options.policy}, made first if it is not there (five minutes)", flush=True)
@@ -100,7 +97,7 @@ def main() -> None:
             seed=options.seed,
             max_steps=options.max_steps,
             num_generations=4,  # one base trajectory and three branches
-            steps_per_generation=4,  # 12 problems a step,
+            steps_per_generation=4,  # 12 problems a step
             gradient_accumulation_steps=4,
             per_device_train_batch_size=12,  # three at a time in the loss
             max_completion_length=options.max_completion_length,

@@ -50,8 +50,7 @@ class MakePolicyArguments:
                     f"{name}={getattr(self, name)!r} is for the families in English: {', '.join(FAMILIES)}. The policy "
                     f"of {self.task!r} is made from nothing."
                 )
-        if self.num_examples is not None:
-            check_counts(self, num_examples=1)
+        check_counts(self, num_examples=1)
 
 
 def main(argv: list[str]) -> None:

@@ -48,9 +48,6 @@ def obstacle_to_sharing(
     Returns:
         `str` or `None`: A clause that says what is wrong.
     """
-    obstacle = obstacle_by_design(model)
-    if obstacle is not None:
-        return obstacle
     name = name_of(model)
     config = model.config.get_text_config()
     windows = [window for window in (getattr(config, name, None) for name in WINDOWS) if window]
