@@ -15,7 +15,7 @@ from typing import Any
 from datasets import Dataset
 
 from . import patterns
-from .patterns import PATTERNS, STOCKS, Pattern, Stock
+from .patterns import HELDOUT_PATTERNS, PATTERNS, STOCKS, Pattern, Stock
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class Family(ABC):
 @dataclass(frozen=True)
 class Words(Family):
     r"""
-    Problems of two to four steps in a dozen scenes, whose solution names each step.
+    Problems of one to three steps in a dozen scenes, whose solution names each step.
 
-    `Anna has 12 apples in a basket. Then 4 of them are eaten. … How many apples are in the basket now?` is continued by
-    `There are 12 apples to start with. That leaves 12 - 4 = 8 apples. … So the answer is \boxed{23}.`
+    `Anna has 12 apples in a basket. Anna loses 4 apples. … How many apples are in the basket now?` is continued by
+    `There are 12 apples to start with. Without those 4 there are 12 - 4 = 8 apples. … So the answer is \boxed{23}.`
 
     Args:
         num_asides (`int`):
@@ -101,7 +101,7 @@ class Words(Family):
 
     @property
     def patterns(self) -> tuple[Sequence[Pattern], Sequence[Pattern]]:
-        return PATTERNS[: -patterns.NUM_HELDOUT], PATTERNS[-patterns.NUM_HELDOUT :]
+        return PATTERNS, HELDOUT_PATTERNS
 
     def problem(self, pattern: Pattern, level: int, rng: random.Random) -> tuple[str, str, str]:
         who, total = rng.choice(patterns.NAMES), rng.randint(3, 12)
@@ -121,7 +121,7 @@ class Words(Family):
             else:
                 total *= 2
             story += rng.sample(patterns.ASIDES, self.num_asides)
-            story.append(getattr(pattern, kind).format(who=who, **numbers))
+            story.append(rng.choice(pattern.events[kind]).format(who=who, things=pattern.things, **numbers))
             worked += rng.sample(patterns.REMARKS, self.num_asides)
             worked.append(rng.choice(patterns.STEPS[kind]).format(b=total, things=pattern.things, **numbers))
         worked.append(rng.choice(patterns.ENDINGS).format(b=total, things=pattern.things))

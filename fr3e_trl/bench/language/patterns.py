@@ -1,185 +1,100 @@
-"""Sentences of the families in English. A pattern is a scene, with its own words for all that can happen in it."""
+"""Sentences of the families in English. A pattern is a scene, with sentences for what can happen in it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+# What can happen, with `{who}` for a name and `{n}`, `{k}` for numbers
+EVENTS = {
+    "more": (
+        "{who} gets {n} more {things}.",
+        "A friend gives {who} {n} {things}.",
+        "Then {n} new {things} arrive.",
+        "{who} buys {n} {things}.",
+        "Somebody brings {n} more {things}.",
+        "{n} other {things} are put beside them.",
+    ),
+    "fewer": (
+        "{who} loses {n} {things}.",
+        "Then {n} {things} are taken away.",
+        "{who} gives {n} {things} to a friend.",
+        "A thief steals {n} of the {things}.",
+        "{n} {things} are sold.",
+        "{who} uses up {n} of the {things}.",
+    ),
+    "groups": (
+        "{who} buys {n} boxes with {k} {things} in each.",
+        "{n} friends bring {k} {things} each.",
+        "On each of {n} days {who} gets {k} {things}.",
+        "Then come {n} bags of {k} {things}.",
+        "{who} adds {n} rows of {k} {things}.",
+        "{n} helpers carry in {k} {things} each.",
+    ),
+    "twice": (
+        "{who} doubles the number of {things}.",
+        "Then there are twice as many {things}.",
+        "By evening the {things} have become twice as many.",
+        "{who} gets as many {things} as there are already.",
+        "A gift doubles the {things}.",
+        "In the end there are two times as many {things}.",
+    ),
+}
+HELDOUT_EVENTS = {
+    "more": ("{who} finds {n} {things} and keeps them.", "Later {n} further {things} come in."),
+    "fewer": ("{n} of the {things} disappear.", "{who} sends {n} {things} away."),
+    "groups": ("{n} neighbours hand over {k} {things} each.", "{who} unpacks {n} bundles of {k} {things}."),
+    "twice": ("After a week the number of {things} has doubled.", "Soon {who} sees twice the number of {things}."),
+}
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Pattern:
     """
-    A scene and its sentences, with `{who}` for a name and `{n}`, `{k}` for numbers.
+    A scene, with `{who}` for a name and `{n}` for a number.
 
     Args:
         things (`str`):
             What is counted.
         start (`str`):
             How many there are at first.
-        more (`str`), fewer (`str`):
-            Some come, or go.
-        groups (`str`):
-            Some groups of as many each come.
-        twice (`str`):
-            There are twice as many.
         question (`str`):
             Asks how many there are in the end.
+        events (`Mapping[str, tuple[str, ...]]`):
+            How it is told that some come (`more`), that some go (`fewer`), that some groups of as many each come
+            (`groups`), and that there are twice as many (`twice`).
     """
 
     things: str
     start: str
-    more: str
-    fewer: str
-    groups: str
-    twice: str
     question: str
+    events: Mapping[str, tuple[str, ...]]
 
 
-PATTERNS = (
-    Pattern(
-        "apples",
-        "{who} has {n} apples in a basket.",
-        "{who} picks {n} more.",
-        "Then {n} of them are eaten.",
-        "A neighbour brings {n} bags with {k} apples in each.",
-        "By evening {who} has doubled what was in the basket.",
-        "How many apples are in the basket now?",
-    ),
-    Pattern(
-        "books",
-        "A shelf in {who}'s library holds {n} books.",
-        "Readers give back {n} books.",
-        "Someone borrows {n} books.",
-        "A van delivers {n} boxes of {k} books.",
-        "A school's gift makes twice as many books.",
-        "How many books does the shelf hold in the end?",
-    ),
-    Pattern(
-        "passengers",
-        "{who} drives a bus with {n} passengers.",
-        "At a stop {n} people get on.",
-        "At the market {n} people get off.",
-        "At the station {n} families of {k} get on.",
-        "At the stadium the number of passengers doubles.",
-        "With how many passengers does the bus drive on?",
-    ),
-    Pattern(
-        "eggs",
-        "On {who}'s farm there are {n} eggs in the kitchen.",
-        "The hens lay {n} more eggs.",
-        "A cake takes {n} eggs.",
-        "{n} hens lay {k} eggs each.",
-        "A second farm sends as many eggs as there are already.",
-        "How many eggs are in the kitchen after that?",
-    ),
-    Pattern(
-        "coins",
-        "{who} saves money and has {n} coins.",
-        "For sweeping the yard {who} earns {n} coins.",
-        "A toy costs {who} {n} coins.",
-        "On each of {n} days {who} earns {k} coins.",
-        "Grandmother doubles {who}'s coins.",
-        "How many coins has {who} saved?",
-    ),
-    Pattern(
-        "cookies",
-        "{who} bakes {n} cookies.",
-        "A friend adds {n} cookies.",
-        "The children take {n} cookies.",
-        "Then {n} trays of {k} cookies come out of the oven.",
-        "Another batch doubles the number of cookies.",
-        "How many cookies are left?",
-    ),
-    Pattern(
-        "fish",
-        "In {who}'s pond swim {n} fish.",
-        "{n} young fish hatch.",
-        "A heron catches {n} fish.",
-        "{who} puts in {n} buckets with {k} fish each.",
-        "In spring the fish become twice as many.",
-        "How many fish swim in the pond?",
-    ),
-    Pattern(
-        "stamps",
-        "{who}'s album has {n} stamps.",
-        "An uncle sends {n} stamps.",
-        "{who} swaps away {n} stamps.",
-        "{who} fills {n} pages with {k} new stamps each.",
-        "At a fair {who} doubles the collection.",
-        "How many stamps does the album have now?",
-    ),
-    Pattern(
-        "chairs",
-        "For a concert {who} sets up {n} chairs.",
-        "Helpers carry in {n} more chairs.",
-        "{n} broken chairs are taken away.",
-        "They add {n} rows of {k} chairs.",
-        "Since so many guests come, the chairs are doubled.",
-        "How many chairs stand in the hall?",
-    ),
-    Pattern(
-        "points",
-        "{who} starts a game with {n} points.",
-        "A lucky throw brings {n} points.",
-        "A mistake costs {n} points.",
-        "{who} wins {n} rounds worth {k} points each.",
-        "A joker doubles the score.",
-        "What is {who}'s score in points?",
-    ),
-    Pattern(
-        "flowers",
-        "{who} plants {n} flowers in the garden.",
-        "A week later {who} plants {n} more.",
-        "Rabbits eat {n} flowers.",
-        "{who} plants {n} beds of {k} flowers.",
-        "In May there are twice as many flowers as before.",
-        "How many flowers grow in the garden?",
-    ),
-    Pattern(
-        "bottles",
-        "A kiosk that {who} runs has {n} bottles of juice.",
-        "A truck leaves {n} bottles.",
-        "By noon {n} bottles are sold.",
-        "{who} orders {n} crates of {k} bottles.",
-        "For a feast {who} doubles the stock of bottles.",
-        "How many bottles does the kiosk have at night?",
-    ),
-    # Held out
-    Pattern(
-        "sheep",
-        "A shepherd called {who} watches {n} sheep.",
-        "{n} lambs are born.",
-        "{n} sheep are led to another valley.",
-        "{n} villages hand over {k} sheep each.",
-        "After a good year the flock is twice as large.",
-        "How large is the flock now?",
-    ),
-    Pattern(
-        "tickets",
-        "At the fair {who} holds {n} tickets.",
-        "{who} finds {n} tickets on the ground.",
-        "A ride on the big wheel takes {n} tickets.",
-        "{who} buys {n} strips of {k} tickets.",
-        "The clown doubles {who}'s tickets.",
-        "How many tickets does {who} hold?",
-    ),
-    Pattern(
-        "pages",
-        "{who}'s report has {n} pages.",
-        "{who} writes {n} further pages.",
-        "The editor crosses out {n} pages.",
-        "{n} colleagues add {k} pages each.",
-        "A translation makes the report twice as long.",
-        "How many pages long is the report?",
-    ),
-    Pattern(
-        "bricks",
-        "Beside a wall {who} stacks {n} bricks.",
-        "{n} bricks come from the old barn.",
-        "The mason lays {n} of the bricks.",
-        "{n} carts unload {k} bricks each.",
-        "A late delivery doubles the stack.",
-        "How many bricks are in the stack?",
-    ),
+PATTERNS = tuple(
+    Pattern(*scene, EVENTS)
+    for scene in (
+        ("apples", "{who} has {n} apples in a basket.", "How many apples are in the basket now?"),
+        ("books", "A shelf in {who}'s library holds {n} books.", "How many books are there in the end?"),
+        ("eggs", "On {who}'s farm there are {n} eggs in the kitchen.", "How many eggs are there after that?"),
+        ("coins", "{who} saves money and has {n} coins.", "How many coins has {who} saved?"),
+        ("cookies", "{who} bakes {n} cookies.", "How many cookies are there now?"),
+        ("lamps", "In {who}'s shop stand {n} lamps.", "How many lamps are in the shop?"),
+        ("stamps", "{who}'s album has {n} stamps.", "How many stamps does the album have now?"),
+        ("chairs", "For a concert {who} sets up {n} chairs.", "How many chairs stand in the hall?"),
+        ("marbles", "{who} starts a game with {n} marbles.", "With how many marbles does the game end?"),
+        ("flowers", "{who} puts {n} flowers into a big vase.", "How many flowers are in the vase?"),
+        ("bottles", "A kiosk that {who} runs has {n} bottles of juice.", "How many bottles does it have at night?"),
+        ("candles", "On the table {who} counts {n} candles.", "How many candles are on the table now?"),
+    )
 )
-NUM_HELDOUT = 4  # the last ones
+HELDOUT_PATTERNS = tuple(
+    Pattern(*scene, HELDOUT_EVENTS)
+    for scene in (
+        ("shells", "At the beach {who} has {n} shells in a bucket.", "What is the number of shells now?"),
+        ("tickets", "At the fair {who} holds {n} tickets.", "How many tickets does {who} hold?"),
+        ("bricks", "Beside a wall {who} stacks {n} bricks.", "How many bricks are in the stack?"),
+        ("pencils", "{who}'s drawer is full of {n} pencils.", "How many pencils does the drawer have in the end?"),
+    )
+)
 
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Ida", "Jack", "Lena", "Tom")
 
