@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--policy", type=Path, default=Path("outputs/policies/words"), help="made if it is not there")
     parser.add_argument("--model_name_or_path", help="another model to make it of")
     parser.add_argument("--num_examples", type=int, help="worked examples that it sees")
-    parser.add_argument("--max_steps", type=int, default=60)
+    parser.add_argument("--max_steps", type=int, default=100)
     parser.add_argument("--max_completion_length", type=int, default=FAMILY.max_completion_length)
     parser.add_argument("--num_heldout", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
@@ -101,7 +101,8 @@ def main() -> None:
             gradient_accumulation_steps=4,
             per_device_train_batch_size=12,  # three at a time in the loss
             max_completion_length=options.max_completion_length,
-            learning_rate=3e-4,  # of LoRA on a small model
+            num_iterations=2,
+            learning_rate=5e-4,  # of LoRA on a small model
             lr_scheduler_type="constant",
             gradient_checkpointing=False,
             bf16=False,  # the weights are
