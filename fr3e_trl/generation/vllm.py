@@ -180,12 +180,9 @@ class RequestQueue:
         (part,) = samples
         assert request.rule is not None
         found = request.rule.further(part.entropies, len(sample.token_ids), share, anchors)
-        for grown, new in (
-            (sample.token_ids, part.token_ids),
-            (sample.logprobs, part.logprobs),
-            (sample.entropies, part.entropies),
-        ):
-            grown.extend(new)
+        sample.token_ids.extend(part.token_ids)
+        sample.logprobs.extend(part.logprobs)
+        sample.entropies.extend(part.entropies.tolist())
         for position in found:
             anchors.append(position)
             further = branch_request(request, sample, position)
