@@ -27,6 +27,7 @@ class SharedEngine:
         self.draw = draw
         self.group = group
         self.calls = []
+        self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=None))
 
     def generate(self, prompts, sampling_params, use_tqdm):
         asked = [
