@@ -49,6 +49,8 @@ def add_own_task_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model_name_or_path", help="of a task of your own, in the place of --task and --policy")
     parser.add_argument("--dataset_name", help="its dataset or file")
     parser.add_argument("--reward_funcs", nargs="+", help="its reward functions, for example my_rewards.py:score")
+    parser.add_argument("--dtype", help="of its model's weights, for example bfloat16 (default: float32)")
+    parser.add_argument("--use_peft", action="store_const", const=True, help="train its model with LoRA")
 
 
 def policy_of(options: argparse.Namespace) -> str:
@@ -58,7 +60,7 @@ def policy_of(options: argparse.Namespace) -> str:
 
 def task_of(options: argparse.Namespace) -> tuple[Any, Any]:
     """The task and the policy of the options, as [`~fr3e_trl.bench.arms.make_trainer`] takes them."""
-    names = ("model_name_or_path", "dataset_name", "reward_funcs")
+    names = ("model_name_or_path", "dataset_name", "reward_funcs", "dtype", "use_peft")
     own = {name: value for name in names if (value := getattr(options, name, None)) is not None}
     if own:
         return ArmsArguments(**own).task_and_policy(num_heldout=0)

@@ -50,6 +50,7 @@ def main(argv: list[str]) -> None:
         num_turns=(5, "turns of each trainer, beside a first one that is not counted"),
     )
     parser.add_argument("--max_completion_length", type=count, help="in tokens; by default the task's")
+    parser.add_argument("--min_completion_length", type=count, help="in tokens; by default EOS may come at once")
     parser.add_argument(
         "--settings", type=read_settings, default={}, help="of FR3E, in JSON, for example '{\"anchor_threshold\": 0.3}'"
     )
@@ -61,6 +62,8 @@ def main(argv: list[str]) -> None:
     settings["max_steps"] = options.num_steps
     if options.max_completion_length is not None:
         settings["max_completion_length"] = options.max_completion_length
+    if options.min_completion_length is not None:
+        settings["generation_kwargs"] = {"min_new_tokens": options.min_completion_length}
     with tempfile.TemporaryDirectory() as output_dir:
         with usage_errors("wrong arguments", "See --help.", ValueError, TypeError):
             task, policy = task_of(options)
