@@ -3,7 +3,6 @@
 import sys
 from dataclasses import dataclass
 
-import pytest
 from datasets import Dataset
 
 from fr3e_trl.bench.compare import main
@@ -28,16 +27,6 @@ class Ones:
 
 
 TASKS["ones"] = Ones()  # in the workers too, which import this file
-
-
-def but_for_rounding(results):
-    """To compare results with: how a product is rounded can depend on where in memory its matrices lie."""
-    if isinstance(results, dict):
-        return {name: but_for_rounding(result) for name, result in results.items()}
-    if isinstance(results, list):
-        return [but_for_rounding(result) for result in results]
-    return pytest.approx(results, rel=1e-4, nan_ok=True) if isinstance(results, float) else results
-
 
 if __name__ == "__main__":
     main(sys.argv[1:])

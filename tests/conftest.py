@@ -1,6 +1,7 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test may reach for the hub
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is: with more threads, the same run is not the same bit for bit
 
 import pytest
 from hypothesis import settings

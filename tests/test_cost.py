@@ -86,6 +86,9 @@ def test_step_of_a_task_of_ones_own(tmp_path, capsys):
     assert "1 steps each of 2 prompts x 4 rows" in output
     assert float(cells(output, "generated tokens per row")[3]) == 8
     with pytest.raises(SystemExit):
+        cli.main(["cost", "step", f"--model_name_or_path={policy}", *own, *sizes, "--min_completion_length=9"])
+    assert "min_completion_length=9 is above max_completion_length=8" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         cli.main(["cost", "step", *own, *sizes])
     assert "model_name_or_path is not set" in capsys.readouterr().err
 

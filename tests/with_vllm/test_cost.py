@@ -27,7 +27,8 @@ def test_model_of_an_engine_beside_a_server(server, capsys):
     cli.main(["cost", "engine", f"--url={server.url}", *sizes])
     output = capsys.readouterr().out
     assert float(re.search(r"A step takes ([\d.]+) ms", output)[1]) > 0
-    rows = re.findall(r"│ (two rounds|by prompt|by rule|mixed), ([\d.]+) +│ +([\d.]+) .*│ +([\d.]+) │", output)
+    shown = r"([\d.]+) \(([\d.]+) to ([\d.]+) in 1 turns\)"
+    rows = re.findall(rf"│ (two rounds|by prompt|by rule|mixed), ([\d.]+) +│ +{shown} │ +([\d.]+) │", output)
     assert [(way, load) for way, load, *_ in rows] == [
         (way, load) for load in ("0.5", "1", "2", "4") for way in ("two rounds", "by prompt", "by rule", "mixed")
     ]

@@ -89,21 +89,23 @@ def test_a_streamed_response_comes_in_parts(server):
     client = fr3e_trl.generation.vllm_server.VLLMServer(server.url, "", 10, 60)
     payload = {"prompt": [5, 6], "max_tokens": 200, "ignore_eos": True, "seed": 7, "logprobs": 3, "min_tokens": 5}
     (whole,) = client.complete([payload])
-    parts, has_answered = [], threading.Event()
+    parts, order, has_answered = [], [], threading.Event()
 
     def read(i, response):
-        if i == 1:
-            has_answered.set()
-        elif parts:  # the second, and those behind it, once what follows the first is there
+        if i == 0 and parts:  # the second part, and those behind it, once what follows the first is answered
             assert has_answered.wait(timeout=60)
         return response
 
     def follow(i, response):
+        order.append(i)
         if i == 0:
             parts.append(response["choices"][0])
-        return [{"prompt": [5], "max_tokens": 1, "logprobs": 0}] if i == 0 and len(parts) == 1 else []
+        else:
+            has_answered.set()
+        return [{"prompt": [5], "max_tokens": 1, "logprobs": 0}] if len(order) == 1 else []
 
     client.complete([payload | {"stream": True, "stream_interval": 8}], follow, read)
+    assert order[0] == order[-1] == 0 and order.count(1) == 1
     assert len(parts) == 1 + math.ceil(199 / 8)  # the first token comes at once
     (choice,) = whole["choices"]
     assert [t for part in parts for t in part["token_ids"]] == choice["token_ids"]

@@ -71,6 +71,11 @@ def main(argv: list[str]) -> None:
                 name: make_trainer(SETTINGS | settings | of_trainer, policy, task, Path(output_dir), seed=0)
                 for name, of_trainer in (TRAINERS | {"FR3E": TRAINERS["FR3E"] | options.settings}).items()
             }
+            longest = trainers["FR3E"].args.max_completion_length
+            if (options.min_completion_length or 0) > longest:
+                raise ValueError(
+                    f"min_completion_length={options.min_completion_length} is above max_completion_length={longest}."
+                )
         seconds, generated, updated = measure(
             trainers, track(range(options.num_turns + 1), description="Turns", console=Console(stderr=True))
         )
