@@ -809,6 +809,57 @@ def test_reports_anew_from_what_is_kept(monkeypatch, capsys):
         assert line["revision"]["trl"] and line["revision"] == result["revision"]
 
 
+def kept_lines(directory):
+    """What is kept of a comparison, but for where it ran and how long it took."""
+    head, *lines = map(json.loads, gzip.decompress(Path(directory, "kept.jsonl.gz").read_bytes()).splitlines())
+    for line in lines:
+        line.pop("evaluation_seconds", None)
+        line.get("evaluations", {}).pop("seconds", None)
+    return head["arms"], head["tokens_per_prompt"], lines
+
+
+def test_further_seeds_and_arms_are_added_to_what_is_kept():
+    """In another directory it comes to what all at once comes to, and runs nothing again that is kept."""
+    settings = {
+        "base": UNTUNED,
+        "arms": {"grpo": GRPO, "fr3e": FR3E},
+        "learning_rates": [1e-3, 1e-2],
+        "tokens_per_batch": 300,
+        "tuning_seeds": [7, 8],
+        "tuning_finalists": 1,
+        "tuning_tokens": 200,
+    }
+    run(**settings, seeds=[0, 1], output_dir="whole")
+    run(**settings, seeds=[0], only=["grpo"], output_dir="first")
+    Path("first/kept.jsonl.gz").rename("ones.jsonl.gz")
+    run(**settings, seeds=[0, 1], kept="ones.jsonl.gz", output_dir="second")
+    arms, tokens_per_prompt, lines = kept_lines("second")
+    assert (arms, tokens_per_prompt) == kept_lines("whole")[:2]
+    assert lines == kept_lines("whole")[2]
+    executed = [
+        (result["arm"], result["seed"])
+        for result in map(json.loads, (path.read_text() for path in Path("second").glob("*/*.json")))
+        if "batches" in result
+    ]
+    assert sorted(executed) == [("fr3e", seed) for seed in (0, 1, 7, 7, 8, 8)] + [("grpo", 1)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"generated_tokens": 400}, r"is of another comparison: generated_tokens was 100 and is 400\."),
+        ({"arms": {"grpo": GRPO | {"beta": 0.1}}}, r"is of another comparison: arms\.grpo was .* and is .*beta"),
+        ({"kept": "nowhere.gz"}, r"kept='nowhere\.gz' is no file\. Name the kept\.jsonl\.gz of a comparison\."),
+    ],
+)
+def test_kept_file_of_another_comparison(overrides, message):
+    settings = {"arms": {"grpo": GRPO}, "generated_tokens": 100}
+    run(**settings, output_dir="first")
+    with pytest.raises(UsageError, match=message):
+        run(**settings | {"kept": "first/kept.jsonl.gz"} | overrides, output_dir="second")
+    assert not Path("second").exists()
+
+
 def test_kept_file_that_is_damaged(capsys):
     Path("cut.jsonl.gz").write_bytes(gzip.compress(b'{"arms": {'))
     with pytest.raises(SystemExit):

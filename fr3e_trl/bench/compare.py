@@ -20,6 +20,9 @@ whole with all of them. The best mean of held-out pass@1 along those whole runs 
 Every run is a file in `output_dir/runs` (or `screening` and `tuning`), written when the run is done. Until then, it is
 saved at each evaluation but the first, in `output_dir/under_way`. After a cut, the same command goes on from these
 files. Once a comparison is complete, the command writes its report anew.
+
+With `kept`, the runs of a file that was kept of the comparison count as done. So further seeds and arms can be added to
+it on another machine.
 """
 
 import dataclasses
@@ -31,10 +34,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..commands.outputs import check_same, read_object, resumable, write_json
+from ..commands.outputs import check_same, differing, read_object, resumable, write_json
 from ..commands.recipe import RecipeParser, parse_arguments
+from ..commands.usage import UsageError
 from .arms import whole_prompts
 from .compare_arguments import CompareArguments
+from .kept import KEPT, read_kept
 from .own_task import OwnTask
 from .progress import CONSOLE
 from .report import write_report
@@ -56,6 +61,7 @@ FREE = (
     "tuning_seeds",
     "tuning_finalists",
     "pass_at",
+    "kept",
     "keep_policies",
     "num_workers",
     "plan",
@@ -91,8 +97,11 @@ def compare(args: CompareArguments, command: str) -> None:
     fixed = {name: value for name, value in asdict(args).items() if name not in FREE} | {"policy": policy.name}
     has_runs = any(output_dir.glob("*/*.json")) or any((output_dir / UNDER_WAY).glob(f"*/*/{MEASURED}"))
     comparison = Comparison(args, task, policy)
+    kept = comparison.kept_results(fixed) if args.kept is not None else None
     if check_same(output_dir, fixed, has_runs, growing="arms", check_results=comparison.check_finished):
         (output_dir / TOKENS_FILE).unlink(missing_ok=True)  # it was measured for other arguments
+    if kept is not None:
+        comparison.take_over(kept)
     CONSOLE.print(comparison.plan(), markup=False, highlight=False, soft_wrap=True)
     if args.plan:
         return
@@ -106,12 +115,13 @@ def compare(args: CompareArguments, command: str) -> None:
         runs=[read_result(run) for run in runs],
         screening=[read_result(run) for run in screening],
         tuning=[read_result(run) for run in tuning],
+        tokens_per_prompt=comparison.tokens_measured(),
     )
     write_report(results, output_dir)
     CONSOLE.print(f"Report: {output_dir / 'report.html'}", highlight=False, soft_wrap=True)
     if args.keep_policies:
-        kept = sum(path.stat().st_size for path in (output_dir / POLICIES).glob("*/*"))
-        CONSOLE.print(f"Policies: {output_dir / POLICIES}, {kept / 1e6:,.1f} MB", highlight=False, soft_wrap=True)
+        size = sum(path.stat().st_size for path in (output_dir / POLICIES).glob("*/*"))
+        CONSOLE.print(f"Policies: {output_dir / POLICIES}, {size / 1e6:,.1f} MB", highlight=False, soft_wrap=True)
 
 
 # All settings of an arm, its own over those of the base
@@ -136,6 +146,41 @@ class Comparison:
     task: Task | OwnTask
     policy: Path
 
+    def kept_results(self, fixed: dict[str, Any]) -> Results:
+        """
+        What was kept of this comparison.
+
+        Args:
+            fixed (`dict[str, Any]`):
+                The arguments that its runs depend on.
+
+        Raises:
+            UsageError: There is no such file, it is damaged, or it is of another comparison.
+        """
+        path = Path(str(self.args.kept))
+        if not path.is_file():
+            raise UsageError(f"kept={str(path)!r} is no file. Name the {KEPT} of a comparison.")
+        kept = read_kept(path)
+        given = kept.arguments.get("policy")  # None where the policy is the task's own
+        earlier = kept.arguments | {"policy": fixed["policy"] if given is None else Path(given).name}
+        differences = differing(earlier, fixed, growing="arms")
+        if differences:
+            raise UsageError(f"kept={str(path)!r} is of another comparison: {differences}.")
+        return kept
+
+    def take_over(self, kept: Results) -> None:
+        """Write the runs of a kept file, and by how many tokens batches were sized, where they are not there yet."""
+        write_json(Path(self.args.output_dir) / TOKENS_FILE, kept.tokens_per_prompt | self.tokens_measured())
+        for folder, results in (
+            (self.screening_folder, kept.screening),
+            ("tuning", kept.tuning),
+            ("runs", kept.runs),
+        ):
+            for result in results:
+                run = self.make_run(result["arm"], result["settings"], result["seed"], result["amount"], folder)
+                if not Path(run.path).exists():
+                    write_json(Path(run.path), result)
+
     def check_finished(self) -> None:
         """Raise a `UsageError` if a run that is there is not of this comparison, by what its file says of itself."""
         amounts = {"runs": None, "tuning": None, "screening": self.args.tuning_tokens}
@@ -153,7 +198,7 @@ class Comparison:
         """
         What the comparison takes: runs, what they spend, and hours.
 
-        Hours are by the runs that are done, and before there are any by one batch of each arm, which leaves out
+        Hours are by the runs that are done, and before there are any by the second batch of each arm, which leaves out
         evaluations and further updates of a batch.
         """
         args = self.args
@@ -187,7 +232,8 @@ class Comparison:
         if cost == "seconds":
             return 1.0
         done = [read_object(path) for path in Path(self.args.output_dir).glob(f"*/{arm}-rate*.json")]
-        done = [run for run in done if run.get("arm") == arm and run.get("evaluations")]
+        # Of tuning runs that come from a kept file, there are no seconds
+        done = [run for run in done if run.get("arm") == arm and "evaluation_seconds" in run]
         if done:
             seconds = sum(run["evaluations"][-1]["seconds"] + run["evaluation_seconds"] for run in done)
             return seconds / sum(run["evaluations"][-1][cost] for run in done)
@@ -222,14 +268,18 @@ class Comparison:
 
     def tokens_per_prompt(self, arm: str) -> float:
         """Tokens that an arm generates for each prompt, measured once."""
-        path = Path(self.args.output_dir) / TOKENS_FILE
-        measured: dict[str, float] = read_object(path) if path.exists() else {}
+        measured = self.tokens_measured()
         if arm not in measured:
             measured[arm], seconds = tokens_per_prompt(self.args.settings_of(arm), self.policy, self.task)
-            write_json(path, measured)
+            write_json(Path(self.args.output_dir) / TOKENS_FILE, measured)
             speeds = Path(self.args.output_dir) / SPEED_FILE
             write_json(speeds, (read_object(speeds) if speeds.exists() else {}) | {arm: seconds})
         return measured[arm]
+
+    def tokens_measured(self) -> dict[str, float]:
+        """The same of all arms that were measured."""
+        path = Path(self.args.output_dir) / TOKENS_FILE
+        return read_object(path) if path.exists() else {}
 
     def tuning_runs(
         self, grids: dict[str, list[Settings]], seeds: list[int], amount: float | None, folder: str
@@ -243,8 +293,13 @@ class Comparison:
     def screening_runs(self, grids: dict[str, list[Settings]]) -> list[Run]:
         """The runs of all points of each arm's grid, with the first two tuning seeds: these find the finalists."""
         args = self.args
-        folder = "tuning" if args.tuning_tokens is None else "screening"
-        return list(self.tuning_runs(grids, args.tuning_seeds[:SCREENING_SEEDS], args.tuning_tokens, folder))
+        seeds = args.tuning_seeds[:SCREENING_SEEDS]
+        return list(self.tuning_runs(grids, seeds, args.tuning_tokens, self.screening_folder))
+
+    @property
+    def screening_folder(self) -> str:
+        """Whole runs are among those of the tuning."""
+        return "tuning" if self.args.tuning_tokens is None else "screening"
 
     def final_runs(self, arms: dict[str, Settings]) -> Iterator[Run]:
         """The runs that are reported: all arms of one seed, then of the next."""

@@ -103,6 +103,13 @@ class CompareArguments(ArmsArguments):
             "help": "Completions that an evaluation generates at once. If `None`, 512, and 64 for a task of your own."
         },
     )
+    kept: str | None = field(
+        default=None,
+        metadata={
+            "help": "File that was kept of this comparison, a `kept.jsonl.gz` under any name. Its runs count as done: "
+            "further seeds and arms are added to them."
+        },
+    )
     plan: bool = field(
         default=False, metadata={"help": "Say what the comparison takes, in runs, tokens and hours, and end."}
     )

@@ -1,5 +1,5 @@
 """
-A comparison in one small file, from which its report is made anew.
+A comparison in one small file, from which its report is made anew, and to which further seeds and arms can be added.
 
 It is JSON lines, compressed: first the arguments, the settings of each arm and a table of rewards; then a line for each
 run. `zcat` shows it. What completions said and how trees looked is left out.
@@ -34,6 +34,7 @@ def keep(results: Results) -> bytes:
         "arguments": results.arguments,
         "command": results.command,
         "arms": results.arms,
+        "tokens_per_prompt": results.tokens_per_prompt,
         "rewards_of_a_prompt": {codes[of_prompt]: of_prompt for of_prompt in table},
     }
     lines = [head, *(_line_of(run, results, codes) for run in results.runs)]
@@ -67,7 +68,9 @@ def restore(content: bytes) -> Results:
     for line in lines:
         stage = line.pop("stage", "runs")
         runs[stage].append(_restored(line, arms[line["arm"]], table))
-    return Results(head["arguments"], head["command"], arms, **runs)
+    return Results(
+        head["arguments"], head["command"], arms, **runs, tokens_per_prompt=head.get("tokens_per_prompt", {})
+    )
 
 
 def with_readings(kept: Results, raw: Results) -> Results:

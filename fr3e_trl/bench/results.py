@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -58,6 +58,8 @@ class Results:
             Runs of all points of the arms' grids, with the first tuning seeds.
         tuning (`list[dict[str, Any]]`):
             Runs of the best of them with all tuning seeds, by which settings were chosen. Some may be among the former.
+        tokens_per_prompt (`dict[str, float]`):
+            Tokens that arms generate for each prompt, by which their batches were sized. Empty where none was.
     """
 
     arguments: dict[str, Any]
@@ -66,6 +68,7 @@ class Results:
     runs: list[dict[str, Any]]
     screening: list[dict[str, Any]]
     tuning: list[dict[str, Any]]
+    tokens_per_prompt: dict[str, float] = field(default_factory=dict)
 
     @property
     def cost(self) -> str:

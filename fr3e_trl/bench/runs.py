@@ -37,10 +37,10 @@ UNDER_WAY = "under_way"  # the folder of what there is of runs that are not done
 CURVE = "curve.jsonl"
 MEASURED = "measured.json"  # in its checkpoint, whose last file it is: without it, the checkpoint was cut
 
-# The batch by which an arm's tokens per prompt are measured, whatever its own batches are
+# The batches by which an arm's tokens per prompt are measured, whatever its own batches are
 PROBE = {
     "num_prompts": 32,
-    "num_train_examples": 32,
+    "num_train_examples": 64,
     "num_iterations": 1,
 }
 
@@ -296,19 +296,36 @@ def last_tree(trainer: Any) -> dict[str, Any] | None:
 
 
 def tokens_per_prompt(settings: dict[str, Any], policy: Path, task: Task | OwnTask) -> tuple[float, float]:
-    """Tokens that an arm generates for each prompt, and seconds for each, by its first batch and one update with it."""
+    """
+    What a batch of an arm takes.
+
+    Returns:
+        Tokens that it generates for each prompt, by its first batch. Seconds for each token, by its second batch and
+        one update with it: in the first, much is done once.
+    """
     be_quiet()
     size = settings.get("per_device_train_batch_size")
     settings = {name: value for name, value in settings.items() if name not in PARTS}
     if size is not None and PROBE["num_prompts"] * settings["num_generations"] % size == 0:
         settings["per_device_train_batch_size"] = size  # of a large model, there may be no room for more
     with tempfile.TemporaryDirectory() as output_dir:
-        trainer: Any = make_trainer(settings, policy, task, Path(output_dir), HELDOUT_SEED, **PROBE, max_steps=1)
-        start = now(trainer.args.device)
+        trainer: Any = make_trainer(settings, policy, task, Path(output_dir), HELDOUT_SEED, **PROBE, max_steps=2)
+        ends = StepEnds()
+        trainer.add_callback(ends)
         trainer.train()
-        seconds = now(trainer.args.device) - start
-    tokens = trainer.costs.generated_tokens
-    return tokens / PROBE["num_prompts"], seconds / tokens
+    first, both = (batch["generated_tokens"] for batch in trainer.batches)
+    start, end = ends.times
+    return first / PROBE["num_prompts"], (end - start) / (both - first)
+
+
+class StepEnds(transformers.TrainerCallback):
+    """When the steps ended."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.times.append(now(args.device))
 
 
 def be_quiet() -> None:

@@ -81,20 +81,26 @@ def check_same(
     settings = as_json(settings)
     path = output_dir / "arguments.json"
     earlier = read_object(path) if path.exists() else {}
-    was, now = _with_entries(earlier, growing), _with_entries(settings, growing)
-    changed = [name for name, value in now.items() if was.get(name, value) != value]
-    if changed and has_results:
-        differences = ", ".join(f"{name} was {was[name]!r} and is {now[name]!r}" for name in changed)
+    differences = differing(earlier, settings, growing)
+    if differences and has_results:
         raise UsageError(
             f"output_dir={str(output_dir)!r} has results of other arguments: {differences}. Use another output_dir, or "
             "remove that one."
         )
     if check_results is not None:
         check_results()
-    if growing is not None and not changed:
+    if growing is not None and not differences:
         settings[growing] = earlier.get(growing, {}) | settings[growing]
     write_json(path, settings)
-    return bool(changed)
+    return bool(differences)
+
+
+def differing(earlier: dict[str, Any], settings: dict[str, Any], growing: str | None = None) -> str:
+    """What settings were earlier and are now, of those that differ; see [`check_same`]. Empty if none does."""
+    was, now = _with_entries(earlier, growing), _with_entries(as_json(settings), growing)
+    return ", ".join(
+        f"{name} was {was[name]!r} and is {value!r}" for name, value in now.items() if was.get(name, value) != value
+    )
 
 
 def _with_entries(settings: dict[str, Any], growing: str | None) -> dict[str, Any]:
