@@ -115,7 +115,7 @@ def compare(args: CompareArguments, command: str) -> None:
         runs=[read_result(run) for run in runs],
         screening=[read_result(run) for run in screening],
         tuning=[read_result(run) for run in tuning],
-        tokens_per_prompt=comparison.tokens_measured(),
+        tokens_per_prompt=comparison.measured(TOKENS_FILE),
     )
     write_report(results, output_dir)
     CONSOLE.print(f"Report: {output_dir / 'report.html'}", highlight=False, soft_wrap=True)
@@ -169,8 +169,8 @@ class Comparison:
         return kept
 
     def take_over(self, kept: Results) -> None:
-        """Write the runs of a kept file, and by how many tokens batches were sized, where they are not there yet."""
-        write_json(Path(self.args.output_dir) / TOKENS_FILE, kept.tokens_per_prompt | self.tokens_measured())
+        """Write the runs of a kept file where they are not there yet, and by how many tokens its batches were sized."""
+        write_json(Path(self.args.output_dir) / TOKENS_FILE, self.measured(TOKENS_FILE) | kept.tokens_per_prompt)
         for folder, results in (
             (self.screening_folder, kept.screening),
             ("tuning", kept.tuning),
@@ -237,8 +237,7 @@ class Comparison:
         if done:
             seconds = sum(run["evaluations"][-1]["seconds"] + run["evaluation_seconds"] for run in done)
             return seconds / sum(run["evaluations"][-1][cost] for run in done)
-        path = Path(self.args.output_dir) / SPEED_FILE
-        return read_object(path).get(arm, math.nan) if cost == "generated_tokens" and path.exists() else math.nan
+        return self.measured(SPEED_FILE).get(arm, math.nan) if cost == "generated_tokens" else math.nan
 
     def tuned_arms(self) -> tuple[dict[str, Settings], list[Run], list[Run]]:
         """
@@ -268,17 +267,16 @@ class Comparison:
 
     def tokens_per_prompt(self, arm: str) -> float:
         """Tokens that an arm generates for each prompt, measured once."""
-        measured = self.tokens_measured()
-        if arm not in measured:
-            measured[arm], seconds = tokens_per_prompt(self.args.settings_of(arm), self.policy, self.task)
-            write_json(Path(self.args.output_dir) / TOKENS_FILE, measured)
-            speeds = Path(self.args.output_dir) / SPEED_FILE
-            write_json(speeds, (read_object(speeds) if speeds.exists() else {}) | {arm: seconds})
-        return measured[arm]
+        tokens = self.measured(TOKENS_FILE)
+        if arm not in tokens:
+            tokens[arm], seconds = tokens_per_prompt(self.args.settings_of(arm), self.policy, self.task)
+            write_json(Path(self.args.output_dir) / TOKENS_FILE, tokens)
+            write_json(Path(self.args.output_dir) / SPEED_FILE, self.measured(SPEED_FILE) | {arm: seconds})
+        return tokens[arm]
 
-    def tokens_measured(self) -> dict[str, float]:
-        """The same of all arms that were measured."""
-        path = Path(self.args.output_dir) / TOKENS_FILE
+    def measured(self, file: str) -> dict[str, float]:
+        """What a file of the directory says of each arm that was measured; empty if none was."""
+        path = Path(self.args.output_dir) / file
         return read_object(path) if path.exists() else {}
 
     def tuning_runs(
