@@ -87,7 +87,7 @@ def main() -> None:
     data = load_dataset("json", data_files=files)
     show = ShowTree()
     trainer = FR3ETrainer(
-        model=AutoModelForCausalLM.from_pretrained(policy, dtype=torch.bfloat16),
+        model=AutoModelForCausalLM.from_pretrained(policy, dtype="auto"),
         processing_class=AutoTokenizer.from_pretrained(policy, padding_side="left"),
         reward_funcs=math_reward,
         train_dataset=data["train"],
@@ -105,7 +105,7 @@ def main() -> None:
             learning_rate=5e-4,  # of LoRA on a small model
             lr_scheduler_type="constant",
             gradient_checkpointing=False,
-            bf16=False,  # the weights are
+            bf16=False,  # the weights are, where that is fast
             use_cpu=True,
             save_strategy="no",
             report_to=[],

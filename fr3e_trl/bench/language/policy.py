@@ -62,13 +62,21 @@ def language_policy(
     return made_once(directory, make)
 
 
+def fast_dtype() -> torch.dtype:
+    """bfloat16 on GPUs and on CPUs that compute with it. On others float32, which is five times as fast there."""
+    has_bfloat16 = torch.cuda.is_available() or (
+        torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+    return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
 def warm_up(family: Family, source: str, directory: Path, num_examples: int) -> None:
-    """Train a model by LoRA on worked examples, an epoch, and save it whole, in bfloat16."""
+    """Train a model by LoRA on worked examples, an epoch, and save it whole, in the type that is fast here."""
     set_seed(SEED)
     tokenizer = AutoTokenizer.from_pretrained(source)
     with tempfile.TemporaryDirectory() as output_dir:
         trainer = SFTTrainer(
-            model=AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16),
+            model=AutoModelForCausalLM.from_pretrained(source, dtype=fast_dtype()),
             args=SFTConfig(
                 output_dir=output_dir,
                 seed=SEED,
