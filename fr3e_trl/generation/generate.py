@@ -3,7 +3,6 @@
 import copy
 import functools
 import logging
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -424,8 +423,6 @@ def _policy(logits: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Ten
     """Log-probabilities (B, L, V) and entropies (B, L) of the policy, from its logits, at each row's temperature."""
     logprobs = (logits.float() / temperatures[:, None, None]).log_softmax(2)
     probs = logprobs.exp()
-    if os.environ.get("FR3E_TRY") == "differ":
-        return logprobs, 1 - probs.square_().sum(2)
     return logprobs, torch.special.entr(probs, out=probs).sum(2)
 
 

@@ -15,7 +15,6 @@ Numbers along a trajectory may be NumPy arrays, or tensors on the CPU. Shapes ar
 """
 
 import math
-import os
 import random
 import statistics
 from collections import Counter
@@ -136,8 +135,7 @@ class AboveThreshold(StoppingRule):
 
     def is_uncertain(self, entropies: Any, positions: Any) -> Any:
         # Where all entropies are alike they are the threshold, which follows them
-        least = float(os.environ.get("FR3E_TRY_LEAST", 0))
-        return (entropies >= max(self.threshold, least)) & (entropies > 0)
+        return (entropies >= self.threshold) & (entropies > 0)
 
 
 @dataclass(frozen=True)

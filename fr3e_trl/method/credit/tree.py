@@ -36,7 +36,6 @@ Notation used for tensor shapes:
 """
 
 import itertools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -111,7 +110,6 @@ class Paths(NamedTuple):
     prompts: torch.Tensor
     masses: list[float]
     distinct: list[bool]
-    chances: list[tuple[float, float] | None] = []
 
 
 def paths_of(trees: Sequence[Tree]) -> Paths:
@@ -120,7 +118,6 @@ def paths_of(trees: Sequence[Tree]) -> Paths:
     parents: list[int | None] = []
     positions, lengths, prompts, distinct = [], [], [], []
     masses: list[float] = []
-    chances = []
     for i, tree in enumerate(trees):
         root = len(rewards)
         for state in tree.states:
@@ -131,10 +128,9 @@ def paths_of(trees: Sequence[Tree]) -> Paths:
                 lengths.append(state.position + rollout.length)
                 prompts.append(i)
                 distinct.append(rollout.chances is not None)
-                chances.append(rollout.chances)
         masses += masses_of(tree)
     rewards_R = torch.tensor(rewards, dtype=torch.float64)
-    return Paths(rewards_R, parents, positions, lengths, torch.tensor(prompts), masses, distinct, chances)
+    return Paths(rewards_R, parents, positions, lengths, torch.tensor(prompts), masses, distinct)
 
 
 def masses_of(tree: Tree) -> list[float]:
@@ -325,8 +321,7 @@ def tree_credit(paths: Paths, baselines: torch.Tensor, prior_strength: float) ->
     _check_branches(paths)
     own = _totals(paths).tolist()
     below = _with_descendants(paths.parents, own)
-    stretches = list(_stretches(paths, own, below))
-    *places, sums, counts, partner_sums, partner_counts = zip(*stretches, strict=True)
+    *places, sums, counts, partner_sums, partner_counts = zip(*_stretches(paths, own, below), strict=True)
     device = paths.rewards.device
     rows, starts, ends = torch.tensor(places, device=device)
     sums, counts = torch.tensor([sums, counts], dtype=torch.float64, device=device)
@@ -339,50 +334,9 @@ def tree_credit(paths: Paths, baselines: torch.Tensor, prior_strength: float) ->
     others, num_others = others.masked_fill(is_empty, 0), num_others.masked_fill(is_empty, 0)
     compared_with = _shrink(others, num_others, baselines.to(sums)[bases], prior_strength)
     advantages = (sums / counts - compared_with).nan_to_num(0)
-    if os.environ.get("FR3E_TRY") == "mix":
-        advantages = advantages + _contrast(paths, stretches, advantages, compared_with) / counts.clamp(min=1e-12)
     rounding = 1000 * torch.finfo(sums.dtype).eps * paths.rewards.nan_to_num(0).abs().max()
     advantages = advantages.masked_fill(advantages.abs() <= rounding, 0)
     return Stretches(rows, starts, ends, counts, counts * advantages)
-
-
-MIXES = []
-
-
-def _contrast(paths, stretches, advantages, compared_with):
-    """What is added to counts * advantages at anchors: λ of the difference of contrast and baseline."""
-    branch_at = {
-        (p, q): i for i, (p, q) in enumerate(zip(paths.parents, paths.positions, strict=True)) if p is not None
-    }
-    found, values, extra = [], [], []
-    for n, (row, start, _, total, count, partner_total, partner_count) in enumerate(stretches):
-        if partner_count == 0 or count == 0:
-            continue
-        is_branch = paths.parents[row] is not None and paths.positions[row] == start
-        branch = row if is_branch else branch_at[row, start]
-        pa, pb = paths.chances[branch]
-        if 2 - pa - pb <= 1e-9:
-            continue
-        w_b = (1 - pa) / (2 - pa - pb)
-        if w_b <= 1e-9:
-            continue
-        pair = paths.masses[branch] / w_b
-        c = (1 - pa) * (1 - pb) / (2 - pa - pb)
-        own = total / count
-        w = w_b if is_branch else 1 - w_b
-        extra.append(pair * (c * (own - partner_total / partner_count) - w * (own - compared_with[n].item())))
-        values.append(count * advantages[n].item())
-        found.append(n)
-    result = torch.zeros_like(advantages)
-    squares = sum(d * d for d in extra)
-    if squares > 0:
-        mix = min(1.0, max(0.0, -sum(a * d for a, d in zip(values, extra, strict=True)) / squares))
-        MIXES.append(mix)
-        if len(MIXES) % 4 == 0 and os.environ.get("FR3E_MIX_LOG"):
-            with open(os.environ["FR3E_MIX_LOG"], "a") as f:
-                f.write(f"{mix:.3f}\n")
-        result[found] = mix * torch.tensor(extra, dtype=result.dtype)
-    return result
 
 
 def _row_credit(stretches: Stretches, trees: Sequence[Tree], plan: Plan) -> list[RowCredit]:
@@ -463,7 +417,7 @@ def _stretches(
     `own` has the reward and number of each row, `below` those of the row and all that descend from it. Partners are the
     rows whose tokens were drawn with this one, without replacement. They are neither in T nor in U.
     """
-    _, parents, positions, lengths, _, _, distinct, _ = paths
+    _, parents, positions, lengths, _, _, distinct = paths
     branches: list[list[int]] = [[] for _ in parents]
     for row, parent in enumerate(parents):
         if parent is not None:
