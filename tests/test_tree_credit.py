@@ -446,6 +446,22 @@ REFILL = {"max_refills": 3, "max_steps": 4, "num_prompts": 64, "reward_func": pa
 REFILL |= {"value_prior_strength": 0.0, "num_base_trajectories": 2, "num_anchors": 3}
 
 
+@pytest.mark.parametrize(
+    ("threshold", "alike"),
+    [(-1e9, {"negative_advantage_scale": 0.0}), (1e9, {})],
+    ids=["all rows have moved too far", "none has"],
+)
+def test_the_off_policy_mask_is_about_the_advantages_of_tokens(threshold, alike):
+    """TRL's mask leaves out negative ones of rows that the policy has moved away from, and keeps all others."""
+    updates = {"num_iterations": 3, "max_steps": 6}
+    masked, expected, other = (
+        torch.cat([weight.flatten() for weight in train(**updates | settings).model.parameters()])
+        for settings in ({"off_policy_mask_threshold": threshold}, alike, {"negative_advantage_scale": 0.5})
+    )
+    torch.testing.assert_close(masked, expected)
+    assert (masked - other).abs().max() > 1e-3
+
+
 def test_left_over_rows_keep_their_credit(monkeypatch):
     kept = []
 
