@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -191,6 +192,13 @@ def test_tables_are_whole(page):
         else:
             num_cells = len(re.findall(r"(?<!\\)\|", line))
             assert num_cells == len(re.findall(r"(?<!\\)\|", lines[i - 1])), f"a row of other cells: {line}"
+
+
+def test_tables_of_results_are_those_of_the_kept_runs():
+    script = runpy.run_path(str(ROOT / "docs" / "reports" / "results.py"))
+    page = (ROOT / "docs" / "results.md").read_text()
+    for table in script["tables"](script["kept_families"]()):
+        assert table.markdown() in page, table.markdown()
 
 
 def test_the_readme_is_short():
