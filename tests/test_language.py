@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from language_model import save_language_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fr3e_trl.bench import compare, make_policy
+from fr3e_trl.bench.language import policy as language_policy
 from fr3e_trl.bench.language import pretrained
 from fr3e_trl.bench.language.families import FAMILIES, share_right
-from fr3e_trl.bench.language.policy import fast_dtype
 from fr3e_trl.commands import eval as evaluation
 from fr3e_trl.commands import train
 from fr3e_trl.commands.data import get_reward
@@ -92,9 +93,21 @@ def policy(stand_in, tmp_path_factory):
     return directory
 
 
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [("avx2 avx512f", "float32"), ("avx2 avx512_bf16", "bfloat16"), ("asimd i8mm bf16", "bfloat16"), (None, "float32")],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="bfloat16 on a GPU, whatever the CPU")
+def test_the_type_that_is_fast_here(flags, dtype, tmp_path, monkeypatch):
+    if flags is not None:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(language_policy, "CPU_INFO", tmp_path / "cpuinfo")
+    assert language_policy.fast_dtype() == getattr(torch, dtype)
+
+
 def test_policy_is_a_checkpoint_with_its_problems(policy, stand_in, capsys):
     made, source = (AutoModelForCausalLM.from_pretrained(path) for path in (policy, stand_in))
-    assert made.dtype == fast_dtype()
+    assert made.dtype == language_policy.fast_dtype()
     assert any(bool((a != b).any()) for a, b in zip(made.parameters(), source.parameters(), strict=True))
     train_rows, test_rows = (
         [json.loads(line) for line in (policy / "data" / f"{split}.jsonl").read_text().splitlines()]

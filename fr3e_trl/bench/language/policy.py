@@ -18,6 +18,10 @@ BATCH_SIZE = 4
 LEARNING_RATE = 1e-3
 LORA = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
 
+# Linux's list of what the CPU can do, and the names of bfloat16 there, of x86 and of Arm
+CPU_INFO = Path("/proc/cpuinfo")
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+
 CARD = """---
 license: apache-2.0
 base_model: HuggingFaceTB/{base}
@@ -64,10 +68,10 @@ def language_policy(
 
 def fast_dtype() -> torch.dtype:
     """bfloat16 on GPUs and on CPUs that compute with it. On others float32, which is five times as fast there."""
-    has_bfloat16 = torch.cuda.is_available() or (
-        torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-    return torch.bfloat16 if has_bfloat16 else torch.float32
+    if torch.cuda.is_available():
+        return torch.bfloat16
+    flags = CPU_INFO.read_text().split() if CPU_INFO.exists() else []
+    return torch.float32 if BFLOAT16_FLAGS.isdisjoint(flags) else torch.bfloat16
 
 
 def warm_up(family: Family, source: str, directory: Path, num_examples: int) -> None:
