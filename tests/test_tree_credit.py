@@ -439,13 +439,6 @@ def test_several_updates_and_a_reference_model_and_a_bonus():
     assert trainer.state.log_history[-2]["grad_norm"] > 0
 
 
-# Refill, resuming, processes
-
-
-REFILL = {"max_refills": 3, "max_steps": 4, "num_prompts": 64, "reward_func": parity}
-REFILL |= {"value_prior_strength": 0.0, "num_base_trajectories": 2, "num_anchors": 3}
-
-
 @pytest.mark.parametrize(
     ("threshold", "alike"),
     [(-1e9, {"negative_advantage_scale": 0.0}), (1e9, {})],
@@ -460,6 +453,13 @@ def test_the_off_policy_mask_is_about_the_advantages_of_tokens(threshold, alike)
     )
     torch.testing.assert_close(masked, expected)
     assert (masked - other).abs().max() > 1e-3
+
+
+# Refill, resuming, processes
+
+
+REFILL = {"max_refills": 3, "max_steps": 4, "num_prompts": 64, "reward_func": parity}
+REFILL |= {"value_prior_strength": 0.0, "num_base_trajectories": 2, "num_anchors": 3}
 
 
 def test_left_over_rows_keep_their_credit(monkeypatch):

@@ -113,15 +113,13 @@ def added_table(families: dict[str, Results], kind: str, arms: dict[str, str]) -
         arms (`dict[str, str]`):
             Arms of these, and which of the family's arms they are compared with.
     """
-    rows = []
-    for arm, other in arms.items():
-        cells = [
-            added_cell(
-                means_of(RUNS / f"{kind}_{name}.jsonl.gz").get(arm, {}), means_of(RUNS / f"{name}.jsonl.gz")[other]
-            )
-            for name in families
-        ]
-        rows.append([f"`{arm}` − `{other}`", *cells])
+    further, known = (
+        {name: means_of(RUNS / f"{prefix}{name}.jsonl.gz") for name in families} for prefix in (f"{kind}_", "")
+    )
+    rows = [
+        [f"`{arm}` − `{other}`", *(added_cell(further[name].get(arm, {}), known[name][other]) for name in families)]
+        for arm, other in arms.items()
+    ]
     return Table(["mean pass@1, difference", *(f"`{name}`" for name in families)], rows)
 
 
