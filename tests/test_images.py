@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,6 @@ from tool_policy import (
     MoodyWalk,
     look,
     make_tool_dataset,
-    make_tool_policy,
     make_tool_tokenizer,
     train_tool_policy,
 )
@@ -30,6 +30,7 @@ from transformers import set_seed
 from trl import GRPOTrainer
 from vision_models import (
     FAMILIES,
+    PLACEHOLDERS,
     SPECIAL_TOKENS,
     make_image,
     make_image_dataset,
@@ -380,49 +381,33 @@ def shown(digit):
 
 
 @functools.cache
-def _trained_on_pictures():
-    """Qwen2.5-VL's, in dialogues whose tool answers with a picture and a digit."""
-    processor = make_processor("qwen2_5_vl", make_tool_tokenizer())
-    model = make_vision_model("qwen2_5_vl", tokenizer=make_tool_tokenizer())
-    pictures = [processor.image_processor(images=[make_picture(i)], return_tensors="pt") for i in range(10)]
+def _trained_on_pictures(family):
+    """The weights of a policy for dialogues in which every other question, and every other answer, has a picture."""
+    processor = make_processor(family, make_tool_tokenizer())
+    model = make_vision_model(family, tokenizer=make_tool_tokenizer())
+    draw, placeholder = random.Random(0), PLACEHOLDERS[family]
 
-    def answer(digit):
-        num_tokens = len(pictures[digit]["pixel_values"]) // 4
-        return f"<|vision_start|>{'<|image_pad|>' * num_tokens}<|vision_end|>{digit}"
+    def with_picture(role):
+        return role[0] + draw.choice(["", placeholder])
 
     def inputs_of(texts):
-        inputs = processor.tokenizer(texts, padding=True, return_tensors="pt")
-        shown = [pictures[int(digit)] for text in texts for digit in re.findall(r"<\|vision_end\|>(\d)", text)]
-        return {
-            "input_ids": inputs["input_ids"],
-            "attention_mask": inputs["attention_mask"],
-            "mm_token_type_ids": (inputs["input_ids"] == processor.image_token_id).long(),
-            **{name: torch.cat([picture[name] for picture in shown]) for name in ("pixel_values", "image_grid_thw")},
-        }
+        texts = [re.sub(r"<\|(?:user|tool)\|>", with_picture, text) for text in texts]
+        digits = [re.findall(rf"{re.escape(placeholder)}(\d)", text) for text in texts]
+        pictures = [[make_picture(digit) for digit in of_text] for of_text in digits]
+        return processor(text=texts, images=pictures, padding=True, padding_side="right", return_tensors="pt")
 
-    train_tool_policy(model, inputs_of, answer)
-    model.lm_head.weight.data.mul_(0.5)  # so unsure that some rollouts call no tool
+    train_tool_policy(model, inputs_of, answers_at_once=True)
     return model.state_dict()
-
-
-def make_seeing_tool_policy(family):
-    model = make_vision_model(family, tokenizer=make_tool_tokenizer())
-    if family == "qwen2_5_vl":
-        model.load_state_dict(_trained_on_pictures())
-        return model
-    policy = make_tool_policy()
-    policy.resize_token_embeddings(model.config.text_config.vocab_size)
-    model.model.language_model.load_state_dict(policy.model.state_dict())
-    model.lm_head.load_state_dict(policy.lm_head.state_dict())
-    return model
 
 
 def make_tool_trainer(family, tool, cls=Recorder, with_images=True, **settings):
     columns = make_tool_dataset(8).to_dict() | ({"image": [make_image(i) for i in range(8)]} if with_images else {})
     processor = make_processor(family, make_tool_tokenizer())
+    model = make_vision_model(family, tokenizer=make_tool_tokenizer())
+    model.load_state_dict(_trained_on_pictures(family))
     unwritten = [token for token in SPECIAL_TOKENS[family] if token in ("<image>", "<|image_pad|>", "<|video_pad|>")]
     defaults = {
-        "model": make_seeing_tool_policy(family),
+        "model": model,
         "tokenizer": processor,
         "dataset": Dataset.from_dict(columns),
         "reward_funcs": lambda completions, **kwargs: [float(len(completion)) for completion in completions],
