@@ -591,6 +591,7 @@ def test_plan(capsys):
     settings = {"base": UNTUNED, "arms": {"fr3e": FR3E, "grpo": GRPO}, "tuning_seeds": [7, 8, 9], "seeds": [0, 1]}
     compare(arguments(**settings, **grid, plan=True), "fr3e compare")
     told = capsys.readouterr().err
+    assert all(f"Measuring what two steps of {arm} take\n" in told for arm in ("fr3e", "grpo"))
     lines = told[told.index("Plan: ") :].splitlines()  # the libraries may warn before
     # 2 arms: 3 rates × 2 seeds of 100 tokens; 2 finalists × 3 seeds, and 2 seeds, of 500
     assert lines[0].startswith("Plan: 9,200 generated tokens, ")

@@ -269,6 +269,7 @@ class Comparison:
         """Tokens that an arm generates for each prompt, measured once."""
         tokens = self.measured(TOKENS_FILE)
         if arm not in tokens:
+            CONSOLE.print(f"Measuring what two steps of {arm} take", markup=False, highlight=False, soft_wrap=True)
             tokens[arm], seconds = tokens_per_prompt(self.args.settings_of(arm), self.policy, self.task)
             write_json(Path(self.args.output_dir) / TOKENS_FILE, tokens)
             write_json(Path(self.args.output_dir) / SPEED_FILE, self.measured(SPEED_FILE) | {arm: seconds})
