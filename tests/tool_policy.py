@@ -168,7 +168,7 @@ def train_tool_policy(model, inputs_of, answers_at_once=False):
     """
     Have a model know the form of dialogues, and be unsure of the digits.
 
-    It is trained on what `inputs_of` makes of texts; four of ten call no tool where it `answers_at_once`.
+    It is trained on what `inputs_of` makes of texts; every other calls no tool where it `answers_at_once`.
     """
     generator = torch.Generator().manual_seed(0)
     model.lm_head.weight.data.div_(20)
@@ -179,7 +179,7 @@ def train_tool_policy(model, inputs_of, answers_at_once=False):
             digit, *noise = torch.randint(0, 10, (4,), generator=generator).tolist()
             keep = torch.rand(3, generator=generator) > 0.4
             text, key = f"<|user|>{digit}?<eos>", digit
-            for turn in range(0 if answers_at_once and noise[2] < 4 else 2):
+            for turn in range(0 if answers_at_once and noise[2] < 5 else 2):
                 asked = key if keep[turn] else noise[turn]
                 key = (3 * asked + 1) % 10
                 text += f"<|assistant|><call>{asked}</call><eos><|tool|>{key}<eos>"
