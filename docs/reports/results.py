@@ -4,11 +4,13 @@ Makes the tables of docs/results.md anew, and the README's figure, from the runs
     python docs/reports/results.py
 """
 
+import math
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -24,7 +26,11 @@ from fr3e_trl.bench.tuning import TUNED
 RUNS = Path(__file__).parent.parent / "runs"
 
 # Those whose arms are tuned with two screening seeds and three finalists, by their files
-FAMILIES = ("chain", "hard", "distractors")
+FAMILIES = ("chain", "hard", "distractors", "few_prompts", "lengths")
+PANELS_IN_A_ROW = 3
+
+# Those whose distinct branches were run at the point of independent ones alone
+AT_ONE_POINT = ("machine", "countdown")
 
 # Arms with TRL's off-policy mask, and with fewer rows, beside the tuned ones of their kind
 MASKED = {
@@ -39,7 +45,15 @@ MASKED = {
     "tree_masked_8": "tree_4_distinct",
     "tree_masked_8_tight": "tree_4_distinct",
 }
+# Arms with a value tracker, beside those without
+TRACKED = {"memory_4": "prior_4", "tree_memory_4": "tree_4_independent"}
 ROWS = {"tree_3_distinct": "tree_4_distinct", "tree_2_distinct": "tree_4_distinct"}
+
+# Arms with other weights of the prior, on `lengths`
+PRIORS = dict.fromkeys(
+    ["kappa_0", "kappa_1", "kappa_4", "tree_kappa_1", "tree_tracker", "two_bases_kappa_0", "two_bases_kappa_1"],
+    "grpo_4",
+)
 
 SHOWN = {
     "grpo_4": "GRPO, 4 rows a prompt",
@@ -77,12 +91,53 @@ def family_table(name: str, results: Results, best: str) -> Table:
     return Table([f"`{name}`", "mean pass@1", f"− `{best}`", "tokens to ¾", "seconds to ¾"], rows)
 
 
-def beside_table(families: dict[str, Results], arms: list[str], reference: str) -> Table:
-    """What arms are ahead of another, family by family."""
+def prior_table(families: dict[str, Results]) -> Table:
+    """What trees are ahead of shrunk baselines alone."""
+    arms = ["tree_4_independent", "tree_4_distinct"]
     rows = [
-        [f"`{name}`", *(difference_cell(results, arm, reference) for arm in arms)] for name, results in families.items()
+        [f"`{name}`", *(difference_cell(results, arm, "prior_4") for arm in arms)] for name, results in families.items()
     ]
-    return Table([f"− `{reference}`", *(f"`{arm}`" for arm in arms)], rows)
+    return Table(["− `prior_4`", *(f"`{arm}`" for arm in arms)], rows)
+
+
+def distinct_table(families: dict[str, Results]) -> Table:
+    """Distinct branches beside independent ones."""
+    arm, other = "tree_4_distinct", "tree_4_independent"
+    rows = [
+        [
+            f"`{name}`",
+            short(number(of_arm(results, other, mean_rates, reward_bounds(results)))),
+            difference_cell(results, arm, other),
+            *(
+                short(speed(results, arm, other, cost, results.levels()["¾"]))
+                for cost in ("generated_tokens", "seconds")
+            ),
+        ]
+        for name, results in families.items()
+    ]
+    return Table(["family", f"`{other}`", f"`{arm}` − `{other}`", "tokens to ¾", "seconds to ¾"], rows)
+
+
+def difficulty_table(results: Results) -> Table:
+    """How arms end on the easiest and the hardest held-out prompts, by all runs, and how uncertain they are then."""
+    by_prompt = np.mean([[list(map(fmean, e["rewards"])) for e in run["evaluations"]] for run in results.runs], (0, 1))
+    order, size = np.argsort(-by_prompt), len(by_prompt) // 4
+    rows = []
+    for i, arm in enumerate(["", *results.arms]):
+        runs = [run["evaluations"] for run in results.runs if arm in (run["arm"], "")]
+        ends = [evaluations[-1 if i else 0] for evaluations in runs]
+        rates = np.mean([list(map(fmean, end["rewards"])) for end in ends], 0)[order]
+        numbers = [rates[:size].mean(), rates[-size:].mean()]
+        entropy = fmean(end["entropy"] for end in ends)
+        name = f"`{arm}` in the end" if arm else "before training"
+        rows.append([name, *(short(f"{number:.2f}") for number in numbers), short(f"{entropy:.3f}")])
+    return Table(["pass@1 on `lengths`", "easiest quarter", "hardest quarter", "entropy in nats"], rows)
+
+
+def tracked_table(results: Results) -> Table:
+    """What a value tracker adds."""
+    rows = [[f"`{arm}`", difference_cell(results, arm, other)] for arm, other in TRACKED.items()]
+    return Table(["arm", "− the same without a tracker"], rows)
 
 
 def points_table(families: dict[str, Results]) -> Table:
@@ -107,20 +162,21 @@ def added_table(families: dict[str, Results], kind: str, arms: dict[str, str]) -
 
     Args:
         families (`dict[str, Results]`):
-            The families.
+            The families. Those without such runs are left out.
         kind (`str`):
             The further runs of a family are in `docs/runs/KIND_FAMILY.jsonl.gz`.
         arms (`dict[str, str]`):
             Arms of these, and which of the family's arms they are compared with.
     """
+    names = [name for name in families if (RUNS / f"{kind}_{name}.jsonl.gz").exists()]
     further, known = (
-        {name: means_of(RUNS / f"{prefix}{name}.jsonl.gz") for name in families} for prefix in (f"{kind}_", "")
+        {name: means_of(RUNS / f"{prefix}{name}.jsonl.gz") for name in names} for prefix in (f"{kind}_", "")
     )
     rows = [
-        [f"`{arm}` − `{other}`", *(added_cell(further[name].get(arm, {}), known[name][other]) for name in families)]
+        [f"`{arm}` − `{other}`", *(added_cell(further[name].get(arm, {}), known[name][other]) for name in names)]
         for arm, other in arms.items()
     ]
-    return Table(["mean pass@1, difference", *(f"`{name}`" for name in families)], rows)
+    return Table(["mean pass@1, difference", *(f"`{name}`" for name in names)], rows)
 
 
 def added_cell(means: dict[int, float], of_other: dict[int, float]) -> str:
@@ -136,8 +192,13 @@ def added_cell(means: dict[int, float], of_other: dict[int, float]) -> str:
 
 def draw(families: dict[str, Results], path: Path) -> None:
     """Learning curves with 95% intervals over seeds and held-out prompts."""
-    figure, axes = pyplot.subplots(1, len(families), figsize=(4 * len(families), 3.4), layout="constrained")
-    for panel, (name, results) in zip(axes, families.items(), strict=True):
+    num_rows = math.ceil(len(families) / PANELS_IN_A_ROW)
+    figure, axes = pyplot.subplots(
+        num_rows, PANELS_IN_A_ROW, figsize=(4 * PANELS_IN_A_ROW, 0.4 + 3 * num_rows), layout="constrained"
+    )
+    for panel in axes.flat[len(families) :]:
+        panel.set_visible(False)
+    for panel, (name, results) in zip(axes.flat, families.items(), strict=False):
         num_evals = results.arguments["num_evals"]
         amounts = [results.amount * i / num_evals for i in range(num_evals + 1)]
         for (arm, label), color in zip(SHOWN.items(), ("C0", "C2", "C1"), strict=True):
@@ -153,7 +214,7 @@ def draw(families: dict[str, Results], path: Path) -> None:
         panel.grid(alpha=0.3)
     figure.supxlabel("generated tokens")
     figure.supylabel("held-out pass@1")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(SHOWN))
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(SHOWN))
     figure.savefig(path, dpi=110)
 
 
@@ -162,9 +223,12 @@ def tables(families: dict[str, Results]) -> list[Table]:
     best = {name: best_of(GRPO, means_of(RUNS / f"{name}.jsonl.gz"), name) for name in families}
     return [
         *(family_table(name, results, best[name]) for name, results in families.items()),
-        beside_table(families, ["tree_4_independent", "tree_4_distinct"], "prior_4"),
-        beside_table(families, ["tree_4_distinct"], "tree_4_independent"),
+        prior_table(families),
+        distinct_table(families | {name: read_kept(RUNS / f"distinct_{name}.jsonl.gz") for name in AT_ONE_POINT}),
         points_table(families),
+        tracked_table(families["few_prompts"]),
+        difficulty_table(families["lengths"]),
+        added_table(families, "prior", PRIORS),
         added_table(families, "masked", MASKED),
         added_table(families, "rows", ROWS),
     ]
