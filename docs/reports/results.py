@@ -229,7 +229,7 @@ def tables(families: dict[str, Results]) -> list[Table]:
         tracked_table(families["few_prompts"]),
         difficulty_table(families["lengths"]),
         added_table(families, "prior", PRIORS),
-        added_table(families, "tracker", {"tree_tracker": "tree_4_independent"}),
+        added_table(families, "tracker", {"tree_tracker": "tree_4_independent", "prior_tracker": "prior_4"}),
         added_table(families, "masked", MASKED),
         added_table(families, "rows", ROWS),
     ]
