@@ -8,6 +8,7 @@ import math
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -16,7 +17,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.ticker import EngFormatter
 
-from fr3e_trl.bench.estimates import difference, mean_rates, of_arm, rates_at, reward_bounds
+from fr3e_trl.bench.estimates import difference, mean_rates, of_arm, rates, rates_at, reward_bounds
 from fr3e_trl.bench.kept import read_kept
 from fr3e_trl.bench.pooled import GRPO, best_of, means_of
 from fr3e_trl.bench.results import Results
@@ -45,9 +46,11 @@ MASKED = {
     "tree_masked_8": "tree_4_distinct",
     "tree_masked_8_tight": "tree_4_distinct",
 }
-# Arms with a value tracker, beside those without
-TRACKED = {"memory_4": "prior_4", "tree_memory_4": "tree_4_independent"}
 ROWS = {"tree_3_distinct": "tree_4_distinct", "tree_2_distinct": "tree_4_distinct"}
+
+# Arms with a value tracker, beside those without: where prompts come again, and where none does
+TRACKED = {"memory_4": "prior_4", "tree_memory_4": "tree_4_independent"}
+TRACKERS = {"tree_tracker": "tree_4_independent", "prior_tracker": "prior_4"}
 
 # Arms with other weights of the prior, on `lengths`
 PRIORS = dict.fromkeys(
@@ -76,15 +79,21 @@ def difference_cell(results: Results, arm: str, reference: str) -> str:
     return f"**{told}**" if interval.low > 0 or interval.high < 0 else told
 
 
+def speed_cells(results: Results, arm: str, reference: str) -> list[str]:
+    """Tokens and seconds that an arm spent until ¾ of the way, as ratios to another's."""
+    level = results.levels()["¾"]
+    return [short(speed(results, arm, reference, cost, level)) for cost in ("generated_tokens", "seconds")]
+
+
 def family_table(name: str, results: Results, best: str) -> Table:
     """Each arm of a family: pass@1 along the run, and what it spent until ¾ of the way, beside `grpo_4`."""
-    level, bounds = results.levels()["¾"], reward_bounds(results)
+    bounds = reward_bounds(results)
     rows = [
         [
             f"`{arm}`",
             short(number(of_arm(results, arm, mean_rates, bounds))),
             difference_cell(results, arm, best),
-            *(short(speed(results, arm, "grpo_4", cost, level)) for cost in ("generated_tokens", "seconds")),
+            *speed_cells(results, arm, "grpo_4"),
         ]
         for arm in results.arms
     ]
@@ -108,10 +117,7 @@ def distinct_table(families: dict[str, Results]) -> Table:
             f"`{name}`",
             short(number(of_arm(results, other, mean_rates, reward_bounds(results)))),
             difference_cell(results, arm, other),
-            *(
-                short(speed(results, arm, other, cost, results.levels()["¾"]))
-                for cost in ("generated_tokens", "seconds")
-            ),
+            *speed_cells(results, arm, other),
         ]
         for name, results in families.items()
     ]
@@ -120,17 +126,17 @@ def distinct_table(families: dict[str, Results]) -> Table:
 
 def difficulty_table(results: Results) -> Table:
     """How arms end on the easiest and the hardest held-out prompts, by all runs, and how uncertain they are then."""
-    by_prompt = np.mean([[list(map(fmean, e["rewards"])) for e in run["evaluations"]] for run in results.runs], (0, 1))
+    by_prompt = np.mean([list(map(rates, run["evaluations"])) for run in results.runs], (0, 1))
     order, size = np.argsort(-by_prompt), len(by_prompt) // 4
-    rows = []
-    for i, arm in enumerate(["", *results.arms]):
-        runs = [run["evaluations"] for run in results.runs if arm in (run["arm"], "")]
-        ends = [evaluations[-1 if i else 0] for evaluations in runs]
-        rates = np.mean([list(map(fmean, end["rewards"])) for end in ends], 0)[order]
-        numbers = [rates[:size].mean(), rates[-size:].mean()]
-        entropy = fmean(end["entropy"] for end in ends)
-        name = f"`{arm}` in the end" if arm else "before training"
-        rows.append([name, *(short(f"{number:.2f}") for number in numbers), short(f"{entropy:.3f}")])
+
+    def row(name: str, evaluations: list[dict[str, Any]]) -> list[str]:
+        by_rank = np.mean(list(map(rates, evaluations)), 0)[order]
+        entropy = fmean(evaluation["entropy"] for evaluation in evaluations)
+        return [name, *map(short, (f"{by_rank[:size].mean():.2f}", f"{by_rank[-size:].mean():.2f}", f"{entropy:.3f}"))]
+
+    rows = [row("before training", [run["evaluations"][0] for run in results.runs])]
+    for arm in results.arms:
+        rows.append(row(f"`{arm}` in the end", [run["evaluations"][-1] for run in results.of_arm(arm)]))
     return Table(["pass@1 on `lengths`", "easiest quarter", "hardest quarter", "entropy in nats"], rows)
 
 
@@ -229,7 +235,7 @@ def tables(families: dict[str, Results]) -> list[Table]:
         tracked_table(families["few_prompts"]),
         difficulty_table(families["lengths"]),
         added_table(families, "prior", PRIORS),
-        added_table(families, "tracker", {"tree_tracker": "tree_4_independent", "prior_tracker": "prior_4"}),
+        added_table(families, "tracker", TRACKERS),
         added_table(families, "masked", MASKED),
         added_table(families, "rows", ROWS),
     ]
