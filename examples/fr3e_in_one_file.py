@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 NUM_PROMPTS = 32  # P, of a step
 NUM_ANCHORS = 3  # of a base trajectory, at most: a prompt has four rows, as with num_generations=4
 MAX_LENGTH = 64  # tokens of a completion
-PRIOR_STRENGTH = 4.0  # κ: the prior counts as much as four rollouts
+PRIOR_STRENGTH = 4.0  # κ: the prior counts as four rollouts. `FR3ETrainer` estimates κ from past steps
 SMOOTHING = 0.7  # weight of the threshold of the step before
 EPSILON_LOW, EPSILON_HIGH = 0.2, 0.28
 NUM_UPDATES, LEARNING_RATE = 2, 5e-5  # of each batch

@@ -105,7 +105,7 @@ class FR3EConfig(GRPOConfig):
 
         credit (`str`, *optional*): the rollouts that a token learns from, `"tree"` or `"rollout"`.
         value_prior_strength (`float`, *optional*): weight of the prior in a baseline, in rollouts.
-        value_tracker (`bool`, *optional*, defaults to `False`): whether the prior remembers past steps.
+        value_tracker (`bool`, *optional*): whether the prior remembers past steps.
         negative_advantage_scale (`float`, *optional*, defaults to `1.0`): factor on negative advantages.
         reject_degenerate_states (`bool`, *optional*): whether states that teach nothing leave the loss.
         max_refills (`int`, *optional*, defaults to `0`): times that a step draws prompts to replace rejected rows.
@@ -211,17 +211,18 @@ class FR3EConfig(GRPOConfig):
             "help": "Weight of the prior in the baseline of each row, in rollouts. The prior of an anchor is the value "
             "of the state before it. The prior of a prompt is the mean over the batch's other prompts. Where rewards "
             "are normalised over each prompt's rows, it is 0. `0` turns the prior off: the baseline is the state's "
-            "mean reward, as in the paper. `None`: 4 while exploring, and 0 with `num_anchors=0`. It is also 0 with "
-            "`scale_rewards='group'` if every state can have several rollouts. With `value_tracker`, past steps "
-            "decide it."
+            "mean reward, as in the paper. `None`: past steps decide it where there is a `value_tracker`. Else it is 4 "
+            "while exploring, and 0 with `num_anchors=0`. It is also 0 with `scale_rewards='group'` if every state can "
+            "have several rollouts."
         },
     )
-    value_tracker: bool = field(
-        default=False,
+    value_tracker: bool | None = field(
+        default=None,
         metadata={
             "help": "Whether the prior of a prompt remembers earlier steps. It then knows the mean of their prompts, "
-            "and the prompt's own value from earlier epochs. This helps with few prompts a batch, or several epochs. "
-            "The checkpoint holds it: 16 bytes for each prompt of the training set."
+            "and the prompt's own value from earlier epochs. How much it weighs is estimated, so that it weighs little "
+            "where prompts differ in difficulty. The checkpoint holds it: 16 bytes for each prompt of the training "
+            "set. `None`: `True` with `credit='tree'`, unless `value_prior_strength` is set."
         },
     )
     negative_advantage_scale: float = field(
@@ -536,13 +537,14 @@ class FR3EConfig(GRPOConfig):
 # Defaults that depend on other settings: one step for each, in the order of STEPS
 
 
-def choose_prior_strength(config: FR3EConfig) -> None:
-    """4 while exploring, but none where scaling by the group compares the several rollouts of a state."""
+def choose_prior(config: FR3EConfig) -> None:
+    """One while exploring, but none where scaling by the group compares the several rollouts of a state."""
     if config.value_prior_strength is not None or config.value_tracker:
         return
     has_several = config.num_anchors is not None or default_num_anchors(config.num_generations) is not None
     by_group = config.scale_rewards in ("group", True) and config.multi_objective_aggregation != "normalize_then_sum"
-    config.value_prior_strength = 0.0 if config.num_anchors == 0 or (by_group and has_several) else PRIOR_STRENGTH
+    if config.num_anchors == 0 or (by_group and has_several):
+        config.value_prior_strength = 0.0
 
 
 def choose_shape(config: FR3EConfig) -> None:
@@ -582,6 +584,15 @@ def _fits(config: FR3EConfig, credit: str) -> bool:
     return has_anchors and all(getattr(config, name) in values for name, values in rule.requires.items())
 
 
+def choose_prior_strength(config: FR3EConfig) -> None:
+    """A value tracker estimates it under tree credit, where that won. Elsewhere it is 4."""
+    is_open = config.value_prior_strength is None
+    if config.value_tracker is None:
+        config.value_tracker = is_open and config.credit == "tree"
+    if is_open and not config.value_tracker:
+        config.value_prior_strength = PRIOR_STRENGTH
+
+
 def choose_threshold(config: FR3EConfig) -> None:
     """`"auto"` stays where the credit rule wants it. Elsewhere the highest scores become anchors."""
     wants_auto = CREDIT_RULES[config.credit or "rollout"].wants_stopping_rule and config.anchor_score == "entropy"
@@ -591,14 +602,15 @@ def choose_threshold(config: FR3EConfig) -> None:
 
 # Each step reads what the steps before it chose
 STEPS: tuple[Callable[[FR3EConfig], None], ...] = (
-    choose_prior_strength,  # first: with a prior an anchor can do with a single rollout
+    choose_prior,  # first: with a prior an anchor can do with a single rollout
     choose_shape,  # needs the prior. From here on, `num_anchors` says whether there is exploration
     choose_scaling,  # needs the anchors and the prior
     choose_clipping,  # needs the anchors, as the next two do
     choose_rejection,
     choose_prefix_sharing,
     choose_credit,  # needs the anchors and the scaling
-    choose_threshold,  # last: needs the credit rule
+    choose_prior_strength,  # needs the credit rule, as the last does
+    choose_threshold,
 )
 
 
@@ -716,7 +728,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         _is("distinct_branches", BOOLEAN),
         _is("credit", or_none(_choices("credit"))),
         _is("value_prior_strength", or_none(number(least=0)), "4.0"),
-        _is("value_tracker", BOOLEAN),
+        _is("value_tracker", or_none(BOOLEAN)),
         _is("negative_advantage_scale", number(least=0), "1.0"),
         _is("reject_degenerate_states", or_none(BOOLEAN)),
         _is("max_refills", integer(least=0), "2"),

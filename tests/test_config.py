@@ -85,7 +85,12 @@ def test_how_rows_are_shared_out_may_be_set(settings, expected):
 
 
 def test_there_is_a_prior_where_it_fits():
-    assert make_config().value_prior_strength == 4
+    assert make_config().value_tracker and make_config().value_prior_strength is None
+    assert make_config(value_tracker=False).value_prior_strength == 4
+    assert not make_config(value_prior_strength=4).value_tracker
+    # Under rollout credit a fixed one
+    rollout = make_config(credit="rollout")
+    assert (rollout.value_tracker, rollout.value_prior_strength) == (False, 4)
     assert make_config(num_anchors=0).value_prior_strength == 0
     assert make_config(scale_rewards="group").value_prior_strength == 0
     assert make_config(scale_rewards=True).value_prior_strength == 0

@@ -607,7 +607,7 @@ def test_without_exploration_a_rollout_func_is_accepted():
 @pytest.mark.parametrize(
     ("settings", "added"),
     [
-        ({"scale_rewards": "none"}, {"num_anchors": 6, "num_base_trajectories": 2, "value_prior_strength": 4.0}),
+        ({"scale_rewards": "none"}, {"num_anchors": 6, "num_base_trajectories": 2, "value_tracker": True}),
         ({"scale_rewards": "group"}, {"num_anchors": 1, "num_base_trajectories": 4, "value_prior_strength": 0.0}),
     ],
 )

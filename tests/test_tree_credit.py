@@ -183,6 +183,7 @@ def make_tree(rewards=(0.0, 1.0, 0.0)):
 
 
 def credited(trees, **settings):
+    settings = {"value_prior_strength": 4} | settings
     config = make_config(num_generations=3, per_device_train_batch_size=3, num_base_trajectories=1, **settings)
     examples = {i: {} for i in range(len(trees))}
     rows = rows_of(trees, RowSharding(3 * len(trees)), examples, [None] * len(trees))

@@ -25,6 +25,7 @@ from torch.multiprocessing import get_context, spawn
 
 from ...config import FR3EConfig
 from ...method.credit import credit_rows
+from ...method.credit.prior import ValueTracker, track_values
 from ...method.explore import explore
 from ...method.rows import Row, RowSharding, rows_of
 from ...method.sampling import Sample, SamplingRequest
@@ -101,7 +102,7 @@ def measure(process: int, options: argparse.Namespace, port: int, results: Any) 
         return of_processes
 
     trees = [
-        Tree(np.arange(i, i + 200, dtype=np.int32) if i in own else np.empty(0, np.int32), options.num_tokens)
+        Tree(np.arange(i, i + 200, dtype=np.int32) if i in own else np.empty(0, np.int32), options.num_tokens, key=i)
         for i in range(options.num_prompts)
     ]
     sampler = InstantSampler()
@@ -109,7 +110,9 @@ def measure(process: int, options: argparse.Namespace, port: int, results: Any) 
     began = time.perf_counter()
     explore(trees, args.plan, sampler, score, entropies, (0, 0), sharding, counting)
     rows = rows_of(trees, sharding, {i: {} for i in own}, [None] * len(trees))
-    credit_rows(rows, trees, args.plan)
+    tracker = ValueTracker()
+    credit_rows(rows, trees, args.plan, tracker)
+    track_values(trees, args.plan, tracker)
     seconds = time.perf_counter() - began - sampler.seconds
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_before
     padding = _padding([row for row in rows if row.holder == process])
