@@ -27,7 +27,7 @@ from fr3e_trl.bench.tuning import TUNED
 RUNS = Path(__file__).parent.parent / "runs"
 
 # Those whose arms are tuned with two screening seeds and three finalists, by their files
-FAMILIES = ("chain", "hard", "distractors", "few_prompts", "lengths")
+FAMILIES = ("chain", "hard", "distractors", "few_prompts", "lengths", "machine", "countdown")
 PANELS_IN_A_ROW = 3
 
 # Those whose distinct branches were run at the point of independent ones alone
@@ -48,9 +48,8 @@ MASKED = {
 }
 ROWS = {"tree_3_distinct": "tree_4_distinct", "tree_2_distinct": "tree_4_distinct"}
 
-# Arms with a value tracker, beside those without: where prompts come again, and where none does
-TRACKED = {"memory_4": "prior_4", "tree_memory_4": "tree_4_independent"}
-TRACKERS = {"tree_tracker": "tree_4_independent", "prior_tracker": "prior_4"}
+# Arms with a value tracker, beside those without
+TRACKED = {"tree_4_tracker": "tree_4_independent", "prior_4_tracker": "prior_4"}
 
 # Arms with other weights of the prior, on `lengths`
 PRIORS = dict.fromkeys(
@@ -61,7 +60,7 @@ PRIORS = dict.fromkeys(
 SHOWN = {
     "grpo_4": "GRPO, 4 rows a prompt",
     "prior_4": "GRPO with shrunk baselines, 4 rows",
-    "tree_4_independent": "FR3E with num_generations=4",
+    "tree_4_tracker": "FR3E with num_generations=4",
 }
 
 
@@ -80,9 +79,11 @@ def difference_cell(results: Results, arm: str, reference: str) -> str:
 
 
 def speed_cells(results: Results, arm: str, reference: str) -> list[str]:
-    """Tokens and seconds that an arm spent until ¾ of the way, as ratios to another's."""
+    """Tokens and seconds that an arm spent until ¾ of the way, as ratios to another's that ran beside it."""
     level = results.levels()["¾"]
-    return [short(speed(results, arm, reference, cost, level)) for cost in ("generated_tokens", "seconds")]
+    cells = [short(speed(results, arm, reference, cost, level)) for cost in ("generated_tokens", "seconds")]
+    beside = [run["revision"] for name in (arm, reference) for run in results.of_arm(name)]
+    return cells if all(revision == beside[0] for revision in beside) else [cells[0], "not beside it"]
 
 
 def family_table(name: str, results: Results, best: str) -> Table:
@@ -102,7 +103,7 @@ def family_table(name: str, results: Results, best: str) -> Table:
 
 def prior_table(families: dict[str, Results]) -> Table:
     """What trees are ahead of shrunk baselines alone."""
-    arms = ["tree_4_independent", "tree_4_distinct"]
+    arms = ["tree_4_independent", "tree_4_distinct", "tree_4_tracker"]
     rows = [
         [f"`{name}`", *(difference_cell(results, arm, "prior_4") for arm in arms)] for name, results in families.items()
     ]
@@ -140,10 +141,11 @@ def difficulty_table(results: Results) -> Table:
     return Table(["pass@1 on `lengths`", "easiest quarter", "hardest quarter", "entropy in nats"], rows)
 
 
-def tracked_table(results: Results) -> Table:
-    """What a value tracker adds."""
-    rows = [[f"`{arm}`", difference_cell(results, arm, other)] for arm, other in TRACKED.items()]
-    return Table(["arm", "− the same without a tracker"], rows)
+def tracked_table(families: dict[str, Results]) -> Table:
+    """What a value tracker adds, and what trees add where both have one."""
+    pairs = [*TRACKED.items(), tuple(TRACKED)]
+    rows = [[f"`{name}`", *(difference_cell(results, *pair) for pair in pairs)] for name, results in families.items()]
+    return Table(["family", *(f"`{arm}` − `{other}`" for arm, other in pairs)], rows)
 
 
 def points_table(families: dict[str, Results]) -> Table:
@@ -232,10 +234,9 @@ def tables(families: dict[str, Results]) -> list[Table]:
         prior_table(families),
         distinct_table(families | {name: read_kept(RUNS / f"distinct_{name}.jsonl.gz") for name in AT_ONE_POINT}),
         points_table(families),
-        tracked_table(families["few_prompts"]),
+        tracked_table(families),
         difficulty_table(families["lengths"]),
         added_table(families, "prior", PRIORS),
-        added_table(families, "tracker", TRACKERS),
         added_table(families, "masked", MASKED),
         added_table(families, "rows", ROWS),
     ]
