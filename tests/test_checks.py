@@ -129,19 +129,21 @@ def warnings_of(caplog, **settings):
 
 def test_a_batch_of_one_prompt_is_warned_of(caplog):
     trl_sizes = {"num_generations": 8, "per_device_train_batch_size": 8}  # TRL's defaults
-    _, (warning,) = warnings_of(caplog, **trl_sizes)
+    fixed = {"value_prior_strength": 4}
+    _, (warning,) = warnings_of(caplog, **trl_sizes, **fixed)
     assert "generation_batch_size=8 / num_generations=8" in warning and "gradient_accumulation_steps=8" in warning
     assert "teaches nothing" not in warning  # there are two base trajectories
     caplog.clear()
-    _, (warning,) = warnings_of(caplog, num_generations=4, per_device_train_batch_size=4)
+    _, (warning,) = warnings_of(caplog, num_generations=4, per_device_train_batch_size=4, **fixed)
     assert "teaches nothing" in warning
     caplog.clear()
-    trainer, warnings = warnings_of(caplog, **trl_sizes, gradient_accumulation_steps=8)
+    trainer, warnings = warnings_of(caplog, **trl_sizes, **fixed, gradient_accumulation_steps=8)
     assert not warnings and trainer.args.generation_batch_size == 64
 
 
-def test_without_a_prior_one_prompt_is_enough(caplog):
-    _, warnings = warnings_of(caplog, per_device_train_batch_size=8, value_prior_strength=0)
+@pytest.mark.parametrize("settings", [{"value_prior_strength": 0}, {"value_tracker": True}])
+def test_without_a_prior_of_the_batch_one_prompt_is_enough(settings, caplog):
+    _, warnings = warnings_of(caplog, per_device_train_batch_size=8, **settings)
     assert not warnings
 
 

@@ -210,9 +210,9 @@ REFILLED = {"max_refills": 3} | REJECTING
     [
         ({}, {"credit": "rollout"}, ["credit='tree' (now 'rollout')"]),
         ({"num_anchors": 7}, {"num_anchors": 3}, ["num_anchors=7 (now 3)"]),
-        ({"value_tracker": True}, {}, ["value_tracker=True (now False)"]),
-        ({}, {"value_tracker": True}, ["value_tracker=False (now True)"]),
-        ({"value_tracker": True}, {"value_tracker": True, "seed": 7}, ["seed=42 (now 7)", "the tracked values"]),
+        ({"value_tracker": False}, {}, ["value_tracker=False (now True)"]),
+        ({}, {"value_tracker": False}, ["value_tracker=True (now False)"]),
+        ({}, {"seed": 7}, ["seed=42 (now 7)", "the tracked values"]),
         (REFILLED, REFILLED | {"max_refills": 1}, ["max_refills=3 (now 1)", "order of prompts"]),
         (REFILLED, REJECTING, ["max_refills=3 (now 0)"]),
         ({}, {"num_anchors": 0}, ["num_anchors=", "(now 0)", "credit='tree' (now"]),
