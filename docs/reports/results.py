@@ -48,8 +48,9 @@ MASKED = {
 }
 ROWS = {"tree_3_distinct": "tree_4_distinct", "tree_2_distinct": "tree_4_distinct"}
 
-# Arms with a value tracker, beside those without
+# Arms with a value tracker, beside those without. These families had both at the point of the latter alone
 TRACKED = {"tree_4_tracker": "tree_4_independent", "prior_4_tracker": "prior_4"}
+TRACKED_AT_ONE_POINT = ("search", "graded")
 
 # Arms with other weights of the prior, on `lengths`
 PRIORS = dict.fromkeys(
@@ -145,7 +146,7 @@ def tracked_table(families: dict[str, Results]) -> Table:
     """What a value tracker adds, and what trees add where both have one."""
     pairs = [*TRACKED.items(), tuple(TRACKED)]
     rows = [[f"`{name}`", *(difference_cell(results, *pair) for pair in pairs)] for name, results in families.items()]
-    return Table(["family", *(f"`{arm}` − `{other}`" for arm, other in pairs)], rows)
+    return Table(["family", *(f"`{arm}` − `{other}`" for arm, other in pairs)], [row for row in rows if any(row[1:])])
 
 
 def points_table(families: dict[str, Results]) -> Table:
@@ -234,7 +235,9 @@ def tables(families: dict[str, Results]) -> list[Table]:
         prior_table(families),
         distinct_table(families | {name: read_kept(RUNS / f"distinct_{name}.jsonl.gz") for name in AT_ONE_POINT}),
         points_table(families),
-        tracked_table(families),
+        tracked_table(
+            families | {name: read_kept(RUNS / f"tracker_{name}.jsonl.gz") for name in TRACKED_AT_ONE_POINT}
+        ),
         difficulty_table(families["lengths"]),
         added_table(families, "prior", PRIORS),
         added_table(families, "masked", MASKED),
