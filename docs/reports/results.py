@@ -235,9 +235,7 @@ def tables(families: dict[str, Results]) -> list[Table]:
         prior_table(families),
         distinct_table(families | {name: read_kept(RUNS / f"distinct_{name}.jsonl.gz") for name in AT_ONE_POINT}),
         points_table(families),
-        tracked_table(
-            families | {name: read_kept(RUNS / f"tracker_{name}.jsonl.gz") for name in TRACKED_AT_ONE_POINT}
-        ),
+        tracked_table(families | {name: read_kept(RUNS / f"tracker_{name}.jsonl.gz") for name in TRACKED_AT_ONE_POINT}),
         difficulty_table(families["lengths"]),
         added_table(families, "prior", PRIORS),
         added_table(families, "masked", MASKED),
