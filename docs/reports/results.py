@@ -46,7 +46,14 @@ MASKED = {
     "tree_masked_8": "tree_4_distinct",
     "tree_masked_8_tight": "tree_4_distinct",
 }
-ROWS = {"tree_3_distinct": "tree_4_distinct", "tree_2_distinct": "tree_4_distinct"}
+ROWS = {
+    "grpo_2": "grpo_4",
+    "grpo_3": "grpo_4",
+    "tree_2_tracker": "tree_4_tracker",
+    "tree_3_tracker": "tree_4_tracker",
+    "tree_3_distinct_tracker": "tree_4_tracker",
+    "tree_4_distinct_tracker": "tree_4_tracker",
+}
 
 # Arms with a value tracker, beside those without. These families had both at the point of the latter alone
 TRACKED = {"tree_4_tracker": "tree_4_independent", "prior_4_tracker": "prior_4"}
@@ -149,6 +156,17 @@ def tracked_table(families: dict[str, Results]) -> Table:
     return Table(["family", *(f"`{arm}` − `{other}`" for arm, other in pairs)], [row for row in rows if any(row[1:])])
 
 
+def rows_table(families: dict[str, Results]) -> Table:
+    """What trees of two and three rows are ahead of GRPO's groups of as many, in the same runs."""
+    pairs = [("tree_2_tracker", "grpo_2"), ("tree_3_tracker", "grpo_3"), ("tree_3_distinct_tracker", "tree_3_tracker")]
+    further = {name: path for name in families if (path := RUNS / f"rows_{name}.jsonl.gz").exists()}
+    rows = [
+        [f"`{name}`", *(difference_cell(results, *pair) for pair in pairs)]
+        for name, results in ((name, read_kept(path)) for name, path in further.items())
+    ]
+    return Table(["family", *(f"`{arm}` − `{other}`" for arm, other in pairs)], rows)
+
+
 def points_table(families: dict[str, Results]) -> Table:
     """What each arm was tuned to: rate · prompts a batch · updates a batch."""
     arms = dict.fromkeys(arm for results in families.values() for arm in results.arms)
@@ -240,6 +258,7 @@ def tables(families: dict[str, Results]) -> list[Table]:
         added_table(families, "prior", PRIORS),
         added_table(families, "masked", MASKED),
         added_table(families, "rows", ROWS),
+        rows_table(families),
     ]
 
 
