@@ -5,7 +5,6 @@ Makes the tables of docs/results.md anew, and the README's figure, from the runs
 """
 
 import math
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -157,21 +156,6 @@ def tracked_table(families: dict[str, Results]) -> Table:
     return Table(["family", *(f"`{arm}` − `{other}`" for arm, other in pairs)], [row for row in rows if any(row[1:])])
 
 
-def three_rows_table(families: dict[str, Results]) -> Table:
-    """GRPO's groups of three, and trees of three rows, beside those of four."""
-    arm, group = "tree_3_tracker", "grpo_3"
-    others = [group, "grpo_4", "tree_4_tracker"]
-    rows = []
-    for name, results in families.items():
-        if not (RUNS / f"three_{name}.jsonl.gz").exists():
-            continue
-        further = read_kept(RUNS / f"three_{name}.jsonl.gz")
-        both = replace(results, arms=results.arms | further.arms, runs=results.runs + further.runs)
-        means = [short(number(of_arm(both, one, mean_rates, reward_bounds(both)))) for one in (group, arm)]
-        rows.append([f"`{name}`", *means, *(difference_cell(both, arm, other) for other in others)])
-    return Table(["family", f"`{group}`", f"`{arm}`", *(f"`{arm}` − `{other}`" for other in others)], rows)
-
-
 def rows_table(families: dict[str, Results]) -> Table:
     """What trees of two and three rows are ahead of GRPO's groups of as many, in the same runs."""
     pairs = [("tree_2_tracker", "grpo_2"), ("tree_3_tracker", "grpo_3"), ("tree_3_distinct_tracker", "tree_3_tracker")]
@@ -275,7 +259,6 @@ def tables(families: dict[str, Results]) -> list[Table]:
         added_table(families, "masked", MASKED),
         added_table(families, "rows", ROWS),
         rows_table(families),
-        three_rows_table(families),
     ]
 
 
