@@ -53,6 +53,8 @@ ROWS = {
     "tree_3_tracker": "tree_4_tracker",
     "tree_3_distinct_tracker": "tree_4_tracker",
     "tree_4_distinct_tracker": "tree_4_tracker",
+    "grpo_8": "grpo_4",
+    "tree_8_tracker": "tree_4_tracker",
 }
 
 # Arms with a value tracker, beside those without. These families had both at the point of the latter alone
@@ -157,8 +159,13 @@ def tracked_table(families: dict[str, Results]) -> Table:
 
 
 def rows_table(families: dict[str, Results]) -> Table:
-    """What trees of two and three rows are ahead of GRPO's groups of as many, in the same runs."""
-    pairs = [("tree_2_tracker", "grpo_2"), ("tree_3_tracker", "grpo_3"), ("tree_3_distinct_tracker", "tree_3_tracker")]
+    """What trees are ahead of GRPO's groups with as many rows, in the same runs."""
+    pairs = [
+        ("tree_2_tracker", "grpo_2"),
+        ("tree_3_tracker", "grpo_3"),
+        ("tree_8_tracker", "grpo_8"),
+        ("tree_3_distinct_tracker", "tree_3_tracker"),
+    ]
     further = {name: path for name in families if (path := RUNS / f"rows_{name}.jsonl.gz").exists()}
     rows = [
         [f"`{name}`", *(difference_cell(results, *pair) for pair in pairs)]
