@@ -5,6 +5,7 @@ Makes the tables of docs/results.md anew, and the README's figure, from the runs
 """
 
 import math
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -57,8 +58,20 @@ ROWS = {
     "tree_8_tracker": "tree_4_tracker",
 }
 
+# Trees beside groups with as many rows, and with distinct branches
+AS_MANY_ROWS = [
+    ("tree_2_tracker", "grpo_2"),
+    ("tree_3_tracker", "grpo_3"),
+    ("tree_8_tracker", "grpo_8"),
+    ("tree_3_distinct_tracker", "tree_3_tracker"),
+]
+
 # Arms with a value tracker, beside those without. These families had both at the point of the latter alone
-TRACKED = {"tree_4_tracker": "tree_4_independent", "prior_4_tracker": "prior_4"}
+TRACKED = [
+    ("tree_4_tracker", "tree_4_independent"),
+    ("prior_4_tracker", "prior_4"),
+    ("tree_4_tracker", "prior_4_tracker"),
+]
 TRACKED_AT_ONE_POINT = ("search", "graded")
 
 # Arms with other weights of the prior, on `lengths`
@@ -151,27 +164,10 @@ def difficulty_table(results: Results) -> Table:
     return Table(["pass@1 on `lengths`", "easiest quarter", "hardest quarter", "entropy in nats"], rows)
 
 
-def tracked_table(families: dict[str, Results]) -> Table:
-    """What a value tracker adds, and what trees add where both have one."""
-    pairs = [*TRACKED.items(), tuple(TRACKED)]
+def pairs_table(families: dict[str, Results], pairs: list[tuple[str, str]]) -> Table:
+    """What arms are ahead of others in the same runs. Families that have none of the pairs are left out."""
     rows = [[f"`{name}`", *(difference_cell(results, *pair) for pair in pairs)] for name, results in families.items()]
     return Table(["family", *(f"`{arm}` − `{other}`" for arm, other in pairs)], [row for row in rows if any(row[1:])])
-
-
-def rows_table(families: dict[str, Results]) -> Table:
-    """What trees are ahead of GRPO's groups with as many rows, in the same runs."""
-    pairs = [
-        ("tree_2_tracker", "grpo_2"),
-        ("tree_3_tracker", "grpo_3"),
-        ("tree_8_tracker", "grpo_8"),
-        ("tree_3_distinct_tracker", "tree_3_tracker"),
-    ]
-    further = {name: path for name in families if (path := RUNS / f"rows_{name}.jsonl.gz").exists()}
-    rows = [
-        [f"`{name}`", *(difference_cell(results, *pair) for pair in pairs)]
-        for name, results in ((name, read_kept(path)) for name, path in further.items())
-    ]
-    return Table(["family", *(f"`{arm}` − `{other}`" for arm, other in pairs)], rows)
 
 
 def points_table(families: dict[str, Results]) -> Table:
@@ -188,6 +184,12 @@ def points_table(families: dict[str, Results]) -> Table:
         for arm in arms
     ]
     return Table(["rate · prompts · updates", *(f"`{name}`" for name in families)], rows)
+
+
+def further_runs(kind: str, names: Iterable[str]) -> dict[str, Results]:
+    """Further runs of families, which are in `docs/runs/KIND_FAMILY.jsonl.gz`. Those without any are left out."""
+    paths = {name: RUNS / f"{kind}_{name}.jsonl.gz" for name in names}
+    return {name: read_kept(path) for name, path in paths.items() if path.exists()}
 
 
 def added_table(families: dict[str, Results], kind: str, arms: dict[str, str]) -> Table:
@@ -258,14 +260,14 @@ def tables(families: dict[str, Results]) -> list[Table]:
     return [
         *(family_table(name, results, best[name]) for name, results in families.items()),
         prior_table(families),
-        distinct_table(families | {name: read_kept(RUNS / f"distinct_{name}.jsonl.gz") for name in AT_ONE_POINT}),
+        distinct_table(families | further_runs("distinct", AT_ONE_POINT)),
         points_table(families),
-        tracked_table(families | {name: read_kept(RUNS / f"tracker_{name}.jsonl.gz") for name in TRACKED_AT_ONE_POINT}),
+        pairs_table(families | further_runs("tracker", TRACKED_AT_ONE_POINT), TRACKED),
         difficulty_table(families["lengths"]),
         added_table(families, "prior", PRIORS),
         added_table(families, "masked", MASKED),
         added_table(families, "rows", ROWS),
-        rows_table(families),
+        pairs_table(further_runs("rows", families), AS_MANY_ROWS),
     ]
 
 
