@@ -586,12 +586,14 @@ def test_several_updates_of_a_batch(arm):
 
 
 def test_plan(capsys):
-    """Runs and tokens of each stage, before anything is run; hours by a batch, and then by the runs that are done."""
+    """Runs and tokens of each stage, before anything is run; hours by what two batches and an evaluation take."""
     grid = {"learning_rates": [1e-3, 3e-3, 1e-2], "tokens_per_batch": 300, "tuning_tokens": 100, "tuning_finalists": 2}
-    settings = {"base": UNTUNED, "arms": {"fr3e": FR3E, "grpo": GRPO}, "tuning_seeds": [7, 8, 9], "seeds": [0, 1]}
-    compare(arguments(**settings, **grid, plan=True), "fr3e compare")
+    base = UNTUNED | {"num_iterations": 3}
+    settings = {"base": base, "arms": {"fr3e": FR3E, "grpo": GRPO}, "tuning_seeds": [7, 8, 9], "seeds": [0, 1]}
+    args = arguments(**settings, **grid, plan=True)
+    compare(args, "fr3e compare")
     told = capsys.readouterr().err
-    assert all(f"Measuring what two steps of {arm} take\n" in told for arm in ("fr3e", "grpo"))
+    assert all(f"Measuring what two batches of {arm} take\n" in told for arm in ("fr3e", "grpo"))
     lines = told[told.index("Plan: ") :].splitlines()  # the libraries may warn before
     # 2 arms: 3 rates × 2 seeds of 100 tokens; 2 finalists × 3 seeds, and 2 seeds, of 500
     assert lines[0].startswith("Plan: 9,200 generated tokens, ")
@@ -601,6 +603,15 @@ def test_plan(capsys):
         "  runs: 4 runs of 500 generated",
     ]
     assert not list(Path("out").glob("*/*.json"))
+
+    seconds = json.loads(Path("out/seconds.json").read_text())
+    assert min(seconds["evaluation"], *seconds["arms"]["fr3e"], *seconds["arms"]["grpo"]) > 0
+    # A token takes 1 + 2 · 0.5 seconds with three updates. Runs of 100 tokens have two evaluations, and others three
+    of_arms = {"fr3e": [1.0, 0.5], "grpo": [1.0, 0.5]}
+    Path("out/seconds.json").write_text(json.dumps({"evaluation": 90.0, "arms": of_arms}))
+    compare(args, "fr3e compare")
+    hours = [line.rpartition(", with")[0] or line for line in capsys.readouterr().err.splitlines()]
+    assert [float(line.split(", ")[-1].removesuffix(" hours of one worker")) for line in hours] == [6.9, 1.3, 4.2, 1.4]
 
 
 def test_a_log_says_where_a_run_is(capsys, monkeypatch):

@@ -28,6 +28,7 @@ it on another machine.
 import dataclasses
 import math
 import shlex
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,8 +45,8 @@ from .own_task import OwnTask
 from .progress import CONSOLE
 from .report import write_report
 from .results import BUDGETS, COSTS, Results, mean_accuracy
-from .runs import MEASURED, UNDER_WAY, Run, be_quiet, read_result, tokens_per_prompt
-from .tasks import Task
+from .runs import MEASURED, UNDER_WAY, Run, be_quiet, probe, read_result
+from .tasks import HELDOUT_SEED, Task
 from .tuning import SCREENING_SEEDS, TUNED, grid, ranked
 from .worker import execute_all
 
@@ -68,7 +69,7 @@ FREE = (
 )
 
 TOKENS_FILE = "tokens_per_prompt.json"
-SPEED_FILE = "seconds_per_token.json"
+SECONDS_FILE = "seconds.json"
 POLICIES = "policies"
 
 
@@ -198,8 +199,7 @@ class Comparison:
         """
         What the comparison takes: runs, what they spend, and hours.
 
-        Hours are by the runs that are done, and before there are any by the second batch of each arm, which leaves out
-        evaluations and further updates of a batch.
+        Hours are by the runs that are done, and before there are any by two batches of each arm and an evaluation.
         """
         args = self.args
         grids = {arm: self.grid_of(arm) for arm in args.arms or {}}
@@ -213,31 +213,46 @@ class Comparison:
             "runs": list(self.final_runs({arm: points[0] for arm, points in grids.items()})),
         }
         cost = stages["runs"][0].cost
-        what = COSTS[cost]
-        speeds = {arm: self.seconds_of(arm, cost) for arm in grids}
-        known = [speed for speed in speeds.values() if not math.isnan(speed)]
+        done = self.seconds_of_done_runs(cost)
+        everything = [run for runs in stages.values() for run in runs]
+        seconds = {run.path: self.expected_seconds(run, done) for run in everything}
+        known = [seconds[run.path] / run.amount for run in everything if not math.isnan(seconds[run.path])]
         usual = fmean(known) if known else math.nan  # of an arm that nothing tells of
         total_amount, total_hours, lines = 0.0, 0.0, []
         for stage, runs in stages.items():
-            hours = sum(run.amount * (usual if math.isnan(speeds[run.arm]) else speeds[run.arm]) for run in runs) / 3600
-            total_amount, total_hours = total_amount + sum(run.amount for run in runs), total_hours + hours
+            amount = sum(run.amount for run in runs)
+            told = (run.amount * usual if math.isnan(seconds[run.path]) else seconds[run.path] for run in runs)
+            hours = sum(told) / 3600
+            total_amount, total_hours = total_amount + amount, total_hours + hours
             if runs:
-                lines.append(f"  {stage}: {len(runs)} runs of {runs[0].amount:,} {what}{_told_hours(hours)}")
+                lines.append(f"  {stage}: {len(runs)} runs of {runs[0].amount:,} {COSTS[cost]}{_told_hours(hours)}")
         return "\n".join(
-            [f"Plan: {total_amount:,.0f} {what}{_told_hours(total_hours)}, with what is done already", *lines]
+            [f"Plan: {total_amount:,.0f} {COSTS[cost]}{_told_hours(total_hours)}, with what is done already", *lines]
         )
 
-    def seconds_of(self, arm: str, cost: str) -> float:
-        """Seconds that an arm takes for a unit of what is spent, NaN if nothing tells."""
-        if cost == "seconds":
-            return 1.0
-        done = [read_object(path) for path in Path(self.args.output_dir).glob(f"*/{arm}-rate*.json")]
-        # Of tuning runs that come from a kept file, there are no seconds
-        done = [run for run in done if run.get("arm") == arm and "evaluation_seconds" in run]
-        if done:
-            seconds = sum(run["evaluations"][-1]["seconds"] + run["evaluation_seconds"] for run in done)
-            return seconds / sum(run["evaluations"][-1][cost] for run in done)
-        return self.measured(SPEED_FILE).get(arm, math.nan) if cost == "generated_tokens" else math.nan
+    def seconds_of_done_runs(self, cost: str) -> dict[str, float]:
+        """Seconds that each arm's runs took for a unit of what is spent, with evaluations, where some are done."""
+        seconds: defaultdict[str, float] = defaultdict(float)
+        spent: defaultdict[str, float] = defaultdict(float)
+        for path in Path(self.args.output_dir).glob("*/*-rate*.json"):
+            run = read_object(path)
+            if {"arm", "evaluation_seconds"} <= run.keys():  # tuning runs that come from a kept file have no seconds
+                seconds[run["arm"]] += run["evaluations"][-1]["seconds"] + run["evaluation_seconds"]
+                spent[run["arm"]] += run["evaluations"][-1][cost]
+        return {arm: seconds[arm] / spent[arm] for arm in seconds}
+
+    def expected_seconds(self, run: Run, done: dict[str, float]) -> float:
+        """Seconds that a run will take by those of its arm that are `done`, or by a probe. NaN where nothing tells."""
+        if run.arm in done:
+            return run.amount * done[run.arm]
+        measured = self.measured(SECONDS_FILE)
+        evaluations = (run.num_evals + 1) * measured.get("evaluation", 0.0)
+        if run.cost == "seconds":
+            return run.amount + evaluations
+        if run.cost != "generated_tokens" or run.arm not in measured.get("arms", {}):
+            return math.nan
+        batch, update = measured["arms"][run.arm]
+        return run.amount * (batch + (run.settings.get("num_iterations", 1) - 1) * update) + evaluations
 
     def tuned_arms(self) -> tuple[dict[str, Settings], list[Run], list[Run]]:
         """
@@ -269,14 +284,19 @@ class Comparison:
         """Tokens that an arm generates for each prompt, measured once."""
         tokens = self.measured(TOKENS_FILE)
         if arm not in tokens:
-            CONSOLE.print(f"Measuring what two steps of {arm} take", markup=False, highlight=False, soft_wrap=True)
-            tokens[arm], seconds = tokens_per_prompt(self.args.settings_of(arm), self.policy, self.task)
+            CONSOLE.print(f"Measuring what two batches of {arm} take", markup=False, highlight=False, soft_wrap=True)
+            seconds = self.measured(SECONDS_FILE) or {"arms": {}}
+            run = self.make_run(arm, self.args.settings_of(arm), HELDOUT_SEED, None, "runs")
+            probed = probe(run, evaluates="evaluation" not in seconds)
+            tokens[arm] = probed.tokens_per_prompt
+            seconds["arms"][arm] = [probed.batch, probed.update]
+            seconds.setdefault("evaluation", probed.evaluation)
             write_json(Path(self.args.output_dir) / TOKENS_FILE, tokens)
-            write_json(Path(self.args.output_dir) / SPEED_FILE, self.measured(SPEED_FILE) | {arm: seconds})
+            write_json(Path(self.args.output_dir) / SECONDS_FILE, seconds)
         return tokens[arm]
 
-    def measured(self, file: str) -> dict[str, float]:
-        """What a file of the directory says of each arm that was measured; empty if none was."""
+    def measured(self, file: str) -> dict[str, Any]:
+        """What a file of the directory says of the arms that were measured; empty if none was."""
         path = Path(self.args.output_dir) / file
         return read_object(path) if path.exists() else {}
 

@@ -22,7 +22,7 @@ from ..page.record import record_trees
 from ..trl_adapter.resume import checkpoints
 from ..trl_adapter.setup import tokenizer_of
 from .arms import make_trainer
-from .evaluation import evaluate
+from .evaluation import Evaluation, evaluate
 from .measures import Costs, now
 from .own_task import OwnTask
 from .progress import Place
@@ -41,7 +41,7 @@ MEASURED = "measured.json"  # in its checkpoint, whose last file it is: without 
 PROBE = {
     "num_prompts": 32,
     "num_train_examples": 64,
-    "num_iterations": 1,
+    "num_iterations": 2,
 }
 
 # How a batch is divided
@@ -217,15 +217,7 @@ class Course(transformers.TrainerCallback):
     def _evaluate(self) -> None:
         trainer, run = self.trainer, self.run
         start = now(trainer.args.device)
-        evaluation = evaluate(
-            trainer.model,
-            trainer.processing_class,
-            run.task,
-            self.heldout,
-            run.num_samples,
-            run.eval_batch_size,
-            trainer,
-        )
+        evaluation = evaluate_run(run, trainer, self.heldout)
         self.evaluations.append(asdict(trainer.costs) | asdict(evaluation))
         self.evaluation_seconds += now(trainer.args.device) - start
         self._write_curve()
@@ -241,6 +233,13 @@ class Course(transformers.TrainerCallback):
         partial = path.with_suffix(".partial")
         partial.write_text("".join(lines))
         partial.replace(path)
+
+
+def evaluate_run(run: Run, trainer: Any, heldout: datasets.Dataset) -> Evaluation:
+    """Measure what a run has trained so far, as it asks."""
+    return evaluate(
+        trainer.model, trainer.processing_class, run.task, heldout, run.num_samples, run.eval_batch_size, trainer
+    )
 
 
 def execute(run: Run, report: Report) -> None:
@@ -295,27 +294,49 @@ def last_tree(trainer: Any) -> dict[str, Any] | None:
     return record_trees([shown], [], tokenizer_of(trainer), trainer.args.plan.credit)[0]
 
 
-def tokens_per_prompt(settings: dict[str, Any], policy: Path, task: Task | OwnTask) -> tuple[float, float]:
+@dataclass(frozen=True)
+class Probe:
     """
-    What a batch of an arm takes.
+    What an arm takes, by its first batches.
 
-    Returns:
-        Tokens that it generates for each prompt, by its first batch. Seconds for each token, by its second batch and
-        one update with it: in the first, much is done once.
+    Args:
+        tokens_per_prompt (`float`):
+            Tokens that its first batch generates for each prompt.
+        batch, update (`float`):
+            Seconds for each generated token of its second batch: to generate it and update by it once, and to update
+            by it once more. In the first batch, much is done once.
+        evaluation (`float`):
+            Seconds of an evaluation; NaN where that was not asked for.
     """
+
+    tokens_per_prompt: float
+    batch: float
+    update: float
+    evaluation: float
+
+
+def probe(run: Run, evaluates: bool) -> Probe:
+    """Train two batches of a run's arm with two updates each, and evaluate if asked to."""
     be_quiet()
-    size = settings.get("per_device_train_batch_size")
-    settings = {name: value for name, value in settings.items() if name not in PARTS}
+    size = run.settings.get("per_device_train_batch_size")
+    settings = {name: value for name, value in run.settings.items() if name not in PARTS}
     if size is not None and PROBE["num_prompts"] * settings["num_generations"] % size == 0:
         settings["per_device_train_batch_size"] = size  # of a large model, there may be no room for more
     with tempfile.TemporaryDirectory() as output_dir:
-        trainer: Any = make_trainer(settings, policy, task, Path(output_dir), HELDOUT_SEED, **PROBE, max_steps=2)
+        trainer: Any = make_trainer(
+            settings, Path(run.policy), run.task, Path(output_dir), HELDOUT_SEED, **PROBE, max_steps=4
+        )
         ends = StepEnds()
         trainer.add_callback(ends)
         trainer.train()
+        start = now(trainer.args.device)
+        if evaluates:
+            evaluate_run(run, trainer, run.task.examples("heldout", HELDOUT_SEED, run.num_heldout))
+        evaluation = now(trainer.args.device) - start if evaluates else math.nan
     first, both = (batch["generated_tokens"] for batch in trainer.batches)
-    start, end = ends.times
-    return first / PROBE["num_prompts"], (end - start) / (both - first)
+    _, begin, once, twice = ends.times
+    tokens = both - first
+    return Probe(first / PROBE["num_prompts"], (once - begin) / tokens, (twice - once) / tokens, evaluation)
 
 
 class StepEnds(transformers.TrainerCallback):
