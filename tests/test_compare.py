@@ -619,24 +619,24 @@ def test_a_log_says_where_a_run_is(capsys, monkeypatch):
     monkeypatch.setattr("fr3e_trl.bench.progress.SECONDS_BETWEEN_LINES", 0.005)
     run(arms={"grpo": GRPO}, reference="grpo")
     told = capsys.readouterr().err
-    pattern = r"\[0/1\] grpo-rate0\.001-prompts4-updates1-seed0: step (\d+), \d+ of 500 generated tokens, pass@1 "
+    pattern = r"runs \[0/1\] grpo-rate0\.001-prompts4-updates1-seed0: step (\d+), \d+ of 500 generated tokens, pass@1 "
     steps = re.findall(pattern + r"0\.\d{3}, after 0:\d\d", told)
     assert len(set(steps)) > 2 and len(set(steps)) < len(steps)
-    assert re.search(r"^\[0/1\] first evaluation, after 0:\d\d$", told, re.MULTILINE)
+    assert re.search(r"^runs \[0/1\] first evaluation, after 0:\d\d$", told, re.MULTILINE)
 
 
 def test_time_left_is_by_what_this_call_has_done(monkeypatch, capsys):
     clock = SimpleNamespace(seconds=0.0, monotonic=lambda: clock.seconds)
     monkeypatch.setattr("fr3e_trl.bench.progress.time", clock)
-    with RunProgress({"cut": 1000.0, "new": 1000.0}, "tokens") as progress:
+    with RunProgress("screening", {"cut": 1000.0, "new": 1000.0}, "tokens") as progress:
         clock.seconds = 20.0
         progress.update("cut", Place(spent=800, spent_before=800, step=8, pass_at_1=0.5))
-        assert progress.line() == "[0/2] cut: step 8, 800 of 1,000 tokens, pass@1 0.500, after 0:20"
+        assert progress.line() == "screening [0/2] cut: step 8, 800 of 1,000 tokens, pass@1 0.500, after 0:20"
         clock.seconds = 60.0
         progress.update("cut", Place(spent=900, spent_before=800, step=9, pass_at_1=0.5))
         assert progress.line().endswith("after 1:00, about 11:00 left")  # 100 tokens a minute, and 1,100 are left
         progress.finish("cut")
-    assert capsys.readouterr().err == "[1/2] cut after 1:00, about 5:00 left\n"
+    assert capsys.readouterr().err == "screening [1/2] cut after 1:00, about 5:00 left\n"
 
 
 def test_fewer_samples_than_the_usual_k():

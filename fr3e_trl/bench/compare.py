@@ -108,7 +108,7 @@ def compare(args: CompareArguments, command: str) -> None:
         return
     arms, screening, tuning = comparison.tuned_arms()
     runs = list(comparison.final_runs(arms))
-    execute_all(runs, args.num_workers)
+    execute_all("runs", runs, args.num_workers)
     results = Results(
         arguments=asdict(args),
         command=command,
@@ -265,10 +265,10 @@ class Comparison:
         args = self.args
         grids = {arm: self.grid_of(arm) for arm in args.arms or {}}
         screening = self.screening_runs(grids)
-        execute_all(screening, args.num_workers)
+        execute_all("screening", screening, args.num_workers)
         finalists = {arm: best_points(arm, points, screening)[: args.tuning_finalists] for arm, points in grids.items()}
         tuning = list(self.tuning_runs(finalists, args.tuning_seeds, None, "tuning"))
-        execute_all(tuning, args.num_workers)
+        execute_all("finalists", tuning, args.num_workers)
         arms = {arm: best_points(arm, points, tuning)[0] for arm, points in finalists.items()}
         return arms, screening, tuning
 

@@ -44,13 +44,16 @@ class RunProgress:
     step takes longer, and a line for each finished run.
 
     Args:
+        stage (`str`):
+            What the runs are for: the time left is that of this stage.
         amounts (`dict[str, float]`):
             What each run is to spend, by its name.
         cost (`str`):
             What that is of, to be read.
     """
 
-    def __init__(self, amounts: dict[str, float], cost: str):
+    def __init__(self, stage: str, amounts: dict[str, float], cost: str):
+        self.stage = stage
         self.amounts = amounts
         self.cost = cost
         self.done = dict.fromkeys(amounts, 0.0)
@@ -101,7 +104,7 @@ class RunProgress:
 
     def line(self) -> str:
         """Where the runs are."""
-        return f"[{self.num_finished}/{len(self.amounts)}] {self.told} {self._times()}"
+        return f"{self.stage} [{self.num_finished}/{len(self.amounts)}] {self.told} {self._times()}"
 
     def _times(self) -> str:
         """How long this call has taken, and how long it still will at its speed so far."""

@@ -24,8 +24,8 @@ POLL_SECONDS = 0.5
 _reports: Any = None  # where to tell how far its run is
 
 
-def execute_all(runs: "list[Run]", num_workers: int | None) -> None:
-    """Execute the runs whose result is not there yet, in workers of a GPU each where there are several."""
+def execute_all(stage: str, runs: "list[Run]", num_workers: int | None) -> None:
+    """Execute the runs of a stage whose result is not there yet, in workers of a GPU each where there are several."""
     for run in runs:
         if Path(run.path).exists():
             shutil.rmtree(run.under_way, ignore_errors=True)  # it was killed just after its result was written
@@ -34,7 +34,8 @@ def execute_all(runs: "list[Run]", num_workers: int | None) -> None:
         return
     devices = visible_devices()
     num_workers = num_workers or max(1, len(devices))
-    with RunProgress({Path(run.path).stem: run.amount for run in runs}, runs[0].cost.replace("_", " ")) as progress:
+    amounts = {Path(run.path).stem: run.amount for run in runs}
+    with RunProgress(stage, amounts, runs[0].cost.replace("_", " ")) as progress:
         if num_workers > 1 or len(devices) > 1:
             _execute_in_workers(runs, num_workers, devices, progress)
             return
