@@ -38,22 +38,26 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+# Settings of a tiny model, as most families' configurations name them
+TINY = {
+    "vocab_size": len(make_tokenizer()),
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+
+
 def make_model(seed: int = 0, **overrides) -> Qwen3ForCausalLM:
     """A Qwen3 of two layers, with sharpened logits: its entropies differ from one position to the next."""
     set_seed(seed)
-    settings = {
-        "vocab_size": len(make_tokenizer()),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 256,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-    }
-    model = Qwen3ForCausalLM(Qwen3Config(**settings | overrides))
+    model = Qwen3ForCausalLM(Qwen3Config(**TINY | overrides))
     model.lm_head.weight.data.mul_(20)
     return model
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 from factory import make_trainer
-from models import make_dataset, make_tokenizer
+from models import TINY, make_dataset, make_tokenizer
 from peft import LoraConfig
 from transformers import set_seed
 from trees import rollouts_of
@@ -27,19 +27,6 @@ from fr3e_trl.trl_adapter.shared_forward import obstacle_to_sharing
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
-TINY = {
-    "vocab_size": len(make_tokenizer()),
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
 WINDOW = {"sliding_window": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}

@@ -7,7 +7,7 @@ from functools import partial
 import factory
 import pytest
 import torch
-from models import make_model, make_tokenizer
+from models import TINY, make_model
 from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -98,20 +98,7 @@ def rows_in_loss(trainer):
 
 def tiny(config_class, model_class, **settings):
     set_seed(0)
-    sizes = {
-        "vocab_size": len(make_tokenizer()),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "attn_implementation": "eager",
-    }
-    model = model_class(config_class(**sizes | settings))
+    model = model_class(config_class(**TINY | {"attn_implementation": "eager"} | settings))
     model.get_input_embeddings().weight.data.mul_(20)  # of the LM head too
     return model
 

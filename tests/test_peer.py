@@ -21,7 +21,7 @@ import torch
 import transformers
 from datasets import DatasetDict, IterableDatasetDict
 from factory import letters
-from models import CPU, make_dataset, make_model, make_tokenizer, model_on_disk
+from models import CPU, TINY, make_dataset, make_model, make_tokenizer, model_on_disk
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
 from transformers import (
     AutoModelForSequenceClassification,
@@ -215,18 +215,6 @@ def test_a_grpo_config_trains(name):
 # Models
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-TINY = {
-    "vocab_size": len(make_tokenizer()),
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS = {
     "Qwen2": {},

@@ -13,7 +13,7 @@ import transformers
 from factory import weights
 from hypothesis import strategies as st
 from launches import launch
-from models import CPU, make_model
+from models import CPU, TINY, make_model
 from peft import LoraConfig
 from test_losses import KeepsMicroBatches
 from test_processes import weights_of
@@ -24,18 +24,7 @@ from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.trl_adapter.prefix_sharing import fold
 from fr3e_trl.trl_adapter.prompts import padded as padded_rows
 
-TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
+SIZES = TINY | {"vocab_size": 64}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES = {
     "Llama": {},
@@ -61,7 +50,7 @@ def make_family(family, implementation="sdpa"):
     """A tiny model of a family, with sharpened logits."""
     set_seed(0)
     name = {"Gemma3": "Gemma3Text"}.get(family, family)
-    config = getattr(transformers, f"{name}Config")(**TINY | FAMILIES.get(family, {}))
+    config = getattr(transformers, f"{name}Config")(**SIZES | FAMILIES.get(family, {}))
     config._attn_implementation = implementation
     suffix = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{family}{suffix}")(config)
@@ -362,7 +351,7 @@ def make_hybrid():
     """Layers of linear attention beside layers of full attention."""
     set_seed(0)
     config = transformers.Qwen3NextConfig(
-        **TINY | EXPERTS,
+        **SIZES | EXPERTS,
         layer_types=["linear_attention", "full_attention"],
         shared_expert_intermediate_size=32,
         linear_num_value_heads=4,
@@ -406,7 +395,7 @@ def test_windows_of_the_mask_alone(family, window, dtype):
     set_seed(0)
     experts = EXPERTS | {"num_local_experts": 4, "shared_expert_intermediate_size": 32}
     windows = {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 2}
-    config = getattr(transformers, f"{family}Config")(**TINY | experts | windows | {"max_position_embeddings": 4096})
+    config = getattr(transformers, f"{family}Config")(**SIZES | experts | windows | {"max_position_embeddings": 4096})
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():
