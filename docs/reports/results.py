@@ -28,7 +28,7 @@ from fr3e_trl.bench.tuning import TUNED
 RUNS = Path(__file__).parent.parent / "runs"
 
 # Those whose arms are tuned with two screening seeds and three finalists, by their files
-FAMILIES = ("chain", "hard", "distractors", "few_prompts", "lengths", "machine", "countdown")
+FAMILIES = ("chain", "hard", "distractors", "few_prompts", "lengths", "machine", "countdown", "search")
 PANELS_IN_A_ROW = 3
 
 # Those whose distinct branches were run at the point of independent ones alone
@@ -134,7 +134,7 @@ def prior_table(families: dict[str, Results]) -> Table:
 
 
 def distinct_table(families: dict[str, Results]) -> Table:
-    """Distinct branches beside independent ones."""
+    """Distinct branches beside independent ones, where both were run."""
     arm, other = "tree_4_distinct", "tree_4_independent"
     rows = [
         [
@@ -144,6 +144,7 @@ def distinct_table(families: dict[str, Results]) -> Table:
             *speed_cells(results, arm, other),
         ]
         for name, results in families.items()
+        if {arm, other} <= set(results.arms)
     ]
     return Table(["family", f"`{other}`", f"`{arm}` − `{other}`", "tokens to ¾", "seconds to ¾"], rows)
 

@@ -199,10 +199,13 @@ class Comparison:
         """
         What the comparison takes: runs, what they spend, and hours.
 
-        Hours are by the runs that are done, and before there are any by two batches of each arm and an evaluation.
+        Hours are by the runs that are done, and before there are any by two batches of each arm and an evaluation. They
+        take it that points with the most updates a batch will win.
         """
         args = self.args
-        grids = {arm: self.grid_of(arm) for arm in args.arms or {}}
+        grids = {
+            arm: sorted(self.grid_of(arm), key=lambda point: -point.get("num_iterations", 1)) for arm in args.arms or {}
+        }
         screening = self.screening_runs(grids)
         screened = {run.path for run in screening}
         finalists = {arm: points[: args.tuning_finalists] for arm, points in grids.items()}  # as many as there will be
