@@ -216,9 +216,9 @@ class Comparison:
             "runs": list(self.final_runs({arm: points[0] for arm, points in grids.items()})),
         }
         cost = stages["runs"][0].cost
-        done = self.seconds_of_done_runs(cost)
+        done, measured = self.seconds_of_done_runs(cost), self.measured(SECONDS_FILE)
         everything = [run for runs in stages.values() for run in runs]
-        seconds = {run.path: self.expected_seconds(run, done) for run in everything}
+        seconds = {run.path: expected_seconds(run, done, measured) for run in everything}
         known = [seconds[run.path] / run.amount for run in everything if not math.isnan(seconds[run.path])]
         usual = fmean(known) if known else math.nan  # of an arm that nothing tells of
         total_amount, total_hours, lines = 0.0, 0.0, []
@@ -243,19 +243,6 @@ class Comparison:
                 seconds[run["arm"]] += run["evaluations"][-1]["seconds"] + run["evaluation_seconds"]
                 spent[run["arm"]] += run["evaluations"][-1][cost]
         return {arm: seconds[arm] / spent[arm] for arm in seconds}
-
-    def expected_seconds(self, run: Run, done: dict[str, float]) -> float:
-        """Seconds that a run will take by those of its arm that are `done`, or by a probe. NaN where nothing tells."""
-        if run.arm in done:
-            return run.amount * done[run.arm]
-        measured = self.measured(SECONDS_FILE)
-        evaluations = (run.num_evals + 1) * measured.get("evaluation", 0.0)
-        if run.cost == "seconds":
-            return run.amount + evaluations
-        if run.cost != "generated_tokens" or run.arm not in measured.get("arms", {}):
-            return math.nan
-        batch, update = measured["arms"][run.arm]
-        return run.amount * (batch + (run.settings.get("num_iterations", 1) - 1) * update) + evaluations
 
     def tuned_arms(self) -> tuple[dict[str, Settings], list[Run], list[Run]]:
         """
@@ -353,6 +340,29 @@ class Comparison:
             path=str(Path(args.output_dir) / folder / f"{name}.json"),
             policy_path=str(kept) if args.keep_policies and folder == "runs" else None,
         )
+
+
+def expected_seconds(run: Run, done: dict[str, float], measured: dict[str, Any]) -> float:
+    """
+    Seconds that a run will take, NaN where nothing tells.
+
+    Args:
+        run ([`Run`]):
+            The run.
+        done (`dict[str, float]`):
+            What runs of its arm took for a unit of what is spent, where some are done.
+        measured (`dict[str, Any]`):
+            What probes say of arms and evaluations, where they were made.
+    """
+    if run.arm in done:
+        return run.amount * done[run.arm]
+    evaluations = (run.num_evals + 1) * measured.get("evaluation", 0.0)
+    if run.cost == "seconds":
+        return run.amount + evaluations
+    if run.cost != "generated_tokens" or run.arm not in measured.get("arms", {}):
+        return math.nan
+    batch, update = measured["arms"][run.arm]
+    return run.amount * (batch + (run.settings.get("num_iterations", 1) - 1) * update) + evaluations
 
 
 def _told_hours(hours: float) -> str:
