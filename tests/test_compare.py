@@ -585,15 +585,19 @@ def test_several_updates_of_a_batch(arm):
     assert end["batches"] == len(result["batches"]) and end["training_rows"] == 16 * end["batches"]
 
 
-def test_plan(capsys):
+def test_plan(capsys, monkeypatch):
     """Runs and tokens of each stage, before anything is run; hours by what two batches and an evaluation take."""
+    monkeypatch.setattr("fr3e_trl.bench.progress.SECONDS_BETWEEN_LINES", 0.005)
     grid = {"learning_rates": [1e-3, 3e-3, 1e-2], "tokens_per_batch": 300, "tuning_tokens": 100, "tuning_finalists": 2}
     base = UNTUNED | {"num_iterations": 3}
     settings = {"base": base, "arms": {"fr3e": FR3E, "grpo": GRPO}, "tuning_seeds": [7, 8, 9], "seeds": [0, 1]}
     args = arguments(**settings, **grid, plan=True)
     compare(args, "fr3e compare")
     told = capsys.readouterr().err
-    assert all(f"Measuring what two batches of {arm} take\n" in told for arm in ("fr3e", "grpo"))
+    for arm in ("fr3e", "grpo"):  # it tells where it is, as runs do
+        assert f"Measuring what two batches of {arm} take\n" in told
+        assert re.search(rf"^measuring \[0/1\] {arm}: step 3, 3 of 4 steps, after \d:\d\d, about ", told, re.MULTILINE)
+    assert re.search(r"^measuring \[0/1\] first batch, after \d:\d\d$", told, re.MULTILINE)
     lines = told[told.index("Plan: ") :].splitlines()  # the libraries may warn before
     # 2 arms: 3 rates × 2 seeds of 100 tokens; 2 finalists × 3 seeds, and 2 seeds, of 500
     assert lines[0].startswith("Plan: 9,200 generated tokens, ")

@@ -31,6 +31,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -42,10 +43,10 @@ from .arms import whole_prompts
 from .compare_arguments import CompareArguments
 from .kept import KEPT, read_kept
 from .own_task import OwnTask
-from .progress import CONSOLE
+from .progress import CONSOLE, RunProgress
 from .report import write_report
 from .results import BUDGETS, COSTS, Results, mean_accuracy
-from .runs import MEASURED, UNDER_WAY, Run, be_quiet, probe, read_result
+from .runs import MEASURED, PROBE, UNDER_WAY, Run, be_quiet, probe, read_result
 from .tasks import HELDOUT_SEED, Task
 from .tuning import SCREENING_SEEDS, TUNED, grid, ranked
 from .worker import execute_all
@@ -277,7 +278,8 @@ class Comparison:
             CONSOLE.print(f"Measuring what two batches of {arm} take", markup=False, highlight=False, soft_wrap=True)
             seconds = self.measured(SECONDS_FILE) or {"arms": {}}
             run = self.make_run(arm, self.args.settings_of(arm), HELDOUT_SEED, None, "runs")
-            probed = probe(run, evaluates="evaluation" not in seconds)
+            with RunProgress("measuring", {arm: PROBE["max_steps"]}, "steps", first="first batch") as progress:
+                probed = probe(run, "evaluation" not in seconds, partial(progress.update, arm))
             tokens[arm] = probed.tokens_per_prompt
             seconds["arms"][arm] = [probed.batch, probed.update]
             seconds.setdefault("evaluation", probed.evaluation)

@@ -28,14 +28,14 @@ class Place:
             What of that an earlier call has, if the run was cut and goes on.
         step (`int`):
             Optimizer steps so far.
-        pass_at_1 (`float`):
-            Held-out pass@1 when it was last evaluated.
+        pass_at_1 (`float`, *optional*):
+            Held-out pass@1 when it was last evaluated, if it was.
     """
 
     spent: float
     spent_before: float
     step: int
-    pass_at_1: float
+    pass_at_1: float | None = None
 
 
 class RunProgress:
@@ -50,16 +50,18 @@ class RunProgress:
             What each run is to spend, by its name.
         cost (`str`):
             What that is of, to be read.
+        first (`str`):
+            What is done until the first run tells where it is.
     """
 
-    def __init__(self, stage: str, amounts: dict[str, float], cost: str):
+    def __init__(self, stage: str, amounts: dict[str, float], cost: str, first: str = "first evaluation"):
         self.stage = stage
         self.amounts = amounts
         self.cost = cost
         self.done = dict.fromkeys(amounts, 0.0)
         self.done_before = dict.fromkeys(amounts, 0.0)  # by an earlier call
         self.num_finished = 0
-        self.told = "first evaluation,"
+        self.told = f"{first},"
         self.start = time.monotonic()
         self._is_over = threading.Event()
         self.bar = Progress(
@@ -86,10 +88,10 @@ class RunProgress:
         """A run is there."""
         self.done_before[name] = place.spent_before
         self._spend(name, place.spent)
-        self.told = (
-            f"{name}: step {place.step}, {place.spent:,.0f} of {self.amounts[name]:,.0f} {self.cost}, "
-            f"pass@1 {place.pass_at_1:.3f},"
-        )
+        amount = self.amounts[name]
+        self.told = f"{name}: step {place.step}, {place.spent:,.0f} of {amount:,.0f} {self.cost},"
+        if place.pass_at_1 is not None:
+            self.told += f" pass@1 {place.pass_at_1:.3f},"
 
     def finish(self, name: str) -> None:
         """A run is done."""

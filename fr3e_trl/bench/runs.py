@@ -37,12 +37,10 @@ UNDER_WAY = "under_way"  # the folder of what there is of runs that are not done
 CURVE = "curve.jsonl"
 MEASURED = "measured.json"  # in its checkpoint, whose last file it is: without it, the checkpoint was cut
 
-# The batches by which an arm's tokens per prompt are measured, whatever its own batches are
-PROBE = {
-    "num_prompts": 32,
-    "num_train_examples": 64,
-    "num_iterations": 2,
-}
+# The batches by which an arm's tokens per prompt are measured, whatever its own batches are. With a model of the user's
+# own, which may be large, they are smaller
+PROBE = {"num_train_examples": 64, "num_iterations": 2, "max_steps": 4}
+PROBE_PROMPTS, PROBE_PROMPTS_OF_OWN = 32, 8
 
 # How a batch is divided
 PARTS = ("per_device_train_batch_size", "steps_per_generation", "gradient_accumulation_steps")
@@ -315,18 +313,19 @@ class Probe:
     evaluation: float
 
 
-def probe(run: Run, evaluates: bool) -> Probe:
+def probe(run: Run, evaluates: bool, report: Report) -> Probe:
     """Train two batches of a run's arm with two updates each, and evaluate if asked to."""
     be_quiet()
+    num_prompts = PROBE_PROMPTS_OF_OWN if isinstance(run.task, OwnTask) else PROBE_PROMPTS
     size = run.settings.get("per_device_train_batch_size")
     settings = {name: value for name, value in run.settings.items() if name not in PARTS}
-    if size is not None and PROBE["num_prompts"] * settings["num_generations"] % size == 0:
+    if size is not None and num_prompts * settings["num_generations"] % size == 0:
         settings["per_device_train_batch_size"] = size  # of a large model, there may be no room for more
     with tempfile.TemporaryDirectory() as output_dir:
         trainer: Any = make_trainer(
-            settings, Path(run.policy), run.task, Path(output_dir), HELDOUT_SEED, **PROBE, max_steps=4
+            settings, Path(run.policy), run.task, Path(output_dir), HELDOUT_SEED, **PROBE, num_prompts=num_prompts
         )
-        ends = StepEnds()
+        ends = StepEnds(report)
         trainer.add_callback(ends)
         trainer.train()
         start = now(trainer.args.device)
@@ -336,17 +335,19 @@ def probe(run: Run, evaluates: bool) -> Probe:
     first, both = (batch["generated_tokens"] for batch in trainer.batches)
     _, begin, once, twice = ends.times
     tokens = both - first
-    return Probe(first / PROBE["num_prompts"], (once - begin) / tokens, (twice - once) / tokens, evaluation)
+    return Probe(first / num_prompts, (once - begin) / tokens, (twice - once) / tokens, evaluation)
 
 
 class StepEnds(transformers.TrainerCallback):
-    """When the steps ended."""
+    """When the steps ended, which `report` is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, report: Report) -> None:
+        self.report = report
         self.times: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.times.append(now(args.device))
+        self.report(Place(spent=state.global_step, spent_before=0, step=state.global_step))
 
 
 def be_quiet() -> None:
