@@ -66,6 +66,9 @@ AS_MANY_ROWS = [
     ("tree_3_distinct_tracker", "tree_3_tracker"),
 ]
 
+# Trees by their rows a prompt
+TREES = {2: "tree_2_tracker", 3: "tree_3_tracker", 4: "tree_4_tracker", 8: "tree_8_tracker"}
+
 # Arms with a value tracker, beside those without. These families had both at the point of the latter alone
 TRACKED = [
     ("tree_4_tracker", "tree_4_independent"),
@@ -216,6 +219,26 @@ def added_table(families: dict[str, Results], kind: str, arms: dict[str, str]) -
     return Table(["mean pass@1, difference", *(f"`{name}`" for name in names)], rows)
 
 
+def chosen_rows_table(names: Iterable[str]) -> Table:
+    """What trees gain by the number of rows that is best for their task, as the other seeds tell it."""
+    rows = []
+    for name in names:
+        further, known = (means_of(RUNS / f"{prefix}{name}.jsonl.gz") for prefix in ("rows_", ""))
+        of_sizes = {size: of_arm for size, arm in TREES.items() if (of_arm := further.get(arm) or known.get(arm))}
+        seeds = sorted(set.intersection(*map(set, of_sizes.values())))
+        chosen = {seed: best_size(of_sizes, [other for other in seeds if other != seed]) for seed in seeds}
+        gains = {seed: of_sizes[size][seed] - of_sizes[4][seed] for seed, size in chosen.items()}
+        told = f"{fmean(gains.values()):+.3f}, ahead in {sum(gain > 0 for gain in gains.values())} of {len(seeds)}"
+        sizes = [", ".join(map(str, of)) for of in (sorted(of_sizes), sorted(set(chosen.values())))]
+        rows.append([f"`{name}`", *sizes, short(told).replace("-", "−")])
+    return Table(["task", "rows to choose from", "chosen", "− `tree_4_tracker`"], rows)
+
+
+def best_size(of_sizes: dict[int, dict[int, float]], seeds: list[int]) -> int:
+    """The number of rows with the best mean over these seeds."""
+    return max(of_sizes, key=lambda size: fmean(of_sizes[size][seed] for seed in seeds))
+
+
 def added_cell(means: dict[int, float], of_other: dict[int, float]) -> str:
     """An arm's mean over its seeds, and what it is ahead of another with the same ones."""
     if not means:
@@ -269,6 +292,7 @@ def tables(families: dict[str, Results]) -> list[Table]:
         added_table(families, "masked", MASKED),
         added_table(families, "rows", ROWS),
         pairs_table(further_runs("rows", families), AS_MANY_ROWS),
+        chosen_rows_table(further_runs("rows", families)),
     ]
 
 
