@@ -216,7 +216,6 @@ class FR3EConfig(GRPOConfig):
             "have several rollouts."
         },
     )
-    steered: float = field(default=0.0, metadata={"help": "share of visits that go on from an earlier completion"})
     value_tracker: bool | None = field(
         default=None,
         metadata={

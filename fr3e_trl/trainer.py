@@ -36,7 +36,7 @@ from .page.callback import TreeLog
 from .processes import in_every_process
 from .trl_adapter import card, checks, console, decoding, images, logprobs, loss, prompts, resume, shared_forward
 from .trl_adapter.assemble import assemble
-from .trl_adapter.exploring import Exploring, Prefixes
+from .trl_adapter.exploring import Exploring
 from .trl_adapter.logs import log_metrics
 from .trl_adapter.old_logprobs import score_leftovers
 from .trl_adapter.samplers import make_sampler
@@ -189,7 +189,6 @@ class FR3ETrainer(GRPOTrainer):
         images.take_no_empty_images(self)
         self.share_prefixes(bool(args.share_prefixes))
         self.trees: list[Tree] = []
-        self.prefixes = Prefixes(args.steered, args.seed)
         self.sampler = make_sampler(self)
         self.has_own_sampler = sampler is not None
         self._value_tracker = ValueTracker() if args.value_tracker else None
@@ -321,8 +320,6 @@ class FR3ETrainer(GRPOTrainer):
             if dialogue is not None:
                 dialogue.environment, dialogue.snapshots = None, []  # for the next rollouts
         self.trees += trees
-        for i, tree in enumerate(trees):
-            self.prefixes.learn(tree, exploring.prefixes[i])
         return rows_of(trees, of_rows, examples, indices or [None] * num_prompts)
 
     def _metrics_of_step(self, rows: list[Row]) -> dict[str, float]:
