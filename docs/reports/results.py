@@ -83,6 +83,8 @@ PRIORS = dict.fromkeys(
     "grpo_4",
 )
 
+NOT_BESIDE = "not beside it"
+
 SHOWN = {
     "grpo_4": "GRPO, 4 rows a prompt",
     "prior_4": "GRPO with shrunk baselines, 4 rows",
@@ -109,21 +111,28 @@ def speed_cells(results: Results, arm: str, reference: str) -> list[str]:
     level = results.levels()["¾"]
     cells = [short(speed(results, arm, reference, cost, level)) for cost in ("generated_tokens", "seconds")]
     beside = [run["revision"] for name in (arm, reference) for run in results.of_arm(name)]
-    return cells if all(revision == beside[0] for revision in beside) else [cells[0], "not beside it"]
+    return cells if all(revision == beside[0] for revision in beside) else [cells[0], NOT_BESIDE]
 
 
-def family_table(name: str, results: Results, best: str) -> Table:
-    """Each arm of a family: pass@1 along the run, and what it spent until ¾ of the way, beside `grpo_4`."""
-    bounds = reward_bounds(results)
-    rows = [
-        [
-            f"`{arm}`",
-            short(number(of_arm(results, arm, mean_rates, bounds))),
-            difference_cell(results, arm, best),
-            *speed_cells(results, arm, "grpo_4"),
-        ]
-        for arm in results.arms
-    ]
+def family_table(name: str, results: Results, best: str, beside: Results | None) -> Table:
+    """
+    Each arm of a family: pass@1 along the run, and what it spent until ¾ of the way, beside `grpo_4`.
+
+    Args:
+        name (`str`), results ([`Results`]):
+            The family.
+        best (`str`):
+            The best arm of GRPO.
+        beside ([`Results`], *optional*):
+            Further runs of arms that did not run beside `grpo_4`: their seconds.
+    """
+    bounds, rows = reward_bounds(results), []
+    for arm in results.arms:
+        tokens, seconds = speed_cells(results, arm, "grpo_4")
+        if seconds == NOT_BESIDE and beside is not None and arm in beside.arms:
+            seconds = f"{speed_cells(beside, arm, 'grpo_4')[1]}, {len(beside.of_arm(arm))} seeds"
+        mean = short(number(of_arm(results, arm, mean_rates, bounds)))
+        rows.append([f"`{arm}`", mean, difference_cell(results, arm, best), tokens, seconds])
     return Table([f"`{name}`", "mean pass@1", f"− `{best}`", "tokens to ¾", "seconds to ¾"], rows)
 
 
@@ -281,8 +290,9 @@ def draw(families: dict[str, Results], path: Path) -> None:
 def tables(families: dict[str, Results]) -> list[Table]:
     """The tables of the page, in order."""
     best = {name: best_of(GRPO, means_of(RUNS / f"{name}.jsonl.gz"), name) for name in families}
+    beside = further_runs("seconds", families)
     return [
-        *(family_table(name, results, best[name]) for name, results in families.items()),
+        *(family_table(name, results, best[name], beside.get(name)) for name, results in families.items()),
         prior_table(families),
         distinct_table(families | further_runs("distinct", AT_ONE_POINT)),
         points_table(families),
