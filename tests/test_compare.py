@@ -594,9 +594,10 @@ def test_plan(capsys, monkeypatch):
     args = arguments(**settings, **grid, plan=True)
     compare(args, "fr3e compare")
     told = capsys.readouterr().err
-    for arm in ("fr3e", "grpo"):  # it tells where it is, as runs do
+    for arm, parts in (("fr3e", 5), ("grpo", 4)):  # it tells where it is, as runs do; the first is evaluated
         assert f"Measuring what two batches of {arm} take\n" in told
-        assert re.search(rf"^measuring \[0/1\] {arm}: step 3, 3 of 4 steps, after \d:\d\d, about ", told, re.MULTILINE)
+        place = rf"^measuring \[0/1\] {arm}: step 3, 3 of {parts} steps and evaluations, after \d:\d\d, about "
+        assert re.search(place, told, re.MULTILINE)
     assert re.search(r"^measuring \[0/1\] first batch, after \d:\d\d$", told, re.MULTILINE)
     lines = told[told.index("Plan: ") :].splitlines()  # the libraries may warn before
     # 2 arms: 3 rates × 2 seeds of 100 tokens; 2 finalists × 3 seeds, and 2 seeds, of 500

@@ -278,8 +278,10 @@ class Comparison:
             CONSOLE.print(f"Measuring what two batches of {arm} take", markup=False, highlight=False, soft_wrap=True)
             seconds = self.measured(SECONDS_FILE) or {"arms": {}}
             run = self.make_run(arm, self.args.settings_of(arm), HELDOUT_SEED, None, "runs")
-            with RunProgress("measuring", {arm: PROBE["max_steps"]}, "steps", first="first batch") as progress:
-                probed = probe(run, "evaluation" not in seconds, partial(progress.update, arm))
+            evaluates = "evaluation" not in seconds
+            parts = {arm: PROBE["max_steps"] + evaluates}
+            with RunProgress("measuring", parts, "steps and evaluations", first="first batch") as progress:
+                probed = probe(run, evaluates, partial(progress.update, arm))
             tokens[arm] = probed.tokens_per_prompt
             seconds["arms"][arm] = [probed.batch, probed.update]
             seconds.setdefault("evaluation", probed.evaluation)
