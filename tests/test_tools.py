@@ -26,6 +26,7 @@ from tool_policy import (
 )
 from trees import rollouts_of
 from trl import GRPOTrainer
+from trl.chat_template_utils import parse_response
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.generation.tools import EnvironmentFailure
@@ -341,6 +342,83 @@ def test_coroutines():
     steps = explored(trainer)
     made = sum(own_calls(state, rollout) for trees, _ in steps for _, state, rollout in rollouts_of(trees))
     assert len(CALLS) == made > 0
+
+
+def look_at(answers: str) -> str:
+    """
+    Look a digit up.
+
+    Args:
+        answers: The digit, by a name that is one of the trainer's own.
+    """
+    return look(answers)
+
+
+async def look_at_later(answers: str) -> str:
+    """
+    Look a digit up.
+
+    Args:
+        answers: The digit.
+    """
+    return look(answers)
+
+
+@pytest.fixture
+def calls_amiss(monkeypatch):
+    """Of the policy's calls, those of the keys 0 to 3 have no dict of arguments, and those of 8 and 9 name no tool."""
+
+    def amiss(*args, **kwargs):
+        message = parse_response(*args, **kwargs)
+        for call in message.get("tool_calls") or []:
+            function = call["function"]
+            key = function["arguments"]["key"]
+            function["arguments"] = key if key < "4" else {"answers": key}
+            function["name"] = "nothing" if key > "7" else "look"
+        return message
+
+    monkeypatch.setattr("trl.trainer.grpo_trainer.parse_response", amiss)
+    monkeypatch.setattr("fr3e_trl.trl_adapter.tools.parse_response", amiss)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tools": [named_look(look_at)]},
+        {"tools": [named_look(look_at_later)]},
+        {"tools": [named_look(look_at)], "tool_timeout": 60.0},
+    ],
+    ids=["functions", "coroutines", "a time limit"],
+)
+def test_calls_that_reach_no_tool_are_answered_alike_in_every_branch(settings, calls_amiss):
+    """TRL answers them with errors, which name the tool as Python does. They count where they are made, and once."""
+    trainer = make_trainer(**settings, max_completion_length=200)
+    before, made, answers, reached = [], 0, [], 0
+    for trees, _ in explored(trainer):
+        rows = list(rollouts_of(trees))
+        for _, state, rollout in rows:
+            turns, told = rollout.dialogue.messages[::2], rollout.dialogue.messages[1::2]
+            first = sum(end <= state.position for _, end in rollout.dialogue.turns)
+            for turn, message in zip(turns, told, strict=False):
+                (call,) = turn["tool_calls"]
+                if call["function"]["name"] == "nothing":
+                    assert message["content"] == "{'error': 'Tool nothing not found.'}"
+                elif isinstance(call["function"]["arguments"], str):
+                    assert re.search(r"look_at(_later)?\(\) argument after \*\* must be a mapping", message["content"])
+            functions = [turn["tool_calls"][0]["function"] for turn in turns if turn.get("tool_calls")]
+            before += functions[:first]
+            if rollout.copy_of is None:
+                own = functions[first:]
+                made += len(own)
+                answers += [message["content"] for message in told[first:]]
+                reached += sum(f["name"] == "look" and isinstance(f["arguments"], dict) for f in own)
+    assert {(f["name"], type(f["arguments"])) for f in before} >= {("look", str), ("look", dict), ("nothing", dict)}
+    logs = trainer.state.log_history[:-1]
+    assert sum(log["tools/call_frequency"] for log in logs) * len(rows) == pytest.approx(made)
+    failed = sum(log["tools/call_frequency"] * log["tools/failure_frequency"] for log in logs) * len(rows)
+    num_errors = sum(answer.startswith("{'error'") for answer in answers)
+    assert num_errors <= round(failed) <= num_errors + made - len(answers)  # some answers were too long
+    assert len(CALLS) == reached > 0
 
 
 # Environments

@@ -279,7 +279,7 @@ class Comparison:
             seconds = self.measured(SECONDS_FILE) or {"arms": {}}
             run = self.make_run(arm, self.args.settings_of(arm), HELDOUT_SEED, None, "runs")
             evaluates = "evaluation" not in seconds
-            parts = {arm: PROBE["max_steps"] + evaluates}
+            parts = {arm: float(PROBE["max_steps"] + evaluates)}
             with RunProgress("measuring", parts, "steps and evaluations", first="first batch") as progress:
                 probed = probe(run, evaluates, partial(progress.update, arm))
             tokens[arm] = probed.tokens_per_prompt

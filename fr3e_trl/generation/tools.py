@@ -6,10 +6,10 @@ sampled but read from the completion that it branches off, and so are the answer
 matter, since theirs must be in the state of the prefix: one that can be copied is copied, and any other is asked again.
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -168,30 +168,66 @@ class _Rollout:
 
     def retold_tools(self) -> ToolDicts:
         """Its tools in the turns of its script: they only tell again what they told, but for an environment's."""
+        answers = self._answers()
+        retold: ToolDicts = {}, {}
+        told_again = self._retold, self._retold_later
+        for of_kind, tools, tell in zip(self.instance.tools, retold, told_again, strict=True):
+            for name, tool in of_kind.items():
+                called_again = self.instance.is_of_environment(tool) and not self.is_copied
+                tools[name] = tool if called_again else tell(tool, answers.get(name, deque()))
+        return retold
+
+    def _answers(self) -> dict[str, deque[Any]]:
+        """What each tool answered where it was called, in order."""
         assert self.request.dialogue is not None
         answers: dict[str, deque[Any]] = {}
+        calls: list[dict[str, Any]] = []  # of the last turn, in the order of their answers
         for message in self.request.dialogue.messages:
-            if message["role"] == "tool":
+            if message["role"] != "tool":
+                calls = sorted(message.get("tool_calls") or [], key=self._is_answered_later)
+            elif self._reaches_tool(calls.pop(0)):
                 answers.setdefault(message["name"], deque()).append(message["content"])
-        sync_tools: dict[str, Callable[..., Any]] = {}
-        async_tools: dict[str, Callable[..., Any]] = {}
-        for name in answers:  # of tools that there are not, too: the answer was an error
-            of_kind = 1 if name in self.instance.tools[1] else 0
-            tool = self.instance.tools[of_kind].get(name)
-            if tool is not None and self.instance.is_of_environment(tool) and not self.is_copied:
-                (sync_tools, async_tools)[of_kind][name] = tool
-            elif of_kind == 0:
-                sync_tools[name] = partial(self._retell, answers[name])
-            else:
-                async_tools[name] = partial(self._retell_async, answers[name])
-        return sync_tools, async_tools
+        return answers
 
-    def _retell(self, answers: deque[Any], **arguments: Any) -> Any:
-        self.num_retold += 1
-        return answers.popleft()
+    def _reaches_tool(self, call: dict[str, Any]) -> bool:
+        """Whether the loop calls a tool. Otherwise it answers by itself, with an error."""
+        if call["type"] != "function":
+            return False
+        function = call["function"]
+        return isinstance(function["arguments"], dict) and any(
+            function["name"] in tools for tools in self.instance.tools
+        )
 
-    async def _retell_async(self, answers: deque[Any], **arguments: Any) -> Any:
-        return self._retell(answers)
+    def _is_answered_later(self, call: dict[str, Any]) -> bool:
+        """Whether a call's answer comes after all that are no coroutine's."""
+        return self._reaches_tool(call) and call["function"]["name"] not in self.instance.tools[0]
+
+    @property
+    def num_refused_before(self) -> int:
+        """Calls in the turns of its script that reached no tool."""
+        assert self.request.dialogue is not None
+        turns = [message for message in self.request.dialogue.messages if message["role"] != "tool"]
+        calls = [call for turn in turns[: self.branch_turn] for call in turn.get("tool_calls") or []]
+        return sum(not self._reaches_tool(call) for call in calls)
+
+    def _retold(self, tool: Callable[..., Any], answers: deque[Any]) -> Callable[..., Any]:
+        """What tells the answers again. Like the tool, it has its name in Python's errors: the policy reads them."""
+
+        @functools.wraps(tool)
+        def retold(**arguments: Any) -> Any:
+            self.num_retold += 1
+            return answers.popleft()
+
+        return retold
+
+    def _retold_later(self, tool: Callable[..., Any], answers: deque[Any]) -> Callable[..., Any]:
+        retold = self._retold(tool, answers)
+
+        @functools.wraps(tool)
+        async def retold_later(**arguments: Any) -> Any:
+            return retold()
+
+        return retold_later
 
     def keep_snapshot(self) -> None:
         """Keep a copy of the environment, as it is before a turn, if there may be branches of that turn."""
@@ -380,8 +416,9 @@ class ToolCallingSampler:
         completion_ids, messages, num_calls, num_failures = self.loop.run(
             tools, [rollout.instance.name for rollout in rollouts], prompt_ids, first_turns, write_turns
         )
-        self.num_calls += num_calls - sum(rollout.num_retold for rollout in rollouts)
-        self.num_failures += num_failures
+        num_refused_before = sum(rollout.num_refused_before for rollout in rollouts if rollout.branch_turn)
+        self.num_calls += num_calls - sum(rollout.num_retold for rollout in rollouts) - num_refused_before
+        self.num_failures += num_failures - num_refused_before
         for rollout, ids in zip(rollouts, completion_ids, strict=True):
             if len(rollout.turns) <= rollout.branch_turn and not rollout.is_broken:
                 self._give_up(rollout, ids)  # an answer too long for the budget has ended it before
