@@ -101,6 +101,8 @@ def test_large_rewards_train():
         ({"min_length": 4}, "amid the completion"),
         ({"structured_outputs": {"regex": "[0-9]+"}}, "amid the completion"),
         ({"logprobs": 5}, "a form of its own"),
+        ({"stop": ["\n"]}, "Set stop_token_ids"),
+        ({"seed": 1}, "Set the trainer's seed"),
     ],
 )
 def test_generation_kwargs_that_cannot_be_honoured(kwargs, remedy):
@@ -116,6 +118,21 @@ def test_generation_kwargs_that_are_honoured():
     trainer.train()
     sampled = {i for tree in trainer.trees for state in tree.states for r in state.rollouts for i in r.token_ids}
     assert sampled and not sampled & set(suppressed)
+
+
+def test_one_eos_token_as_a_number():
+    """As `GRPOTrainer` takes it, beside a list."""
+    end = 7
+    trainers = [make_trainer(generation_kwargs={"eos_token_id": eos}, max_steps=1) for eos in (end, [end])]
+    for trainer in trainers:
+        torch.manual_seed(0)
+        trainer.train()
+    texts, others = (
+        [r.token_ids.tolist() for tree in trainer.trees for state in tree.states for r in state.rollouts]
+        for trainer in trainers
+    )
+    assert texts == others and any(end in text for text in texts)
+    assert all(end not in text[:-1] for text in texts)
 
 
 # One prompt

@@ -84,7 +84,7 @@ class GenerateSampler:
         generation_model (`GenerationModel`):
             Context manager that yields the model.
         generation_config (`~transformers.GenerationConfig`):
-            Sampling settings; temperature and budget are taken from the requests. Its `eos_token_id` must be a list.
+            Sampling settings; temperature and budget are taken from the requests.
             Its `min_new_tokens` counts from the prompt, like that of a completion drawn at once.
         device (`torch.device`):
             Where the model computes: not always where its weights are.
@@ -111,7 +111,9 @@ class GenerateSampler:
         dtype: torch.dtype | None = None,
     ):
         self.generation_model = generation_model
-        self.generation_config = generation_config
+        self.generation_config = copy.copy(generation_config)
+        if isinstance(generation_config.eos_token_id, int):
+            self.generation_config.eos_token_id = [generation_config.eos_token_id]
         self.device = device
         self.decoding = decoding
         self.image_inputs = image_inputs
@@ -409,9 +411,9 @@ class _PolicyRecord(LogitsProcessor):
     def _reduce(self, token_ids: torch.Tensor) -> None:
         """Two numbers in the place of each vocabulary. Many at a time: where they are small, it is calls that cost."""
         token_ids = token_ids[:, self.column :]  # `generate` may undo its last steps
-        logits = torch.stack(self.logits[: token_ids.shape[1]], 1)
-        self.logits = []
-        self.columns.append(_statistics(*_policy(logits, self.temperatures), token_ids))
+        logits, self.logits = self.logits[: token_ids.shape[1]], []
+        if logits:
+            self.columns.append(_statistics(*_policy(torch.stack(logits, 1), self.temperatures), token_ids))
 
     def statistics(self, output_ids: torch.Tensor) -> np.ndarray:
         """Of shape (B, 2, L): log-probabilities, and entropies in nats, of all columns that were generated."""

@@ -361,6 +361,8 @@ class VLLMServerSampler(VLLMSampler):
             return []
         server = self.generation.server
         assert server is not None
+        if not self.draws_distinct:  # log-probs that are not those of the draw tell no chances
+            requests = [replace(request, distinct_from=None) for request in requests]
         queue = RequestQueue(
             requests,
             self.stop_token_ids,

@@ -40,6 +40,12 @@ def assemble(trainer: Any, rows: list[Row], tool_counts: tuple[int, int] = (0, 0
     return batch
 
 
+def _logprobs_of(row: Row) -> list[float] | list[None]:
+    """Log-probs of a row's own tokens. A rollout that was given up has none."""
+    rollout = row.rollout
+    return [None] * len(rollout.token_ids) if rollout.logprobs is None else rollout.logprobs.tolist()
+
+
 def _trl_batch(
     trainer: Any,
     rows: list[Row],
@@ -49,12 +55,10 @@ def _trl_batch(
     """TRL's step, in which rows take the place of what is generated, of rewards and, if given, of old log-probs."""
     own = own_rows(trainer, rows)
     dialogues = [row.rollout.dialogue for row in own]
-    logprobs = [
-        [*[None] * len(row.prefix_ids), *row.rollout.logprobs.tolist()]
-        for row in own
-        if row.rollout.logprobs is not None and trainer.use_vllm
-    ]
-    drawn = [row.completion_ids.tolist() for row in own], logprobs if len(logprobs) == len(own) else None
+    logprobs = None
+    if trainer.use_vllm and any(row.rollout.logprobs is not None for row in own):
+        logprobs = [[*[None] * len(row.prefix_ids), *_logprobs_of(row)] for row in own]
+    drawn = [row.completion_ids.tolist() for row in own], logprobs
     # TRL logs means over what was sampled: a copy has no reward of its own
     none = [math.nan] * len(trainer.reward_funcs)
     rewards = torch.tensor(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
@@ -41,6 +42,14 @@ REFUSED_KWARGS = (
             *("structured_outputs", "thinking_token_budget", "repetition_detection"),
         ),
         "Leave it out: it counts from where generation begins, which at an anchor is amid the completion",
+    ),
+    (
+        ("stop",),
+        "Set stop_token_ids: strings are looked for in what follows an anchor alone, and one that spans it is missed",
+    ),
+    (
+        ("seed",),
+        "Set the trainer's seed: with this one, the branches of all anchors would begin with the same random numbers",
     ),
     (
         ("return_dict_in_generate", "logprobs", "flat_logprobs", "logprob_token_ids", "output_kind", "echo", "stream"),
@@ -402,7 +411,7 @@ def check_reward_funcs(reward_funcs: Any) -> None:
 
 def _is_number(reward: Any) -> bool:
     """Whether it is a number: Python's, NumPy's, or a tensor of one element."""
-    return isinstance(reward, Real) or (isinstance(reward, torch.Tensor) and reward.numel() == 1)
+    return isinstance(reward, Real | np.bool_) or (isinstance(reward, torch.Tensor) and reward.numel() == 1)
 
 
 def checked_reward_func(func: Callable[..., Any], name: str) -> Callable[..., Any]:
