@@ -1,14 +1,17 @@
 """Old log-probs, with an engine in vLLM's place that samples as it does, and is off by a known error."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import factory
 import pytest
 import torch
 from models import TINY, make_model
 from peft import LoraConfig
+from tool_policy import MoodyWalk
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -242,3 +245,29 @@ def test_another_model_is_refused():
     )
     with pytest.raises(RuntimeError, match=r"1\.52 nats a token away"):
         trainer.train()
+
+
+def test_rollouts_that_are_given_up_have_none_to_correct():
+    """Those that skip a mismatch have no log-probs. The others of their process are corrected all the same."""
+    trainer = factory.make_tool_trainer(
+        environment_factory=MoodyWalk,
+        replay_mismatch="skip",
+        anchor_threshold=None,
+        max_steps=1,
+        learning_rate=0.0,
+        reward_funcs=lambda completions, **kwargs: [float(i % 2) for i in range(len(completions))],
+        vllm_importance_sampling_mode="token_truncate",
+    )
+    engine = Engine(trainer)
+    engine.sampler = trainer.sampler.sampler
+    context = SimpleNamespace(max_model_len=TINY["max_position_embeddings"])
+    engine.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=context))
+    trainer.use_vllm, trainer._last_loaded_step = True, 0
+    trainer.sampler.sampler = trainer.vllm_generation = engine
+    trainer.train()
+    assert all(0 < skipped < 1 for (skipped,) in factory.logged(trainer, "fr3e/tools/skipped"))
+    ((batch, _),) = trainer.batches
+    mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    assert mask.any()
+    ratios = batch["importance_sampling_ratio"][mask]
+    torch.testing.assert_close(ratios, torch.full_like(ratios, math.exp(-ERROR)), atol=1e-4, rtol=0)
