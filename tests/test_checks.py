@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from factory import make_trainer
-from models import make_dataset
+from models import make_dataset, make_model, make_tokenizer
 
 # Prompts
 
@@ -178,3 +178,22 @@ def test_the_only_base_trajectory_of_one_prompt_teaches_nothing():
     (base,) = tree.states[0].rollouts
     assert [advantage == 0 for _, _, advantage in base.credit] == [True, *[False] * (len(base.credit) - 1)]
     assert len(base.credit) > 1 and not tree.states[1].rejected
+
+
+def test_tokens_that_the_model_has_no_embedding_for(tmp_path):
+    """A tokenizer may have some that nobody uses, as Gemma 3's has for images. One that is used is refused."""
+    tokenizer = make_tokenizer()
+    model = make_model(vocab_size=len(tokenizer))
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    trainer = make_trainer(model=model, tokenizer=tokenizer)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    used = Dataset.from_dict({"prompt": ["12", "1<image>2"] * 8})
+    refused = (
+        rf"Token {len(tokenizer) - 1} \('<image>'\) is used, and the model has embeddings for {len(tokenizer) - 1} of"
+    )
+    with pytest.raises(ValueError, match=refused):
+        make_trainer(model=model, tokenizer=tokenizer, dataset=used, output_dir=str(tmp_path)).train()
+    tokenizer.pad_token = "<image>"
+    with pytest.raises(ValueError, match=refused):
+        make_trainer(model=model, tokenizer=tokenizer)

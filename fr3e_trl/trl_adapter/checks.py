@@ -260,18 +260,25 @@ def check_model(model: Any) -> None:
 
 
 def check_tokenizer(trainer: Any) -> None:
-    """Refuse a tokenizer that TRL has set up and that cannot end a completion, or has tokens that the model has not."""
+    """Refuse a tokenizer that TRL has set up and that cannot end a completion, or whose own tokens the model lacks."""
     tokenizer = tokenizer_of(trainer)
     if None in trainer.eos_token_ids:
         raise ValueError(
             f"The tokenizer {type(tokenizer).__name__} has no EOS token, so that no completion could end. Set "
             "tokenizer.eos_token, for example to '<|im_end|>', and pass it as processing_class."
         )
-    num_embeddings = trainer.model.get_input_embeddings().weight.shape[0]
-    if not is_sharded(trainer) and 0 < num_embeddings < len(tokenizer):
+    check_tokens(trainer, [tokenizer.eos_token_id, tokenizer.pad_token_id])
+
+
+def check_tokens(trainer: Any, token_ids: Iterable[int]) -> None:
+    """Refuse tokens that the model has no embedding for. Those that a tokenizer has and nobody uses do no harm."""
+    num_embeddings, largest = trainer.model.get_input_embeddings().weight.shape[0], max(token_ids, default=-1)
+    if not is_sharded(trainer) and 0 < num_embeddings <= largest:
+        tokenizer = tokenizer_of(trainer)
         raise ValueError(
-            f"The tokenizer has {len(tokenizer)} tokens, and the model embeddings for {num_embeddings}. Pass the "
-            "model's own tokenizer as processing_class, or call model.resize_token_embeddings(len(tokenizer))."
+            f"Token {largest} ({tokenizer.decode([largest])!r}) is used, and the model has embeddings for "
+            f"{num_embeddings} of the tokenizer's {len(tokenizer)} tokens. Pass the model's own tokenizer as "
+            "processing_class, or call model.resize_token_embeddings(len(tokenizer))."
         )
 
 

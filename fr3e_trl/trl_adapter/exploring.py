@@ -12,7 +12,7 @@ from ..method.rows import RowSharding
 from ..method.sampling import images_of
 from ..method.tree import Dialogue, Score, TokenIds, Tree, as_ids
 from . import prompts
-from .checks import check_images, check_prompts
+from .checks import check_images, check_prompts, check_tokens
 from .images import prompt_of
 from .rewards import score
 from .setup import tokenizer_of
@@ -50,6 +50,7 @@ class Exploring:
         of_examples = [prompt_of(trainer, example) for example in examples.values()]
         if not trainer.tools:
             all_ids = prompts.tokenize(trainer, of_examples) if of_examples else []
+        check_tokens(trainer, (max(ids, default=-1) for ids in all_ids))
         images = [images_of(prompt) for prompt in of_examples]
         for i, prompt, prompt_ids in zip(examples, of_examples, all_ids, strict=True):
             multimodal = prompt if any(images) else None
