@@ -186,3 +186,21 @@ def test_a_process_whose_rows_are_rejected_has_no_share(tmp_path):
         assert together["loss"] == pytest.approx(alone["loss"], rel=1e-4, abs=1e-6)
         assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4, abs=1e-6)
     assert any(0 < entry["fr3e/states/rejected"] < 1 for entry in logs[0])
+
+
+def test_micro_batches_without_a_row_in_the_loss_are_in_no_mean():
+    """TRL would log an entropy of 0 for each, and its mean over micro-batches would hang on their size."""
+    settings = {"num_anchors": 1, "value_prior_strength": 0.0, "beta": 0.1, "max_steps": 1, "learning_rate": 0.0}
+
+    def means(size):
+        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 16 // size}
+        trainer = factory.train(**settings, **sizes)
+        ((batch, _),) = trainer.batches
+        return factory.logged(trainer, "entropy", "kl", "clip_ratio/region_mean")[0], batch["in_loss"]
+
+    (entropy, kl, clipped), in_loss = means(16)
+    (of_rows, kl_of_rows, clipped_of_rows), others = means(1)
+    assert 0 < in_loss.sum() < 16 and in_loss.equal(others)
+    # Rows differ a little in length, and a mean of their means is another one than that over all tokens
+    assert of_rows == pytest.approx(entropy, rel=0.15) and kl_of_rows == pytest.approx(kl, abs=1e-6)
+    assert clipped == clipped_of_rows == 0

@@ -1,6 +1,27 @@
 """What TRL logs."""
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+# Means over the tokens of a micro-batch that are in the loss, beside clip_ratio/...
+OVER_TOKENS = {"entropy", "kl", "cispo_clip_ratio", "vespo/phi_seq_mean"}
+
+
+@contextmanager
+def without_tokens(trainer: Any) -> Iterator[None]:
+    """
+    Have TRL log no mean over tokens, in a loss that has none. It logs 0 for it, which would count as much as the means
+    of other micro-batches.
+    """
+    metrics = trainer._metrics["train"]
+    before = {name: len(values) for name, values in metrics.items()}
+    yield
+    for name, values in metrics.items():
+        if name in OVER_TOKENS or name.startswith("clip_ratio/"):
+            start = before.get(name, 0)
+            values[start:] = [math.nan] * (len(values) - start)
 
 
 def log_metrics(trainer: Any, metrics: dict[str, float]) -> None:

@@ -6,6 +6,7 @@ is in the loss: see [`DIVIDED_BY`].
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -16,6 +17,7 @@ from accelerate.utils import gather_object
 
 from ..method.rows import Row, token_credit
 from .images import select_rows
+from .logs import without_tokens
 from .overriding import overridden
 from .setup import own_rows
 
@@ -136,7 +138,8 @@ def compute_loss(
             A micro-batch, of a batch that [`set_credit`] has seen.
     """
     # As many rows as the process with most of them has, since TRL gathers by row; at least one, for a backward pass
-    num_rows = int(trainer.accelerator.gather(inputs["in_loss"].sum()).max().clamp(min=1))
+    most = int(trainer.accelerator.gather(inputs["in_loss"].sum()).max())
+    num_rows = max(most, 1)
     keep = inputs["in_loss"].int().argsort(descending=True, stable=True)[:num_rows]
     inputs = select_rows(inputs, keep.tolist())
     num_own = inputs["in_loss"].sum()
@@ -160,5 +163,8 @@ def compute_loss(
         inputs["num_items_in_batch"] = inputs["num_items_in_batch"] * weight  # no weight is wanted
     loss_mask = inputs["completion_mask"] * inputs["tool_mask"]
     score = partial(trainer._get_per_token_logps_and_entropies, loss_mask=loss_mask)
-    with overridden(trainer, beta=beta, _get_per_token_logps_and_entropies=score):
+    with (
+        overridden(trainer, beta=beta, _get_per_token_logps_and_entropies=score),
+        nullcontext() if most else without_tokens(trainer),
+    ):
         return trl_loss(model, inputs) * weight
