@@ -346,6 +346,23 @@ def test_resuming_continues_the_run():
     assert weights(resumed).equal(weights(whole))
 
 
+def test_the_best_model_is_loaded_at_the_end():
+    """Its checkpoint has weights under other names, which transformers passes over with a warning."""
+
+    def worse(completions, trainer_state, **kwargs):
+        return [reward - 1000 * trainer_state.global_step for reward in letters(completions)]
+
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
+    settings |= {"num_generations_eval": 2, "per_device_eval_batch_size": 4, "per_device_train_batch_size": 8}
+    trainer = train("gemma3", reward_funcs=worse, eval_dataset=make_image_dataset().select(range(2)), **settings)
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    model = trainer.model
+    first, last = (type(model).from_pretrained(f"output/checkpoint-{step}").state_dict() for step in (1, 2))
+    assert all(value.equal(first[name]) for name, value in model.state_dict().items())
+    assert not all(value.equal(last[name]) for name, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_a_model_of_images_trains_on_text_alone(family):
     trainer = train(family, dataset=make_dataset(8, conversational=True), max_steps=1)

@@ -134,6 +134,12 @@ METHODS = [
         "self resume_from_checkpoint model",
     ),
     Name(
+        f"{TRAINER}._load_best_model",
+        "resume.py",
+        "when a trainer has trained: weights that are saved under other names than it looks for",
+        "self",
+    ),
+    Name(
         f"{TRAINER}._issue_warnings_after_load",
         "resume.py",
         "while a trainer trains: says which names were missing",

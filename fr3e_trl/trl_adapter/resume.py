@@ -64,6 +64,7 @@ def exact_resume(trainer: Any) -> Iterator[None]:
         _save_rng_state=resume.save_state,
         _load_rng_state=resume.load_state,
         _load_from_checkpoint=resume.load_weights,
+        _load_best_model=resume.load_best_model,
         _issue_warnings_after_load=resume.note_names,
     ):
         yield
@@ -79,6 +80,7 @@ class _Resume:
         self._save_rng_state = trainer._save_rng_state
         self._load_rng_state = trainer._load_rng_state
         self._load_from_checkpoint = trainer._load_from_checkpoint
+        self._load_best_model = trainer._load_best_model
         self._issue_warnings_after_load = trainer._issue_warnings_after_load
         self._train_sampler: Any = None
         self._has_other_names = False
@@ -151,9 +153,17 @@ class _Resume:
     def load_weights(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._has_other_names = False
         self._load_from_checkpoint(resume_from_checkpoint, model)
+        self._load_other_names(resume_from_checkpoint)
+
+    def load_best_model(self) -> None:
+        self._has_other_names = False
+        self._load_best_model()
+        self._load_other_names(self.trainer.state.best_model_checkpoint)
+
+    def _load_other_names(self, checkpoint: str) -> None:
         if self._has_other_names:
             policy = self.trainer.model
-            saved = type(policy).from_pretrained(resume_from_checkpoint, dtype=policy.dtype)
+            saved = type(policy).from_pretrained(checkpoint, dtype=policy.dtype)
             policy.load_state_dict(saved.state_dict())
 
     def note_names(self, load_result: Any) -> None:
