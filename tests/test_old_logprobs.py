@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import fr3e_trl.trainer
-from fr3e_trl.trl_adapter import old_logprobs
+from fr3e_trl.trl_adapter import loss, old_logprobs
 
 TRUNCATED = {"min_p": 0.05, "top_k": 12, "top_p": 0.9}
 ERROR = 0.02  # of the engine's log-probs, in nats a token
@@ -271,3 +271,41 @@ def test_rollouts_that_are_given_up_have_none_to_correct():
     assert mask.any()
     ratios = batch["importance_sampling_ratio"][mask]
     torch.testing.assert_close(ratios, torch.full_like(ratios, math.exp(-ERROR)), atol=1e-4, rtol=0)
+
+
+def test_rows_left_over_that_are_dropped_leave_the_loss():
+    """They are of an older policy, and so leave TRL's bounds first. Their trees are gone: nothing is credited anew."""
+
+    class Exact(Engine):
+        def sync_weights(self):
+            pass
+
+        def with_logprobs(self, request, sample):
+            return sample
+
+    settings = {"max_refills": 2, "value_prior_strength": 0.0, "num_generations": 8, "num_base_trajectories": 2}
+    settings |= {"max_steps": 4, "learning_rate": 3e-3, "max_completion_length": 12, "num_anchors": 3}
+    settings |= {"vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 1.5}
+    trainer = make_trainer(**settings)
+    generate = trainer.sampler.sampler
+    trainer.sampler = trainer.vllm_generation = exact = Exact(trainer)
+    exact.sampler = generate
+    dropped = []
+    mask_dropped = loss.mask_dropped
+
+    def record(of_trainer, batch, rows):
+        ratios = (batch["importance_sampling_ratio"] == 0).all(1).tolist()
+        dropped.append(
+            [i for i, (row, is_dropped) in enumerate(zip(rows, ratios, strict=True)) if is_dropped and row.is_left_over]
+        )
+        return mask_dropped(of_trainer, batch, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss, "mask_dropped", record)
+        set_seed(1)
+        trainer.train()
+    assert any(dropped)
+    for (batch, _), of_step in zip(trainer.batches, dropped, strict=True):
+        mask = batch["completion_mask"] * batch["tool_mask"]
+        assert not batch["in_loss"][of_step].any() and not mask[of_step].any()
+        assert batch["num_rows_in_loss"] == batch["in_loss"].sum()

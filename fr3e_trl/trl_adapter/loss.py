@@ -81,7 +81,8 @@ def set_credit(trainer: Any, batch: dict[str, torch.Tensor], rows: list[Row], of
 
 def mask_dropped(trainer: Any, batch: dict[str, torch.Tensor], rows: list[Row]) -> bool:
     """
-    Mask the rollouts of rows that TRL's correction for vLLM drops as a whole, with `"sequence_mask"`.
+    Mask the rollouts of rows that TRL's correction for vLLM drops as a whole, with `"sequence_mask"`. Those that an
+    earlier step left over leave the loss.
 
     Args:
         trainer (`GRPOTrainer`):
@@ -100,7 +101,10 @@ def mask_dropped(trainer: Any, batch: dict[str, torch.Tensor], rows: list[Row]) 
     own = (batch["importance_sampling_ratio"] == 0).all(1).tolist()
     dropped = [row for row, is_dropped in zip(rows, gather_object(own), strict=True) if is_dropped]
     for row in dropped:
-        row.rollout.score = replace(row.rollout.score, is_masked=True)
+        if row.is_left_over:  # credited with its own step, whose tree is gone
+            row.in_loss = False
+        else:
+            row.rollout.score = replace(row.rollout.score, is_masked=True)
     return bool(dropped)
 
 
