@@ -236,6 +236,13 @@ def test_the_same_settings_are_not_told_of(caplog):
     assert "other settings" not in caplog.text
 
 
+def test_a_reference_model_that_begins_anew_is_told_of(caplog):
+    settings = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 2}
+    make_trainer(**settings).train()
+    make_trainer(**settings).train(resume_from_checkpoint="output/checkpoint-1")
+    assert caplog.text.count("A checkpoint has no reference model") == 1
+
+
 def test_a_smaller_dataset_with_refills(caplog):
     """Rows that are left over have no example any more: they are dropped, and it is told."""
     whole = make_trainer(**REFILLED)

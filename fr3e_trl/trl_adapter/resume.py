@@ -146,6 +146,12 @@ class _Resume:
         if state["sizes"] != _sizes(trainer):
             _begin_new_batch(trainer, state["sizes"])
         _warn_of_settings(trainer, state.get("settings", {}))
+        if trainer.args.sync_ref_model:
+            _warn(
+                trainer,
+                "A checkpoint has no reference model. sync_ref_model=True goes on from the one that the run began with: "
+                "losses will differ from those of the run that was not cut.",
+            )
 
     # The weights. transformers saves those of some models, of most that see, under other names than it looks for here,
     # and would go on from those that the run began with.
