@@ -149,8 +149,8 @@ class _Resume:
         if trainer.args.sync_ref_model:
             _warn(
                 trainer,
-                "A checkpoint has no reference model. sync_ref_model=True goes on from the one that the run began with: "
-                "losses will differ from those of the run that was not cut.",
+                "A checkpoint has no reference model. sync_ref_model=True goes on from the one that the run began with. "
+                "Losses will differ from those of the run that was not cut.",
             )
 
     # The weights. transformers saves those of some models, of most that see, under other names than it looks for here,
