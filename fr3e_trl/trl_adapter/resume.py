@@ -149,7 +149,7 @@ class _Resume:
         if trainer.args.sync_ref_model:
             _warn(
                 trainer,
-                "A checkpoint has no reference model. sync_ref_model=True goes on from the one that the run began with. "
+                "A checkpoint has no reference model: sync_ref_model=True goes on from that which the run began with. "
                 "Losses will differ from those of the run that was not cut.",
             )
 
