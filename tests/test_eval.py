@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -318,6 +319,20 @@ def test_completions_of_another_evaluation_are_refused(evaluate, capsys):
     with pytest.raises(SystemExit):
         evaluate(limit=1, temperature=0.5)
     assert "has results of other arguments: temperature was 1.0 and is 0.5. Use" in capsys.readouterr().err
+
+
+def test_completions_of_a_model_that_was_trained_since_are_refused(evaluate, tmp_path, capsys):
+    """It has the same name, and other weights."""
+    model = tmp_path / "model"
+    shutil.copytree(model_on_disk(), model)
+    evaluate(limit=1, model_name_or_path=str(model))
+    evaluate(limit=1, model_name_or_path=str(model))
+    (weights,) = model.glob("*.safetensors")
+    shutil.copy(weights, tmp_path / "weights")
+    shutil.copy(tmp_path / "weights", weights)
+    with pytest.raises(SystemExit):
+        evaluate(limit=1, model_name_or_path=str(model))
+    assert "has results of other arguments: weights was {'model.safetensors': " in capsys.readouterr().err
 
 
 def test_completions_without_a_score_are_left_out_and_counted(evaluate, capsys):

@@ -236,6 +236,16 @@ def test_the_same_settings_are_not_told_of(caplog):
     assert "other settings" not in caplog.text
 
 
+def test_another_learning_rate_is_told_to_have_no_effect(caplog):
+    constant = {"lr_scheduler_type": "constant"}
+    make_trainer(**constant, max_steps=2).train()
+    resumed = make_trainer(**constant, max_steps=3, output_dir="resumed", learning_rate=1e-5)
+    resumed.train(resume_from_checkpoint="output/checkpoint-2")
+    assert resumed.state.log_history[-2]["learning_rate"] == 1e-2
+    assert "goes on with learning_rate=0.01" in caplog.text and "1e-05, has no effect" in caplog.text
+    assert "other settings" not in caplog.text
+
+
 def test_a_reference_model_that_begins_anew_is_told_of(caplog):
     settings = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 2}
     make_trainer(**settings).train()

@@ -15,6 +15,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict
     lines = read_lines(path)
     settings = {**asdict(args), **asdict(model_args)}
     fixed = {name: value for name, value in settings.items() if name not in FREE}
+    fixed["weights"] = weight_files(str(model_args.model_name_or_path))
     check_same(output_dir, fixed, has_results=bool(lines))
     there = {(line["problem"], line["sample"]) for line in lines}
     assert args.num_samples is not None
@@ -168,6 +170,16 @@ def sampled_lines(
             }
             for i, ((problem, sample_number), completion, text) in enumerate(zip(keys, completions, texts, strict=True))
         ]
+
+
+def weight_files(name: str) -> dict[str, str]:
+    """The files of a local model's weights, with their sizes and when they were written. None of a model on the hub."""
+    found = sorted(path for ending in ("safetensors", "bin") for path in Path(name).glob(f"*model*.{ending}"))
+    stats = {path.name: path.stat() for path in found}
+    return {
+        name: f"{stat.st_size:,} bytes of {datetime.fromtimestamp(stat.st_mtime).isoformat(' ', 'milliseconds')}"
+        for name, stat in stats.items()
+    }
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -219,6 +219,7 @@ def evaluation_command(script_args: FR3EScriptArguments, training_args: FR3EConf
     given |= {f.name: getattr(script_args, f.name) for f in fields(FR3EScriptArguments)}
     given = {name: value for name, value in given.items() if value != getattr(default, name, None)}
     given["max_completion_length"] = training_args.max_completion_length
+    given["output_dir"] = str(Path(str(training_args.output_dir)) / "eval")
     words = [[f"--{name}", *map(str, value if isinstance(value, list) else [value])] for name, value in given.items()]
     return shlex.join(["fr3e", "eval", *itertools.chain(*words)])
 

@@ -211,6 +211,15 @@ def _warn_of_settings(trainer: Any, saved: dict[str, Any]) -> None:
     """Name the settings that the checkpoint was saved with other values of, and what of it is kept."""
     present = _settings(trainer)
     changed = [name for name in saved.keys() & present.keys() if saved[name] != present[name]]
+    if "learning_rate" in changed:
+        changed.remove("learning_rate")
+        _warn(
+            trainer,
+            "The run goes on with learning_rate=%s, which the checkpoint's optimizer and scheduler have. The present "
+            "one, %s, has no effect. To change it, begin a run with model_name_or_path=CHECKPOINT.",
+            saved["learning_rate"],
+            present["learning_rate"],
+        )
     if not changed:
         return
     kept = ["its weights, its optimizer and its place in the data"]

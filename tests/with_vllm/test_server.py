@@ -246,6 +246,15 @@ def test_tools(server):
     assert len(measured) == num_calls > 0
 
 
+def test_log_probs_that_are_not_those_of_the_draw_tell_no_chances(server):
+    """As of a server without `--logprobs-mode processed_logprobs`: branches are drawn independently."""
+    trainer = make_trainer(server, distinct_branches=True)
+    trainer.vllm_generation.server.config["model_config"]["logprobs_mode"] = "raw_logprobs"
+    trainer.train()
+    branches = [rollout for _, trees in trainer.batches for _, state, rollout in rollouts_of(trees) if state.position]
+    assert branches and all(rollout.chances is None for rollout in branches)
+
+
 def test_where_entropies_are_unknown_there_are_two_rounds(server):
     trainer = make_trainer(server, top_p=0.9, max_steps=1)
     calls, sample = [], trainer.sampler.sample
