@@ -447,7 +447,8 @@ def test_the_entropy_bonus_has_its_scale(loss_type):
     level = "sequence" if loss_type == "luspo" else "token"
     trainer = train(loss_type=loss_type, importance_sampling_level=level, entropy_coef=0.5)
     for entry in logs(trainer):
-        assert entry["policy_loss"] - entry["loss"] == pytest.approx(0.5 * entry["entropy"], rel=0.3)
+        entropy = entry.get("entropy", 0.0)  # a step without a row in the loss has none
+        assert entry["policy_loss"] - entry["loss"] == pytest.approx(0.5 * entropy, rel=0.3)
 
 
 def test_the_entropy_bonus_has_a_gradient():

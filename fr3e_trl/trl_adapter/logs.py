@@ -1,6 +1,5 @@
 """What TRL logs."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,12 +15,13 @@ def without_tokens(trainer: Any) -> Iterator[None]:
     of other micro-batches.
     """
     metrics = trainer._metrics["train"]
-    before = {name: len(values) for name, values in metrics.items()}
+    before = {name: list(values) for name, values in metrics.items()}
     yield
-    for name, values in metrics.items():
-        if name in OVER_TOKENS or name.startswith("clip_ratio/"):
-            start = before.get(name, 0)
-            values[start:] = [math.nan] * (len(values) - start)
+    for name in [name for name in metrics if name in OVER_TOKENS or name.startswith("clip_ratio/")]:
+        if name in before:
+            metrics[name] = before[name]
+        else:
+            del metrics[name]
 
 
 def log_metrics(trainer: Any, metrics: dict[str, float]) -> None:
