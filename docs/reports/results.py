@@ -28,7 +28,7 @@ from fr3e_trl.bench.tuning import TUNED
 RUNS = Path(__file__).parent.parent / "runs"
 
 # Those whose arms are tuned with two screening seeds and three finalists, by their files
-FAMILIES = ("chain", "hard", "distractors", "few_prompts", "lengths", "machine", "countdown", "search")
+FAMILIES = ("chain", "hard", "distractors", "few_prompts", "lengths", "machine", "countdown", "search", "graded")
 PANELS_IN_A_ROW = 3
 
 # Those whose distinct branches were run at the point of independent ones alone
