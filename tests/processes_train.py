@@ -2,13 +2,13 @@
 Train in several processes, and keep what came of it. A script, for `torch.distributed.run`.
 
     processes_train.py OUTPUT SETTINGS [fake] [fail] [sharded] [reward_model] [tools | environment | moody]
-        [shared_engine]
+        [shared_engine] [drops]
 
 Each process writes to OUTPUT what it saw: the trees, the logs, the weights, or the error. `fake`: completions do not
 depend on the processes. `fail`: the last process raises in its reward function. `sharded`: accelerate shards the model
 as its configuration says, which without a GPU it does not do by itself. `tools`, `environment`, `moody`: completions
 have several turns; an environment that is moody cannot be replayed. `shared_engine`: the same completions as by `fake`,
-by one engine for all processes.
+by one engine for all processes. `drops`: a third of the rows is dropped, as TRL's correction for vLLM does.
 """
 
 import hashlib
@@ -29,7 +29,9 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from trees import rollouts_of
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl import trainer as fr3e_trainer
 from fr3e_trl.method.sampling import Sample
+from fr3e_trl.trl_adapter.assemble import assemble
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -73,6 +75,15 @@ class FakeCaller(FakeSampler):
         return Sample(ids[: request.max_new_tokens])
 
 
+def with_drops(trainer, rows, counts):
+    """The batch, with the ratios of TRL's correction: 0 for a row that it drops."""
+    batch = assemble(trainer, rows, counts)
+    kept = [sum(row.completion_ids.tolist()) % 3 > 0 for row in rows if row.holder == RANK]
+    ratio = torch.tensor(kept, dtype=torch.float).unsqueeze(1).expand(batch["completion_mask"].shape).clone()
+    logprobs = batch["old_per_token_logps"]
+    return batch | {"importance_sampling_ratio": ratio, "sampling_per_token_logps": logprobs.clone()}
+
+
 def main(output: Path, settings: dict, *options: str) -> None:
     scored, checkpoint = [], settings.pop("resume", None)
     num_rewards = settings.pop("num_rewards", 7)
@@ -110,6 +121,9 @@ def main(output: Path, settings: dict, *options: str) -> None:
     elif "fake" in options:
         trainer.sampler = FakeSampler()
     engine = share_engine(trainer, FakeSampler().draw) if "shared_engine" in options else None
+    if "drops" in options:
+        trainer.vllm_importance_sampling_mode = "sequence_mask"
+        fr3e_trainer.assemble = with_drops
     trees = []
 
     explore = trainer._explore_and_assemble
@@ -119,7 +133,10 @@ def main(output: Path, settings: dict, *options: str) -> None:
         trees.append(
             [
                 {
-                    "tokens": [state.prefix_ids, rollout.token_ids] if rollout.token_ids else None,
+                    # Of a rollout that refill has handed over, the row alone has the prefix
+                    "tokens": [state.prefix_ids, rollout.token_ids]
+                    if rollout.token_ids and len(state.prefix_ids) == state.position
+                    else None,
                     "known": [
                         state.position,
                         rollout.length,
@@ -128,6 +145,7 @@ def main(output: Path, settings: dict, *options: str) -> None:
                         state.modulation,
                         tree.mean_entropies,
                         rollout.chances,
+                        rollout.credit,
                     ],
                 }
                 for tree, state, rollout in rollouts_of(trainer.trees)

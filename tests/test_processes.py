@@ -233,6 +233,22 @@ def test_refill_is_the_same_in_several_processes(tmp_path):
     torch.testing.assert_close(weights_of(tmp_path / "shared"), weights_of(tmp_path / "alone"), atol=1e-6, rtol=1e-6)
 
 
+def test_rows_that_are_dropped_are_credited_the_same_in_all_processes(tmp_path):
+    """Those too that refill has moved from one process to another."""
+    settings = {
+        "credit": "tree",
+        "num_generations": 8,
+        "per_device_train_batch_size": 12,
+        "num_iterations": 2,  # with which TRL has old log-probs, as with vLLM
+        "max_refills": 3,
+        "value_prior_strength": 0,
+        "num_rewards": 2,
+    }
+    results = launch(tmp_path / "run", 2, settings, "fake", "drops")
+    assert sum(entry.get("fr3e/refill/prompts", 0) for entry in results[0]["logs"]) > 0
+    assert len(trees_of(results)) == 2
+
+
 def test_a_process_with_nothing_to_do(tmp_path):
     """Two base trajectories, for three processes."""
     settings = {"num_generations": 6, "num_anchors": 2, "per_device_train_batch_size": 2}

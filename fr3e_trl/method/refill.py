@@ -209,14 +209,19 @@ def row_from(state: dict[str, Any], train_dataset: Sequence[dict[str, Any]]) -> 
         **{name: state[name] for name in ("holder", "index", "advantage", "in_loss", "is_left_over")},
     )
     if "token_ids" in state:
-        row.rollout.token_ids = state["token_ids"].numpy()
-        row.rollout.logprobs, row.rollout.mask = (
-            None if state[name] is None else state[name].numpy() for name in ("logprobs", "mask")
-        )
-        row.prompt_ids, row.prefix_ids = state["prompt_ids"].numpy(), state["prefix_ids"].numpy()
-        row.old_logprobs = state["old_logprobs"]
-        row.example = train_dataset[state["index"]]
+        _hold(row, state, train_dataset)
     return row
+
+
+def _hold(row: Row, state: dict[str, Any], train_dataset: Sequence[dict[str, Any]]) -> None:
+    """Have a row hold its tokens."""
+    row.rollout.token_ids = state["token_ids"].numpy()
+    row.rollout.logprobs, row.rollout.mask = (
+        None if state[name] is None else state[name].numpy() for name in ("logprobs", "mask")
+    )
+    row.prompt_ids, row.prefix_ids = state["prompt_ids"].numpy(), state["prefix_ids"].numpy()
+    row.old_logprobs = state["old_logprobs"]
+    row.example = train_dataset[state["index"]]
 
 
 def hand_over(
@@ -226,7 +231,8 @@ def hand_over(
     train_dataset: Sequence[dict[str, Any]],
 ) -> None:
     """
-    Give the rows of a batch to the processes that they are dealt to, in place, where refill has moved them.
+    Give the rows of a batch to the processes that they are dealt to, in place, where refill has moved them. They stay
+    the rows of their trees, which may be credited anew.
 
     Args:
         batch (`list[Row]`):
@@ -245,8 +251,6 @@ def hand_over(
     of_processes = in_every_process(lambda: {k: state_of(row) for k, row in held.items()})
     states = {k: state for of_process in of_processes for k, state in of_process.items()}
     for k in moving:
-        state = states[k] | {"holder": sharding.owner(k)}
-        if sharding.owner(k) == sharding.process:
-            batch[k] = row_from(state, train_dataset)
-        else:
-            batch[k].holder = sharding.owner(k)
+        batch[k].holder = sharding.owner(k)
+        if batch[k].holder == sharding.process:
+            _hold(batch[k], states[k], train_dataset)

@@ -86,7 +86,11 @@ def record_trees(
     sequences: list[tuple[TokenIds, TokenIds]] = []
     for tree, of_tree in zip(trees, rollouts, strict=True):
         sequences.append((tree.prompt_ids[:0], tree.prompt_ids))
-        sequences += [(np.concatenate([tree.prompt_ids, prefix])[-1:], r.token_ids) for r, prefix in of_tree]
+        for rollout, prefix in of_tree:
+            before = np.concatenate([tree.prompt_ids, prefix])
+            if not len(before) and (row := row_of.get(id(rollout))) is not None:  # refill has handed it over
+                before = np.concatenate([row.prompt_ids, row.prefix_ids])
+            sequences.append((before[-1:], rollout.token_ids))
     texts = iter(token_texts(tokenizer, sequences))
     return [
         {
