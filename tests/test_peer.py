@@ -442,6 +442,15 @@ def test_the_entropy_bonus_adapts(settings):
     assert trainer.entropy_coef == pytest.approx(0.01 + 0.005 * trainer.state.global_step)
 
 
+@pytest.mark.parametrize("settings", [{}, ACCUMULATED], ids=str)
+def test_the_entropy_bonus_stays_where_no_row_is_in_the_loss(settings):
+    """TRL takes the entropy of an update without tokens for 0, which is below any target."""
+    adaptive = {"entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_coef_delta": 0.005, "entropy_target": 0.01}
+    trainer = train(False, reward_funcs=lambda completions, **_: [1.0] * len(completions), **adaptive, **settings)
+    assert trainer.entropy_coef == 0.01
+    assert {entry["entropy_coef"] for entry in logs(trainer)} == {0.01}
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "luspo"])
 def test_the_entropy_bonus_has_its_scale(loss_type):
     level = "sequence" if loss_type == "luspo" else "token"

@@ -24,6 +24,19 @@ def without_tokens(trainer: Any) -> Iterator[None]:
             del metrics[name]
 
 
+@contextmanager
+def without_window(trainer: Any) -> Iterator[None]:
+    """
+    Have TRL's adaptive entropy bonus stay as it is where no micro-batch of an update has a token in its loss. TRL takes
+    their entropy for 0, and raises its coefficient.
+    """
+    before = trainer.entropy_coef, trainer._last_world_entropy
+    yield
+    if trainer.use_adaptive_entropy and trainer._last_world_entropy == 0:
+        trainer.entropy_coef, trainer._last_world_entropy = before
+        trainer._metrics["train"]["entropy_coef"][-1:] = before[:1]
+
+
 def log_metrics(trainer: Any, metrics: dict[str, float]) -> None:
     """Add a training step's metrics to those that TRL averages and logs."""
     for name, value in metrics.items():

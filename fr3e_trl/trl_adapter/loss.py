@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 
 from ..method.rows import Row, token_credit
 from .images import select_rows
-from .logs import without_tokens
+from .logs import without_tokens, without_window
 from .overriding import overridden
 from .setup import own_rows
 
@@ -170,5 +170,6 @@ def compute_loss(
     with (
         overridden(trainer, beta=beta, _get_per_token_logps_and_entropies=score),
         nullcontext() if most else without_tokens(trainer),
+        without_window(trainer),
     ):
         return trl_loss(model, inputs) * weight

@@ -307,6 +307,7 @@ ATTRIBUTES = [
     *_attributes(GRPO, "resume.py", "what a step goes on from", "_step _buffered_inputs"),
     *_attributes(TRAINER, "resume.py", "what a step goes on from", "_tr_loss _globalstep_last_logged"),
     *_attributes(GRPO, "logs.py resume.py", "metrics that are not logged yet", "_metrics"),
+    *_attributes(GRPO, "logs.py", "what the adaptive entropy bonus goes by", "_last_world_entropy"),
     *_attributes(GRPO, "logs.py loss.py", "rewards and advantages of the last batch", "_logs"),
     *_attributes(GRPO, "assemble.py rewards.py", "columns that reward functions log", "_pending_extra_logs"),
     *_attributes(GRPO, "prompts.py rewards.py setup.py tools.py", "the tokenizer, of the processor too", "_tokenizer"),
