@@ -122,7 +122,16 @@ def test_what_can_be_mended_is_told_once(capsys):
     )
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert len(warnings) == 2
-    assert "Raise max_completion_length" in warnings[0] and "Look at the reward function" in warnings[1]
+    assert "raise max_completion_length" in warnings[0] and "collapsed" in warnings[0]
+    assert "Look at the reward function" in warnings[1]
+
+
+def test_a_log_tells_the_time_left_after_the_first_step(capsys):
+    trainer = train(FR3ETrainer, max_steps=4, logging_steps=3, save_strategy="steps")
+    lines = [line for line in printed(capsys) if line.startswith("step ")]
+    assert re.fullmatch(r"step 1/4  \d+ s left", lines[0]) and [line[:8] for line in lines[1:]] == ["step 3/4"]
+    trainer.train(resume_from_checkpoint=True)
+    assert printed(capsys)[0].startswith("Step 4 is the last of 4: nothing is left to train.")
 
 
 def test_what_users_log_is_printed(capsys):

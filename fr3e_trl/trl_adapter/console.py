@@ -36,7 +36,8 @@ ALARMS: list[tuple[str, Callable[[float], bool], str]] = [
     (
         "completions/clipped_ratio",
         lambda share: share > 0.5,
-        "more than half of the completions are cut. Raise max_completion_length.",
+        "more than half of the completions are cut. If it was so from the start, raise max_completion_length. If it "
+        "came later, look at some: a policy that repeats itself has collapsed, and needs a lower learning_rate.",
     ),
     (
         "fr3e/rows/informative",
@@ -73,10 +74,17 @@ class Console(ProgressCallback, PrinterCallback):
         self._told.clear()
         if _has_bars(args):
             super().on_train_begin(args, state, control, **kwargs)
+        if state.is_world_process_zero and state.global_step >= state.max_steps:
+            self._print(
+                f"Step {state.global_step} is the last of {state.max_steps}: nothing is left to train. Raise max_steps "
+                "or num_train_epochs to go on."
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.training_bar is not None:
             super().on_step_end(args, state, control, **kwargs)
+        elif state.is_world_process_zero and state.global_step == self._first_step + 1 and not control.should_log:
+            self._print(f"{self._place(state)}  {self._time_left(state)}")  # the first log may be long in coming
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any):
         if _has_bars(args):
@@ -85,10 +93,9 @@ class Console(ProgressCallback, PrinterCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs or "train_runtime" in logs:
             return
-        parts = [f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}", *parts_of(logs)]
+        parts = [self._place(state), *parts_of(logs)]
         if "loss" in logs and state.global_step > self._first_step:
-            seconds = (time.monotonic() - self._began) / (state.global_step - self._first_step)
-            parts.append(f"{duration(seconds * (state.max_steps - state.global_step))} left")
+            parts.append(self._time_left(state))
         self._print("  ".join(parts))
         for name, tells, remedy in ALARMS:
             value = logs.get(name)
@@ -124,6 +131,13 @@ class Console(ProgressCallback, PrinterCallback):
         elif self.tells_next:
             rows.append(("next", f"trainer.save_model({args.output_dir!r}): nothing is saved yet"))
         return rows
+
+    def _place(self, state: Any) -> str:
+        return f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"
+
+    def _time_left(self, state: Any) -> str:
+        seconds = (time.monotonic() - self._began) / (state.global_step - self._first_step)
+        return f"{duration(seconds * (state.max_steps - state.global_step))} left"
 
     def _print(self, line: str) -> None:
         if self.training_bar is None:
