@@ -716,6 +716,8 @@ def _takes(credit: str, name: str, values: Sequence[Any], config: FR3EConfig) ->
     return config.credit != credit or getattr(config, name) in values
 
 
+MOST_DISTINCT = 10  # of 12 the weights take a tenth of a second for each anchor, and of 16 seconds
+
 # When a check applies, and the checks. "given": before anything is chosen. "settled": once all settings have their
 # values. "active": then too, unless nothing of FR3E is on
 CHECKS: dict[str, tuple[Check, ...]] = {
@@ -783,6 +785,12 @@ CHECKS: dict[str, tuple[Check, ...]] = {
             "distinct_branches",
             lambda config: not config.distinct_branches or config.credit == "tree",
             "False unless credit='tree', which weighs branches by how likely they were",
+        ),
+        Check(
+            "num_anchors",
+            lambda config: not config.distinct_branches or config.num_rollouts <= MOST_DISTINCT,
+            f"so many with distinct_branches=True that at most {MOST_DISTINCT} branches share an anchor: their weights "
+            "go through all subsets of these. Raise num_anchors, or lower num_generations",
         ),
         *_credit_checks(),
     ),

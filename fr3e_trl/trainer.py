@@ -1,5 +1,6 @@
 """FR3E in the place of GRPO."""
 
+import math
 import textwrap
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -408,6 +409,11 @@ class FR3ETrainer(GRPOTrainer):
         """Take up what [`state_to_resume`] returned."""
         if self._refill is not None and "leftovers" in state:
             self._refill.resume(state, self.accelerator.num_processes)
+        elif self._refill is not None:  # the run had none: it drew the prompts of each batch, and no more
+            args = self.args
+            num_batches = self.state.global_step * args.gradient_accumulation_steps / args.steps_per_generation
+            num_batches = math.ceil(num_batches / self.num_iterations)
+            self._refill.prompts.go_to(num_batches * args.generation_batch_size // self.num_generations)
         if self._value_tracker is not None and "value_memory" in state:
             self._value_tracker.resume(state["value_memory"])
         self._threshold = state.get("anchor_threshold")

@@ -1,14 +1,15 @@
 """
 Train in several processes, and keep what came of it. A script, for `torch.distributed.run`.
 
-    processes_train.py OUTPUT SETTINGS [fake] [fail] [sharded] [reward_model] [tools | environment | moody]
+    processes_train.py OUTPUT SETTINGS [fake [half_told]] [fail] [sharded] [reward_model] [tools | environment | moody]
         [shared_engine] [drops]
 
 Each process writes to OUTPUT what it saw: the trees, the logs, the weights, or the error. `fake`: completions do not
 depend on the processes. `fail`: the last process raises in its reward function. `sharded`: accelerate shards the model
 as its configuration says, which without a GPU it does not do by itself. `tools`, `environment`, `moody`: completions
 have several turns; an environment that is moody cannot be replayed. `shared_engine`: the same completions as by `fake`,
-by one engine for all processes. `drops`: a third of the rows is dropped, as TRL's correction for vLLM does.
+by one engine for all processes. `half_told`: log-probs come with the
+completions of the first process alone. `drops`: a third of the rows is dropped, as TRL's correction for vLLM does.
 """
 
 import hashlib
@@ -48,13 +49,17 @@ class FakeSampler:
 
     draws_distinct = True
 
+    def __init__(self, is_told=False):
+        self.is_told = is_told
+
     def sample(self, requests):
         return [[self.draw(request, i) for i in range(request.num_samples)] for request in requests]
 
     def draw(self, request, i):
         seed = hashlib.sha256(repr((request.prefix_ids.tolist(), i)).encode()).hexdigest()
         rng = random.Random(seed)
-        sample = Sample([rng.randrange(5, 40) for _ in range(rng.randint(1, request.max_new_tokens))])
+        token_ids = [rng.randrange(5, 40) for _ in range(rng.randint(1, request.max_new_tokens))]
+        sample = Sample(token_ids, [-3.0] * len(token_ids) if self.is_told else None)
         if request.distinct_from is None:
             return sample
         first = rng.choice([token for token in range(5, 40) if token != request.distinct_from])
@@ -119,7 +124,8 @@ def main(output: Path, settings: dict, *options: str) -> None:
     if "fake" in options and dialogue:
         trainer.sampler.sampler = FakeCaller()
     elif "fake" in options:
-        trainer.sampler = FakeSampler()
+        trainer.sampler = FakeSampler(is_told="half_told" in options and RANK == 0)
+        trainer.has_own_sampler = "half_told" in options
     engine = share_engine(trainer, FakeSampler().draw) if "shared_engine" in options else None
     if "drops" in options:
         trainer.vllm_importance_sampling_mode = "sequence_mask"

@@ -134,6 +134,24 @@ def test_a_log_tells_the_time_left_after_the_first_step(capsys):
     assert printed(capsys)[0].startswith("Step 4 is the last of 4: nothing is left to train.")
 
 
+def test_each_of_several_evaluation_sets_is_told_apart(capsys):
+    """Their rewards have one name in TRL's logs."""
+    dataset = make_dataset(4)
+    sets = {name: dataset.add_column("is_easy", [name == "easy"] * 4) for name in ("easy", "hard")}
+    evaluation = EVALUATION | {"eval_dataset": sets, "eval_steps": 1}
+
+    def reward(completions, is_easy=None, **kwargs):
+        return list(map(float, is_easy)) if is_easy else [float(len(text) % 2) for text in completions]
+
+    train(FR3ETrainer, reward_funcs=reward, max_steps=2, **evaluation)
+    lines = printed(capsys)
+    for name, value in (("easy", "1.000"), ("hard", "0.000")):
+        assert sum(f"evaluation of {name}  reward {value}" in line for line in lines) == 2
+        assert any(
+            line.startswith(f"  eval_reward of {name}") and f"{value} → {value}: +0.000" in line for line in lines
+        )
+
+
 def test_what_users_log_is_printed(capsys):
     trainer = make_trainer(FR3ETrainer)
     trainer.log({"mine": 0.25, "note": "text"})

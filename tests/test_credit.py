@@ -498,6 +498,19 @@ def test_weights_of_a_set_by_hand():
     assert set_weights([1.0, 1e-12]) == pytest.approx([1.0, 0.0], abs=1e-9)
 
 
+def test_weights_of_a_set_by_all_orders():
+    """And those of a set as large as is allowed, of which there are too many orders to go through."""
+    chances = [0.3, 0.05, 0.2, 0.15, 0.1]
+
+    def in_any_order(tokens, left=1.0):
+        drawn = [(tokens[:i] + tokens[i + 1 :], p / left, left - p) for i, p in enumerate(tokens)]
+        return sum(p * in_any_order(rest, remains) for rest, p, remains in drawn) if tokens else 1.0
+
+    first = [p * in_any_order(chances[:i] + chances[i + 1 :], 1 - p) for i, p in enumerate(chances)]
+    assert set_weights(chances) == pytest.approx([p / sum(first) for p in first])
+    assert set_weights([0.5 / 10] * 11) == pytest.approx([1 / 11] * 11)
+
+
 def is_cut_off(completion):
     """Whether a completion of the policies with EOS, whose budget is three tokens, has none."""
     return 0 not in completion

@@ -249,6 +249,13 @@ def test_rows_that_are_dropped_are_credited_the_same_in_all_processes(tmp_path):
     assert len(trees_of(results)) == 2
 
 
+def test_processes_that_are_told_log_probs_and_others_score_together(tmp_path):
+    """A forward pass of sharded weights is one of all processes, or of none."""
+    settings = {"num_generations": 8, "per_device_train_batch_size": 8, "num_iterations": 2}
+    results = launch(tmp_path / "run", 2, settings, "sharded", "fake", "half_told", recipe="fsdp2")
+    assert all(math.isfinite(entry["loss"]) for entry in results[0]["logs"] if "loss" in entry)
+
+
 def test_a_process_with_nothing_to_do(tmp_path):
     """Two base trajectories, for three processes."""
     settings = {"num_generations": 6, "num_anchors": 2, "per_device_train_batch_size": 2}

@@ -161,6 +161,41 @@ def test_a_checkpoint_of_grpo_trainers_is_gone_on_from():
     assert ours.state.global_step == 8
 
 
+@pytest.mark.parametrize("cls", [FR3ETrainer, GRPOTrainer])
+def test_refill_goes_on_in_the_data_of_a_run_without(cls):
+    """Whose steps drew two prompts each."""
+
+    def prompts_of_step_3(trainer, **arguments):
+        drawn = {}
+
+        def reward_func(prompts, completions, **kwargs):
+            drawn.setdefault(trainer.state.global_step, []).extend(prompts)
+            return [float(len(text) % 3) for text in completions]
+
+        trainer.reward_funcs = [reward_func]
+        set_seed(1)
+        trainer.train(**arguments)
+        return list(dict.fromkeys(drawn.get(2, [])))
+
+    whole = prompts_of_step_3(make_trainer(max_steps=3, output_dir="whole"))
+    prompts_of_step_3(make_trainer(cls, max_steps=2, output_dir="first"))
+    resumed = make_trainer(max_steps=3, max_refills=1, output_dir="resumed")
+    assert len(whole) == 2
+    assert prompts_of_step_3(resumed, resume_from_checkpoint="first/checkpoint-2")[:2] == whole
+
+
+def test_a_process_without_its_own_state_ends(tmp_path):
+    """The checkpoint was cut while it was written: what others have kept is not this process's batch."""
+    settings = {"num_generations": 8, "per_device_train_batch_size": 8, "max_steps": 1, "save_strategy": "steps"}
+    launch(tmp_path / "run", 2, settings)
+    checkpoint = tmp_path / "run" / "output" / "checkpoint-1"
+    (checkpoint / "grpo_state_1.pt").unlink()
+    settings |= {"max_steps": 2, "resume": str(checkpoint)}
+    went_well, _ = launch(tmp_path / "again", 2, settings, check=False)
+    assert not went_well
+    assert "grpo_state_1.pt is missing" in (tmp_path / "again" / "1.error").read_text()
+
+
 def test_a_checkpoint_that_was_being_written_is_passed_over():
     make_trainer(max_steps=3).train()
     state = Path("output/checkpoint-3/trainer_state.json")

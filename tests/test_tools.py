@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from datasets import Dataset
-from factory import DEFAULTS
+from factory import DEFAULTS, logged
 from factory import make_tool_trainer as make_trainer
 from models import CPU
 from peft import LoraConfig
@@ -623,3 +623,19 @@ def test_impossible_settings(setting):
     (name,) = setting
     with pytest.raises(ValueError, match=f"{name}=.* is not allowed: it must be"):
         FR3EConfig("output", **CPU, **setting)
+
+
+def test_what_a_tool_wrote_may_be_very_unlikely():
+    """Its old log-prob, of below -88, is not taken for a ratio. TRL logs a NaN as 0, unless it is told otherwise."""
+
+    class Unlikely(FR3ETrainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            outside = batch["completion_mask"] * batch["tool_mask"] == 0
+            batch["old_per_token_logps"] = batch["old_per_token_logps"].masked_fill(outside, -120.0)
+            return batch
+
+    trainer = make_trainer(Unlikely, num_iterations=2, max_steps=2, logging_nan_inf_filter=False)
+    trainer.train()
+    assert trainer.shares_prefixes
+    assert all(math.isfinite(loss) for (loss,) in logged(trainer, "loss"))

@@ -56,7 +56,8 @@ def _trl_batch(
     own = own_rows(trainer, rows)
     dialogues = [row.rollout.dialogue for row in own]
     logprobs = None
-    if trainer.use_vllm and any(row.rollout.logprobs is not None for row in own):
+    corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction  # in all processes, or in none
+    if corrects or (trainer.use_vllm and any(row.rollout.logprobs is not None for row in own)):
         logprobs = [[*[None] * len(row.prefix_ids), *_logprobs_of(row)] for row in own]
     drawn = [row.completion_ids.tolist() for row in own], logprobs
     # TRL logs means over what was sampled: a copy has no reward of its own

@@ -15,7 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..page.record import FOLDER, METRICS, PAGE
-from .course import VALUE, Change, changes
+from .course import VALUE, Change, changes, evaluated
 from .resume import TRAINER_STATE_FILE
 
 # A line: what is called how, in which format. Of several metrics, the first that was logged
@@ -184,8 +184,9 @@ def without_bars() -> Iterator[None]:
 def parts_of(logs: dict[str, Any]) -> list[str]:
     """What a line says of a log: of a training step, of an evaluation, or whatever the user has logged."""
     if "eval_loss" in logs or "eval_reward" in logs:
+        title = " of ".join(filter(None, ["evaluation", evaluated(logs)]))
         logs = {name.removeprefix("eval_"): value for name, value in logs.items() if name != "loss"}
-        return ["evaluation", *_parts("reward", logs)]
+        return [title, *_parts("reward", logs)]
     if "loss" in logs:
         return _parts("value", logs) if VALUE in logs else _parts("reward", logs)
     return [f"{name} {_number(value, '.4g')}" for name, value in logs.items() if name not in ("epoch", "total_flos")]

@@ -1,6 +1,7 @@
 """From where to where a run has come, by what it logged, and how much of that may be noise."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -44,10 +45,18 @@ class Change:
 
 def changes(trainer: Any) -> list[Change]:
     """From where to where the run has come: in evaluation, if there was one, and while training."""
-    dataset = trainer.eval_dataset
-    num_prompts = len(dataset) if hasattr(dataset, "__len__") and not isinstance(dataset, dict) else None
-    found = [change_in_evaluation(trainer.state, num_prompts), change_of_value(trainer.state)]
-    return [change for change in found if change is not None]
+    datasets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {None: trainer.eval_dataset}
+    found = [
+        change_in_evaluation(trainer.state, len(dataset) if hasattr(dataset, "__len__") else None, name)
+        for name, dataset in datasets.items()
+    ]
+    return [change for change in [*found, change_of_value(trainer.state)] if change is not None]
+
+
+def evaluated(entry: dict[str, Any]) -> str | None:
+    """Which of several evaluation sets a log is of. TRL's metrics, such as `eval_reward`, do not say it."""
+    names = [re.fullmatch("eval_(.+)_runtime", name) for name in entry]
+    return next((found[1] for found in names if found is not None), None)
 
 
 def change_of_value(state: TrainerState) -> Change | None:
@@ -73,19 +82,21 @@ def change_of_value(state: TrainerState) -> Change | None:
     )
 
 
-def change_in_evaluation(state: TrainerState, num_prompts: int | None) -> Change | None:
+def change_in_evaluation(state: TrainerState, num_prompts: int | None, name: str | None = None) -> Change | None:
     """
-    The change of the mean reward in evaluation, from the first to the last.
+    The change of the mean reward in evaluation, from the first to the last. `name` is that of one of several sets.
 
     Its noise is that of drawing the prompts, as if all completions of a prompt had the same reward: at most too wide.
     """
-    entries = [entry for entry in state.log_history if _is_number(entry.get("eval_reward"))]
+    entries = [
+        entry for entry in state.log_history if _is_number(entry.get("eval_reward")) and evaluated(entry) == name
+    ]
     if not entries:
         return None
     first, last = entries[0], entries[-1]
     deviation = max(first.get("eval_reward_std") or 0, last.get("eval_reward_std") or 0)
     return Change(
-        "eval_reward",
+        "eval_reward" if name is None else f"eval_reward of {name}",
         f"steps {first['step']} and {last['step']}",
         first["eval_reward"],
         last["eval_reward"],

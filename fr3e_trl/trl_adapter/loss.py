@@ -166,6 +166,9 @@ def compute_loss(
     if divisor is Divisor.ALL_TOKENS:
         inputs["num_items_in_batch"] = inputs["num_items_in_batch"] * weight  # no weight is wanted
     loss_mask = inputs["completion_mask"] * inputs["tool_mask"]
+    if trainer.shares_prefixes and "old_per_token_logps" in inputs:
+        # Where only tokens in the loss are scored, the others have a log-prob of 0, which may be far from their old one
+        inputs["old_per_token_logps"] = inputs["old_per_token_logps"].masked_fill(loss_mask == 0, 0)
     score = partial(trainer._get_per_token_logps_and_entropies, loss_mask=loss_mask)
     with (
         overridden(trainer, beta=beta, _get_per_token_logps_and_entropies=score),

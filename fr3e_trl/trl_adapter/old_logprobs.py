@@ -71,6 +71,8 @@ class OldLogprobs:
         # Where updates are of batches sampled before other updates, as TRL decides it
         is_scored = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) != 0
         is_known = all(logprobs is not None for logprobs in self.known)
+        if is_scored and is_sharded(trainer):  # whose forward passes all processes make together, or none
+            is_known = all(gather_object([is_known]))
         self.score_in_place_of_trl = self._known_logprobs if is_scored and is_known else None
 
     def finish(self, batch: dict[str, torch.Tensor]) -> None:

@@ -124,20 +124,26 @@ class _Resume:
         trainer = self.trainer
         if checkpoint is None:
             return
-        if not _state_file(checkpoint, 0).exists():
+        own = _state_file(checkpoint, trainer.args.process_index)
+        # Without its own, there were fewer processes. A node may have the files of its own processes alone
+        file = own if own.exists() else _state_file(checkpoint, 0)
+        if not file.exists():
+            trainer.resume_from_state({})
             _warn(
                 trainer,
                 "%s has no %s, as a checkpoint of GRPOTrainer's. Its weights, its optimizer and its place in the data "
                 "are kept. The batch that was in use, the value tracker, rows left over and the anchors' threshold "
                 "begin anew: losses will differ from those of the run that was not cut.",
                 checkpoint,
-                _state_file(checkpoint, 0).name,
+                file.name,
             )
             return
-        file = _state_file(checkpoint, trainer.args.process_index)
-        if not file.exists():
-            file = _state_file(checkpoint, 0)  # there were fewer processes
         state = _read_state(file)
+        if file != own and state["sizes"] == _sizes(trainer):
+            raise ValueError(
+                f"{own} is missing, as if the checkpoint had been cut while it was written. Resume from the checkpoint "
+                "before it."
+            )
         for name in STATE:
             setattr(trainer, name, send_to_device(state[name], trainer.args.device))
         trainer._buffered_inputs = send_to_device(state["buffered_inputs"], trainer.args.device)
@@ -201,8 +207,8 @@ def _read_state(file: Path) -> dict[str, Any]:
         _ = {name: state["sizes"][name] for name in SIZES}
     except (EOFError, KeyError, RuntimeError, TypeError, pickle.UnpicklingError) as error:
         raise ValueError(
-            f"{file} is damaged ({type(error).__name__}: {error}). Resume from the checkpoint before it. Or remove the "
-            "file, and the run goes on with a new batch, as from a checkpoint of GRPOTrainer's."
+            f"{file} is damaged ({type(error).__name__}: {error}). Resume from the checkpoint before it. Or remove all "
+            "grpo_state_*.pt beside it, and the run goes on with a new batch, as from a checkpoint of GRPOTrainer's."
         ) from error
     return state
 

@@ -204,15 +204,21 @@ def set_weights(chances: Sequence[float]) -> list[float]:
 
 
 def _set_probability(chances: Sequence[float]) -> float:
-    """That of drawing a set of tokens without replacement, in whichever order."""
-    total = 0.0
-    for order in itertools.permutations(chances):
-        probability, left = 1.0, 1.0
-        for i, chance in enumerate(order):
-            left = max(left, sum(order[i:]))  # where the set is all that there is, but for rounding
-            probability, left = probability * chance / left, left - chance
-        total += probability
-    return total
+    """
+    That of drawing a set of tokens without replacement, in whichever order.
+
+    A bit of an index says whether a token is in a subset. Each is reached from those that lack one of its tokens.
+    """
+    subsets = range(1 << len(chances))
+    whole = subsets[-1]
+    members = [[i for i in range(len(chances)) if subset >> i & 1] for subset in subsets]
+    totals = [sum(chances[i] for i in of_subset) for of_subset in members]
+    reached = [1.0]
+    for subset in subsets[1:]:
+        rests = [(chances[i], subset ^ 1 << i) for i in members[subset]]
+        # Where the set is all that there is, but for rounding, what is left is what is not drawn yet
+        reached.append(sum(reached[r] * chance / max(1 - totals[r], totals[whole ^ r]) for chance, r in rests))
+    return reached[whole]
 
 
 @dataclass(frozen=True)
