@@ -67,9 +67,9 @@ def test_columns_of_a_csv(tmp_path):
 # What each file holds, and what is said of it
 BAD_DATASETS = {
     "empty.jsonl": ("", "it is empty"),
-    "blank.jsonl": ("\n\n", "corresponds to no data"),
-    "broken.jsonl": ('{"prompt": "1+1="', "JSON parse error"),
-    "header.csv": ("prompt,solution\n", "corresponds to no data"),
+    "blank.jsonl": ("\n\n", "it is empty"),
+    "broken.jsonl": ('{"prompt": "1+1="', "line 1 is no JSON"),
+    "header.csv": ("prompt,solution\n", "it is empty"),
     "data.xml": ("<prompt/>", r"must end with one of \.csv, \.json, \.jsonl, \.parquet"),
     "missing.jsonl": (None, "Unable to find .*Use a local file"),
     "missing_directory": (None, "Couldn't reach .*or the id of a dataset on the hub"),
@@ -139,7 +139,7 @@ def test_reward_in_a_file(tmp_path):
         ("recipes.smoke_reward.answer", "module 'recipes.smoke_reward' has no function 'answer'"),
         ("recipes.smoke_reward.re", "has no function 're'"),  # a module
         ("recipes.smoke_rewards.answer_reward", "No module named 'recipes.smoke_rewards'"),
-        ("recipes/smoke_reward.py", "No module named 'recipes/smoke_reward'"),
+        ("recipes/smoke_reward.py", "name the function in it too"),
     ],
 )
 def test_unknown_reward_is_told_those_that_work(name, message):

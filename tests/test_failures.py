@@ -3,9 +3,11 @@
 import functools
 import hashlib
 import os
+import re
 import resource
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,7 @@ from pathlib import Path
 import bench_task  # noqa: F401 (registers the task `ones`)
 import pytest
 from failures import CATEGORIES
+from failures.case import EVAL, OWN, TRAIN
 from models import model_on_disk
 
 from fr3e_trl.commands import cli
@@ -149,6 +152,57 @@ def end_of(case, url, capsys):
     with pytest.raises(SystemExit) as ending, limited(case.largest_file):
         cli.main(arguments)
     return ending.value.code, capsys.readouterr().err
+
+
+def test_an_error_in_a_users_own_code_is_told_from_there_on(capsys):
+    furnish()
+    Path("rewards.py").write_text("def score(completions, **kwargs):\n    return [1 / 0 for text in completions]\n")
+    for command in (TRAIN, EVAL, OWN, f"{OWN} --num_workers=2 --output_dir=other"):
+        with pytest.raises(SystemExit) as ending:
+            cli.main(shlex.split(f"{command} --reward_funcs=rewards.py:score"))
+        assert ending.value.code == 2
+        told = capsys.readouterr().err
+        told = told[told.index("Traceback") :]
+        frames = re.findall('File "(.*?)", line', told)
+        assert frames and {Path(frame).name for frame in frames} == {"rewards.py"}
+        assert "ZeroDivisionError: division by zero" in told
+        assert re.search(r"error: .*rewards\.py, line 2, raised ZeroDivisionError", told.splitlines()[-1])
+
+
+def fr3e(arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "fr3e_trl.commands.cli", *shlex.split(arguments)]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # of a job in the background it is ignored
+    )
+
+
+def test_of_several_processes_one_tells_what_is_wrong():
+    furnish()
+    process = fr3e(f"{TRAIN} --num_processes=2 --per_device_train_batch_size=4 --reward_funcs=rewards.py:text")
+    _, told = process.communicate(timeout=240)
+    assert process.returncode == 2, told
+    assert told.count("error: ") == 1 and "Traceback" not in told
+    assert "'good'" in told.splitlines()[-1]
+
+
+def test_ctrl_c_says_how_to_go_on():
+    furnish()
+    process = fr3e(f"{TRAIN} --max_steps=2000 --save_strategy=steps --save_steps=2 --logging_steps=1")
+    while "step    3/2000" not in (line := process.stdout.readline()):
+        assert line
+    process.send_signal(signal.SIGINT)
+    process.stdout.close()
+    told = process.stderr.read()
+    assert process.wait() == 130
+    assert re.search(
+        r"fr3e train: cut\. --resume_from_checkpoint true goes on from out/checkpoint-\d+\.$", told.strip()
+    )
+    assert "Traceback" not in told
 
 
 CASES = {f"{category}: {case.name}": case for category, cases in CATEGORIES.items() for case in cases}

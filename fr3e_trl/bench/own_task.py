@@ -1,6 +1,5 @@
 """A task of the user's own, by the names that `fr3e train` takes: a model, a dataset and reward functions."""
 
-import copy
 import json
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +14,8 @@ from ..commands.data import (
     call_reward,
     get_reward,
     load_examples,
+    load_held_out,
     load_tokenizer,
-    test_split,
 )
 from ..commands.usage import UsageError
 from .tasks import HELDOUT_SEED
@@ -74,12 +73,8 @@ class OwnTask:
         train = load_examples(args, args.dataset_train_split, self.tokenizer)
         if not self.num_heldout:
             return {"train": train}
-        if args.eval_dataset_name is not None:
-            other = copy.copy(args)
-            other.dataset_name, other.dataset_config = args.eval_dataset_name, None
-            return {"train": train, "heldout": load_examples(other, test_split(other), self.tokenizer)}
-        if Path(args.dataset_name or "").suffix not in FORMATS:
-            return {"train": train, "heldout": load_examples(args, args.dataset_test_split, self.tokenizer)}
+        if args.eval_dataset_name is not None or Path(args.dataset_name or "").suffix not in FORMATS:
+            return {"train": train, "heldout": load_held_out(args, self.tokenizer)}
         order = train.shuffle(seed=HELDOUT_SEED)
         heldout = order.select(range(min(self.num_heldout, len(train) // HELDOUT_SHARE)))
         prompts = {json.dumps(prompt) for prompt in heldout["prompt"]}

@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..commands.usage import ExplainedError, UsageError, explain
 from .progress import RunProgress
 
 if TYPE_CHECKING:
@@ -116,4 +117,10 @@ def execute_run(run: "Run") -> None:
     from .runs import execute
 
     name = Path(run.path).stem
-    execute(run, lambda place: _reports.put((name, place)))
+    try:
+        execute(run, lambda place: _reports.put((name, place)))
+    except Exception as error:
+        told = explain(error)
+        if told is None or isinstance(error, UsageError):
+            raise
+        raise ExplainedError(told) from error

@@ -2,13 +2,15 @@
 The `fr3e` command.
 
 What a user can mend ends a command with one line that says what was wrong, and exit code 2. With `--debug`, or
-`FR3E_DEBUG=1`, its traceback comes too.
+`FR3E_DEBUG=1`, its traceback comes too. Of an error in the user's own code, such as a reward function, the traceback
+begins there. Ctrl-C ends a command with one line, and exit code 130.
 """
 
 import importlib
 import logging
 import os
 import sys
+import time
 import traceback
 from typing import Any
 
@@ -37,6 +39,10 @@ COMMANDS: dict[str, tuple[str, Any]] = {
     "cost": ("Measure what FR3E costs.", COSTS),
     "make-policy": ("Make the starting policy of a task.", "fr3e_trl.bench.make_policy"),
 }
+
+# Most errors are those of all processes. The first process tells them, and a launcher then ends the others. One that is
+# left after so long tells its own
+SECONDS_OF_FIRST = 15
 
 TRAIN_HELP = "fr3e_trl.commands.train_help"
 
@@ -68,13 +74,20 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{prog}: loading ...", file=sys.stderr)
         importlib.import_module(implementation).main(arguments)
     except Exception as error:
-        line = explain(error)
-        if line is None:
+        told = explain(error)
+        if told is None:
             raise
+        if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+            time.sleep(SECONDS_OF_FIRST)
         if debug:
             traceback.print_exc()
-        print(f"{prog}: error: {line}", file=sys.stderr)
+        *trace, line = told.splitlines()
+        print(*trace, f"{prog}: error: {line}", sep="\n", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt as interrupt:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"\n{prog}: cut.", *getattr(interrupt, "__notes__", []), file=sys.stderr)
+        sys.exit(130)
 
 
 def read_command(prog: str, description: str, commands: dict[str, tuple[str, Any]], arguments: list[str]) -> str:

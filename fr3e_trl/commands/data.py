@@ -1,8 +1,10 @@
 """Datasets, rewards and tokenizers by name, as the commands take them from a recipe or the command line."""
 
 import asyncio
+import copy
 import importlib.util
 import inspect
+import json
 import math
 import os
 import re
@@ -15,9 +17,9 @@ from typing import Any
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
-from trl import ModelConfig, ScriptArguments, maybe_apply_chat_template
+from trl import ModelConfig, ScriptArguments, is_conversational, maybe_apply_chat_template
 
-from .usage import UsageError, usage_errors
+from .usage import UsageError, one_line, usage_errors
 
 # Reward functions that need no import path
 REWARDS = {
@@ -100,6 +102,11 @@ class FR3EScriptArguments(ScriptArguments):
                 )
 
 
+WITH_TEST_SPLIT = (
+    "For evaluation, name a file as eval_dataset_name, or a directory with train.jsonl and test.jsonl as dataset_name."
+)
+
+
 def get_reward(name: str) -> Callable[..., list[float | None]]:
     """The reward function of that name, import path or file. Modules are looked for in the current directory too."""
     remedy = (
@@ -107,6 +114,8 @@ def get_reward(name: str) -> Callable[..., list[float | None]]:
         "my_lib.rewards.my_reward or my_rewards.py:score."
     )
     is_file = ".py:" in name
+    if name.endswith(".py"):
+        raise UsageError(f"reward_funcs={name!r}: name the function in it too, for example {name}:score. {remedy}")
     module_name, _, attribute = REWARDS.get(name, name).rpartition(":" if is_file else ".")
     if not module_name:
         raise UsageError(f"There is no reward function {name!r}. {remedy}")
@@ -226,7 +235,17 @@ def load_examples(
     argument = f"dataset_name={args.dataset_name!r}, split {split!r}"
     source = source_of(args)
     with usage_errors(argument, remedy, DatasetsError, OSError, ValueError, StopIteration):
-        dataset = load_dataset(**source, split=split, streaming=args.dataset_streaming)
+        try:
+            dataset = load_dataset(**source, split=split, streaming=args.dataset_streaming)
+        except DatasetsError:
+            check_lines(args)
+            raise
+        except ValueError as error:
+            if "corresponds to no data" in str(error):
+                raise UsageError(f"{argument}: it is empty. {remedy}") from error
+            if "Unknown split" in str(error):
+                raise UsageError(f"{argument}: {one_line(error)} {WITH_TEST_SPLIT}") from error
+            raise
     if args.prompt_column is not None or args.answer_column is not None:
         dataset = dataset.map(lambda example, row: map_columns(example, args, row), with_indices=True)
     dataset = without_empty_prompts(dataset, args)
@@ -242,7 +261,22 @@ def load_examples(
             f"{argument}: there is no column 'prompt'. Its columns are {', '.join(sorted(example))}: name the one with "
             "the question as prompt_column."
         )
+    if is_conversational(example) and tokenizer.chat_template is None:
+        made = " prompt_column makes messages." if args.prompt_column is not None else ""
+        raise UsageError(
+            f"{argument}: its prompts are messages, and {tokenizer.name_or_path!r} has no chat template.{made} Use an "
+            "instruct model, or text in a column 'prompt'."
+        )
     return dataset
+
+
+def load_held_out(args: Any, tokenizer: PreTrainedTokenizerBase) -> Dataset | IterableDataset:
+    """The examples of `eval_dataset_name`, or of the dataset's test split."""
+    if args.eval_dataset_name is None:
+        return load_examples(args, args.dataset_test_split, tokenizer)
+    other = copy.copy(args)
+    other.dataset_name, other.dataset_config = args.eval_dataset_name, None
+    return load_examples(other, test_split(other), tokenizer)
 
 
 def without_empty_prompts(dataset: Dataset | IterableDataset, args: FR3EScriptArguments) -> Dataset | IterableDataset:
@@ -288,6 +322,27 @@ def source_of(args: FR3EScriptArguments) -> dict[str, Any]:
         source["converters"] = {column: str for column in columns if column is not None}
         source["keep_default_na"] = False
     return source
+
+
+def data_files(args: FR3EScriptArguments) -> list[Path]:
+    """The files of a local dataset."""
+    path = Path(args.dataset_name or "")
+    return [path] if path.is_file() else [file for file in path.rglob("*") if file.suffix in FORMATS and path.is_dir()]
+
+
+def check_lines(args: FR3EScriptArguments) -> None:
+    """Raise a `UsageError` that names the first line of a local file of JSON lines that is none."""
+    for path in data_files(args):
+        if path.suffix != ".jsonl":
+            continue
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            try:
+                json.loads(line or "{}")
+            except ValueError as error:
+                raise UsageError(
+                    f"dataset_name={str(path)!r}: line {number} is no JSON: {error}: {line[:100]!r}. Mend it, or "
+                    "remove it."
+                ) from error
 
 
 def has_short_prompt(example: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int) -> bool:

@@ -11,11 +11,12 @@ command goes on from there. With more samples or examples than before, it sample
 """
 
 import argparse
+import hashlib
+import inspect
 import json
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,20 @@ from trl import ModelConfig, is_conversational, maybe_apply_chat_template
 
 from .answers import mean, measures
 from .completions import reward_arguments, texts_of
-from .data import call_reward, check_reward_columns, get_reward, load_examples, load_tokenizer, test_split
+from .data import (
+    call_reward,
+    check_reward_columns,
+    data_files,
+    get_reward,
+    load_examples,
+    load_tokenizer,
+    test_split,
+)
 from .eval_arguments import EvalArguments
 from .eval_samplers import Key, local_sampler, server_sampler
-from .outputs import check_same, resumable
+from .outputs import check_same, resumable, weight_files
 from .recipe import RecipeParser, parse_arguments
-from .usage import UsageError, require_argument
+from .usage import UsageError, is_users, require_argument
 
 RECIPE = "recipes/eval/gsm8k.yaml"
 
@@ -96,6 +105,7 @@ def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict
     settings = {**asdict(args), **asdict(model_args)}
     fixed = {name: value for name, value in settings.items() if name not in FREE}
     fixed["weights"] = weight_files(str(model_args.model_name_or_path))
+    fixed["files"] = contents([*data_files(args), *map(source_file, rewards.values())])
     check_same(output_dir, fixed, has_results=bool(lines))
     there = {(line["problem"], line["sample"]) for line in lines}
     assert args.num_samples is not None
@@ -172,14 +182,19 @@ def sampled_lines(
         ]
 
 
-def weight_files(name: str) -> dict[str, str]:
-    """The files of a local model's weights, with their sizes and when they were written. None of a model on the hub."""
-    found = sorted(path for ending in ("safetensors", "bin") for path in Path(name).glob(f"*model*.{ending}"))
-    stats = {path.name: path.stat() for path in found}
-    return {
-        name: f"{stat.st_size:,} bytes of {datetime.fromtimestamp(stat.st_mtime).isoformat(' ', 'milliseconds')}"
-        for name, stat in stats.items()
-    }
+def contents(paths: Iterable[Path | None]) -> dict[str, str]:
+    """Files with a digest of what is in them, so that a change is seen."""
+    found = {}
+    for path in sorted(path for path in paths if path is not None):
+        with path.open("rb") as file:
+            found[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    return found
+
+
+def source_file(reward: Callable[..., Any]) -> Path | None:
+    """The file of a reward function, if it is a user's own."""
+    code = getattr(inspect.unwrap(reward), "__code__", None)
+    return Path(code.co_filename) if code is not None and is_users(code.co_filename) else None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -227,7 +242,7 @@ def as_markdown(results: dict[str, Any]) -> str:
             ]
     lines += [
         "",
-        "Intervals are by Student's t over problems, kept between 0% and 100%: they say how far another set of such "
+        "Intervals are Wilson's, with Student's t over problems: they say how far another set of such "
         "problems, with completions sampled anew, might be off.",
         "",
         f"`{results['command']}`",

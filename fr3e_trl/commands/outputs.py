@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,16 @@ def check_directory(output_dir: str | Path, name: str = "output_dir") -> None:
     for part in (path, *path.parents):
         if part.exists() and not part.is_dir():
             raise UsageError(f"{name}={str(output_dir)!r}: {str(part)!r} is a file. Name a directory.")
+
+
+def weight_files(name: str) -> dict[str, str]:
+    """The files of a local model's weights, with their sizes and when they were written. None of a model on the hub."""
+    found = sorted(path for ending in ("safetensors", "bin") for path in Path(name).glob(f"*model*.{ending}"))
+    stats = {path.name: path.stat() for path in found}
+    return {
+        name: f"{stat.st_size:,} bytes of {datetime.fromtimestamp(stat.st_mtime).isoformat(' ', 'milliseconds')}"
+        for name, stat in stats.items()
+    }
 
 
 @contextlib.contextmanager
@@ -150,10 +161,10 @@ def write_json(path: Path, content: Any) -> None:
 
 @contextlib.contextmanager
 def resumable(output_dir: str) -> Iterator[None]:
-    """Keep the directory to this process. On Ctrl-C, end with exit code 130, and say how to go on."""
+    """Keep the directory to this process. On Ctrl-C, say how to go on."""
     try:
         with locked(output_dir):
             yield
-    except KeyboardInterrupt:
-        print(f"\nCut. The same command goes on from what is in {output_dir}.", file=sys.stderr)
-        sys.exit(130)
+    except KeyboardInterrupt as interrupt:
+        interrupt.add_note(f"The same command goes on from what is in {output_dir}.")
+        raise

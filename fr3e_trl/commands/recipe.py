@@ -12,7 +12,7 @@ from ..config import with_preset
 from .usage import UsageError, nearest_option, unrecognized, usage_errors
 
 # Arguments that may name files of the recipe's own
-FILES = ("dataset_name", "reward_funcs")
+FILES = ("dataset_name", "eval_dataset_name", "reward_funcs")
 
 
 class RecipeParser(TrlParser):

@@ -9,6 +9,7 @@ the rewards, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and qua
 """
 
 import itertools
+import logging
 import os
 import shlex
 import sys
@@ -22,6 +23,9 @@ import torch
 import transformers
 import yaml
 from safetensors import SafetensorError
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
@@ -33,21 +37,24 @@ from ..trainer import FR3ETrainer
 from ..trl_adapter import console
 from ..trl_adapter.card import SECRET
 from ..trl_adapter.checks import check_dataset
-from ..trl_adapter.resume import TRAINER_STATE_FILE, is_complete, last_complete_checkpoint
+from ..trl_adapter.resume import TRAINER_STATE_FILE, checkpoints, is_complete, last_complete_checkpoint
 from .data import (
     FR3EScriptArguments,
     check_reward_columns,
     get_reward,
     load_examples,
+    load_held_out,
     load_tokenizer,
     model_argument,
 )
-from .outputs import as_json, check_directory
+from .outputs import as_json, check_directory, read_object, weight_files
 from .recipe import RecipeParser, parse_arguments
 from .usage import UsageError, require_argument, usage_errors
 
 # What `resume_from_checkpoint` may be beside a directory. On the command line it is always text
 RESUME_WORDS = {"true": True, "yes": True, "false": False, "no": False, "none": False, "null": False, "": False}
+
+logger = logging.getLogger(__name__)
 
 RECIPE = "recipes/smoke.yaml"
 
@@ -63,6 +70,13 @@ class TrainArguments(FR3EScriptArguments):
         metadata={
             "help": "Say what the run will do, and train nothing: its settings, rows, tokens and updates, and an "
             "estimate of its memory. No weights are loaded."
+        },
+    )
+    eval_dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "Dataset or file to evaluate on while training, with the same columns, by `eval_strategy`. If "
+            "`None`, the test split of the dataset (`dataset_test_split`)."
         },
     )
     num_processes: int | None = field(
@@ -119,11 +133,22 @@ def main(argv: list[str] | None = None) -> None:
     """Train a model as the arguments say, or say what that will be."""
     parser = make_parser()
     script_args, training_args, model_args = parse_arguments(parser, argv)
-    if script_args.num_processes and "WORLD_SIZE" not in os.environ:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={script_args.num_processes}"]
-        arguments = sys.argv[1:] if argv is None else argv
-        os.execv(sys.executable, [sys.executable, *launcher, "-m", "fr3e_trl.commands.cli", "train", *arguments])
+    if script_args.num_processes and not script_args.dry_run and "WORLD_SIZE" not in os.environ:
+        launch(script_args.num_processes, sys.argv[1:] if argv is None else argv)
+        return
     train(script_args, training_args, model_args, parser.given)
+
+
+def launch(num_processes: int, arguments: list[str]) -> None:
+    """Start as many processes of `fr3e train`. One that fails has told why."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    launcher = ["--standalone", f"--nproc_per_node={num_processes}", "-m", "fr3e_trl.commands.cli", "train"]
+    try:
+        torchrun([*launcher, *arguments])
+    except ChildFailedError as error:
+        sys.exit(error.get_first_failure()[1].exitcode)
+    except SignalException:
+        sys.exit(130)
 
 
 def make_parser() -> RecipeParser:
@@ -156,17 +181,21 @@ def train(
     set_model_init(training_args, model_args)
     tokenizer = load_tokenizer(model_args, training_args.trust_remote_code)
     rewards = [get_reward(name) for name in script_args.reward_funcs]
+    refuse_adapter(model_args)
     train_dataset = load_examples(script_args, script_args.dataset_train_split, tokenizer)
     check_reward_columns(dict(zip(script_args.reward_funcs, rewards, strict=True)), train_dataset)
     if not training_args.is_plain_grpo:
         check_dataset(train_dataset, training_args)
     evaluates = training_args.eval_strategy != "no"
-    eval_dataset = load_examples(script_args, script_args.dataset_test_split, tokenizer) if evaluates else None
+    eval_dataset = load_held_out(script_args, tokenizer) if evaluates else None
+    warn_of_idle(script_args, training_args, model_args, given or {})
     if script_args.dry_run:
         from .dry_run import print_plan
 
         print_plan(training_args, model_args, train_dataset, tokenizer)
         return
+    if checkpoint is False:
+        refuse_used(training_args.output_dir)
     with usage_errors(
         model_argument(model_args), "Use a directory with a model's weights, or a model on the hub.", OSError
     ):
@@ -189,6 +218,9 @@ def train(
     except Exception as error:
         if checkpoint is not False:
             name_damaged_file(checkpoint, training_args.output_dir, error)
+        raise
+    except KeyboardInterrupt as interrupt:
+        interrupt.add_note(how_to_go_on(training_args.output_dir))
         raise
     with console.without_bars():
         trainer.save_model(training_args.output_dir)
@@ -217,6 +249,8 @@ def evaluation_command(script_args: FR3EScriptArguments, training_args: FR3EConf
     default = FR3EScriptArguments(dataset_name=None)
     given = {"model_name_or_path": training_args.output_dir}
     given |= {f.name: getattr(script_args, f.name) for f in fields(FR3EScriptArguments)}
+    if isinstance(script_args, TrainArguments) and script_args.eval_dataset_name is not None:
+        given |= {"dataset_name": script_args.eval_dataset_name, "dataset_config": None}
     given = {name: value for name, value in given.items() if value != getattr(default, name, None)}
     given["max_completion_length"] = training_args.max_completion_length
     given["output_dir"] = str(Path(str(training_args.output_dir)) / "eval")
@@ -254,6 +288,49 @@ def checkpoint_to_resume(args: FR3EConfig) -> str | bool:
             "was written. Use the checkpoint before it."
         )
     return checkpoint
+
+
+def how_to_go_on(output_dir: str) -> str:
+    """What to tell of a run that was cut."""
+    complete = {step: path for step, path in checkpoints(output_dir).items() if is_complete(path)}
+    if not complete:
+        return "No checkpoint was saved yet."
+    return f"--resume_from_checkpoint true goes on from {complete[max(complete)]}."
+
+
+def refuse_used(output_dir: str) -> None:
+    """Raise a `UsageError` if a directory has what an earlier run has learned: this one would overwrite it in part."""
+    saved = [*checkpoints(output_dir).values(), *map(Path, weight_files(output_dir))]
+    if saved:
+        raise UsageError(
+            f"output_dir={output_dir!r} has {saved[-1].name} of an earlier run, which this one would overwrite. Name "
+            "another output_dir, remove this one, or go on from its last checkpoint by --resume_from_checkpoint true."
+        )
+
+
+def refuse_adapter(model_args: ModelConfig) -> None:
+    """Raise a `UsageError` if the model is a LoRA adapter, which is none to begin from."""
+    path = Path(str(model_args.model_name_or_path), "adapter_config.json")
+    if path.is_file():
+        base = read_object(path).get("base_model_name_or_path")
+        raise UsageError(
+            f"{model_argument(model_args)} is a LoRA adapter of {base!r}. Go on with its run by "
+            "--resume_from_checkpoint, or merge it into its model (PEFT's merge_and_unload), save that, and name it."
+        )
+
+
+def warn_of_idle(
+    script_args: TrainArguments, training_args: FR3EConfig, model_args: ModelConfig, given: dict[str, Any]
+) -> None:
+    """Tell of arguments that have no effect."""
+    for name, value in given.items():
+        if not model_args.use_peft and (name.startswith("lora_") or name in ("use_rslora", "use_dora")):
+            logger.warning("%s=%s has no effect without use_peft=True: all weights are trained.", name, value)
+    if script_args.eval_dataset_name is not None and training_args.eval_strategy == "no":
+        logger.warning(
+            "eval_dataset_name=%s has no effect with eval_strategy='no'. Use 'epoch', or 'steps' with eval_steps.",
+            script_args.eval_dataset_name,
+        )
 
 
 def name_damaged_file(checkpoint: str | bool, output_dir: str, error: Exception) -> None:

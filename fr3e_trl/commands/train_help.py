@@ -19,6 +19,7 @@ COMMON = {
         "use_peft": "train a LoRA adapter",
         "num_processes": "processes to start, one for each GPU",
         "dry_run": "say what the run will do and what memory it takes, and train nothing",
+        "eval_dataset_name": "dataset or file to evaluate on while training",
     },
     "Batch and generation": {
         "num_generations": "rows of a prompt",
@@ -35,6 +36,7 @@ COMMON = {
         "output_dir": "directory of the model, its checkpoints and its metrics",
         "save_steps": "steps from one checkpoint to the next",
         "resume_from_checkpoint": "true: go on from the last checkpoint",
+        "eval_strategy": "when to evaluate: no, epoch, or steps with eval_steps",
         "report_to": "services that get the metrics, or none",
     },
 }

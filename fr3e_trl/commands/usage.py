@@ -6,6 +6,7 @@ import difflib
 import errno
 import linecache
 import os
+import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,16 @@ EXTRAS = {
 }
 
 # Packages whose refusals are of what the user set, such as lora_r=0
-LIBRARIES = ("accelerate", "datasets", "peft", "transformers", "trl")
+LIBRARIES = ("accelerate", "datasets", "peft", "torch", "transformers", "trl")
+
+# Services that get the metrics
+REPORTERS = ("clearml", "comet_ml", "mlflow", "trackio", "wandb")
+
+# Where code lies that is nobody's own: this package, Python and what is installed
+INSTALLED = [
+    Path(place).resolve()
+    for place in (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+]
 
 # What a disk that is full, or a limit on files, makes of a write. PyTorch and safetensors tell it in words
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -33,6 +43,10 @@ FULL_IN_WORDS = ("No space left on device", "Disk quota exceeded", "File too lar
 
 class UsageError(ValueError):
     """What was asked for cannot be done. A command ends with its message alone, and exit code 2."""
+
+
+class ExplainedError(Exception):
+    """An error of another process, as [`explain`] tells it there: its traceback does not come along."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -94,11 +108,13 @@ def require_argument(arguments: Any, name: str, recipe: str) -> None:
 
 def explain(error: Exception) -> str | None:
     """
-    What to tell of an error that ends a command, in one line.
+    What to tell of an error that ends a command: one line, and before it where in a user's own file it arose.
 
     Returns:
         `str`, *optional*: `None` for an error that nobody foresaw: its traceback says where the mistake is.
     """
+    if isinstance(error, ExplainedError):
+        return str(error)
     if isinstance(error, UsageError):
         return _with_notes(error, one_line(error))
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
@@ -114,7 +130,26 @@ def explain(error: Exception) -> str | None:
         return _with_notes(error, one_line(error))
     if raiser in LIBRARIES and isinstance(error, (ValueError, TypeError, ImportError, NotImplementedError, OSError)):
         return _with_notes(error, f"{one_line(error).rstrip('.')}. ({raiser} refused it; --debug shows where.)")
-    return None
+    if raiser in REPORTERS:
+        return _with_notes(error, f"{raiser}: {one_line(error).rstrip('.')}. Or train without, by --report_to none.")
+    return told_of_user_code(error)
+
+
+def told_of_user_code(error: Exception) -> str | None:
+    """What to tell of an error in a file of the user's: the traceback from there on, and a line. `None` of others."""
+    trace = error.__traceback__
+    while trace is not None and not is_users(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    if trace is None:
+        return None
+    name, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
+    frames = "".join(traceback.format_exception(type(error), error, trace))
+    return f"{frames}{name}, line {line}, raised {type(error).__name__}. (--debug shows all of the traceback.)"
+
+
+def is_users(path: str) -> bool:
+    """Whether a file of code is a user's own: none of this package, of Python or of what is installed."""
+    return Path(path).is_file() and not any(Path(path).resolve().is_relative_to(place) for place in INSTALLED)
 
 
 def one_line(error: BaseException) -> str:
@@ -157,4 +192,4 @@ def _raised_by(error: BaseException) -> str | None:
     path = Path(frame.f_code.co_filename)
     if not linecache.getline(str(path), line).lstrip().startswith("raise "):
         return None
-    return next((name for name in ("fr3e_trl", *LIBRARIES) if name in path.parts), None)
+    return next((name for name in ("fr3e_trl", *LIBRARIES, *REPORTERS) if name in path.parts), None)

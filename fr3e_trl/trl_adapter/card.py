@@ -144,7 +144,7 @@ def _result(trainer: Any) -> str | None:
     if not found:
         return None
     rows = "".join(
-        f"| `{change.name}`, {change.when} | {_with_noise(change.first, change.noise)} "
+        f"| `{change.name}`, {change.when} | {'' if change.first is None else _with_noise(change.first, change.noise)} "
         f"| {_with_noise(change.last, change.noise)} | {_difference(change)} |\n"
         for change in found
     )
@@ -156,8 +156,10 @@ def _with_noise(value: float, noise: float | None) -> str:
 
 
 def _difference(change: Change) -> str:
-    sign = "+" if change.last >= change.first else "−"
-    return sign + _with_noise(abs(change.last - change.first), change.noise_of_difference)
+    if change.difference is None:
+        return ""
+    sign = "+" if change.difference >= 0 else "−"
+    return sign + _with_noise(abs(change.difference), change.noise_of_difference)
 
 
 def _training(trainer: Any, dataset_name: str | None) -> str:

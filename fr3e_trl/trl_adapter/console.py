@@ -40,10 +40,16 @@ ALARMS: list[tuple[str, Callable[[float], bool], str]] = [
         "came later, look at some: a policy that repeats itself has collapsed, and needs a lower learning_rate.",
     ),
     (
+        "fr3e/anchor/count",
+        lambda number: number == 0,
+        "no branch was grown. Either completions are too short for one, or no token is as uncertain as "
+        "anchor_threshold: lower it, or use 'auto'.",
+    ),
+    (
         "fr3e/rows/informative",
         lambda share: share == 0,
-        "no row teaches anything: all completions of a prompt have the same reward. Look at the reward function, or "
-        "use prompts that are neither too easy nor too hard.",
+        "no row teaches anything: all completions of a prompt have the same reward, or none has one (None or NaN). "
+        "Look at the reward function, or use prompts that are neither too easy nor too hard.",
     ),
 ]
 
@@ -108,7 +114,7 @@ class Console(ProgressCallback, PrinterCallback):
             super().on_train_end(args, state, control, **kwargs)
         if state.is_world_process_zero:
             steps = state.global_step - self._first_step
-            print(f"\n{steps} step{'s' * (steps != 1)} in {duration(time.monotonic() - self._began)}")
+            say(f"\n{steps} step{'s' * (steps != 1)} in {duration(time.monotonic() - self._began)}")
             show(self._rows(args, state))
 
     def _rows(self, args: Any, state: Any) -> Rows:
@@ -141,7 +147,7 @@ class Console(ProgressCallback, PrinterCallback):
 
     def _print(self, line: str) -> None:
         if self.training_bar is None:
-            print(line, flush=True)
+            say(line)
         else:
             self.training_bar.write(line)
 
@@ -204,10 +210,14 @@ def _number(value: Any, form: str) -> str:
 
 def told(change: Change) -> str:
     """A change in words: `0.340 → 0.406: +0.066 ± 0.120 (first and last 2 of 8 logs)`."""
-    difference = f"{change.last - change.first:+.3f}"
+    if change.difference is None:
+        return f"{change.last:.3f} ({change.when})"
+    difference = f"{change.difference:+.3f}"
     if change.noise_of_difference is not None:
-        within = "within" if abs(change.last - change.first) <= change.noise_of_difference else "beyond"
+        within = "within" if abs(change.difference) <= change.noise_of_difference else "beyond"
         difference += f" ± {change.noise_of_difference:.3f}, {within} the noise"
+    elif not change.name.startswith("eval_"):
+        difference += ", too few logs to tell it from noise"
     return f"{change.first:.3f} → {change.last:.3f}: {difference} ({change.when})"
 
 
@@ -217,10 +227,16 @@ def checkpoint_of(args: Any, state: TrainerState) -> Path | None:
     return checkpoint if args.save_strategy != "no" and checkpoint.is_dir() else None
 
 
+def say(line: str) -> None:
+    """Print a line. A pipe that nobody reads any more, as after `| head`, ends no run."""
+    with contextlib.suppress(BrokenPipeError):
+        print(line, flush=True)
+
+
 def show(rows: Rows) -> None:
     """Print what is called how, as a table."""
     for name, text in rows:
-        print(f"  {name:<21}{text}", flush=True)
+        say(f"  {name:<21}{text}")
 
 
 def highlighted(text: str) -> str:

@@ -25,21 +25,26 @@ class Change:
             The metric.
         when (`str`):
             Which logs the two are of.
-        first (`float`), last (`float`):
-            The means.
+        first (`float`, *optional*), last (`float`):
+            The means. Of a single log there is no first.
         noise (`float`, *optional*):
             Half of the interval of either mean. `None` where too little was logged to tell.
     """
 
     name: str
     when: str
-    first: float
+    first: float | None
     last: float
     noise: float | None
 
     @property
+    def difference(self) -> float | None:
+        """By how much the last mean is above the first."""
+        return None if self.first is None else self.last - self.first
+
+    @property
     def noise_of_difference(self) -> float | None:
-        """Half of the interval of `last - first`."""
+        """Half of the interval of that."""
         return None if self.noise is None else math.sqrt(2) * self.noise
 
 
@@ -72,6 +77,8 @@ def change_of_value(state: TrainerState) -> Change | None:
         return None
     number = min(max(len(values) // 4, 1), MOST_LOGS)
     when = f"first and last {number} of {len(values)} logs" if number > 1 else f"first and last of {len(values)} logs"
+    if len(values) == 1:
+        return Change(name, "one log", None, values[0], None)
     noise = noise_of_logs(values)
     return Change(
         name,
@@ -97,8 +104,8 @@ def change_in_evaluation(state: TrainerState, num_prompts: int | None, name: str
     deviation = max(first.get("eval_reward_std") or 0, last.get("eval_reward_std") or 0)
     return Change(
         "eval_reward" if name is None else f"eval_reward of {name}",
-        f"steps {first['step']} and {last['step']}",
-        first["eval_reward"],
+        f"steps {first['step']} and {last['step']}" if len(entries) > 1 else f"step {last['step']}",
+        first["eval_reward"] if len(entries) > 1 else None,
         last["eval_reward"],
         NormalDist().inv_cdf(0.975) * deviation / math.sqrt(num_prompts) if num_prompts else None,
     )

@@ -19,6 +19,25 @@ CASES = [
     Case("train fraction for a count", f"{TRAIN} --max_steps=1.5", ("--max_steps", "1.5")),
     Case("train text for a truth", f"{TRAIN} --bf16=perhaps", ("--bf16", "perhaps")),
     Case("train ambiguous argument", f"{TRAIN} --max=3", ("--max",)),
+    Case(
+        "train where a run has been",
+        TRAIN,
+        ("output_dir='out'", "model.safetensors", "another output_dir"),
+        after=TRAIN,
+    ),
+    Case(
+        "train where a run was cut",
+        f"{TRAIN} --save_strategy=steps --save_steps=1",
+        ("output_dir='out'", "checkpoint-2", "--resume_from_checkpoint true"),
+        after=f"{TRAIN} --save_strategy=steps --save_steps=1",
+    ),
+    Case(
+        "train an adapter",
+        f"{TRAIN} --model_name_or_path=out --output_dir=other",
+        ("model_name_or_path='out'", "LoRA adapter", "merge"),
+        after=f"{TRAIN} --use_peft=true --lora_target_modules all-linear",
+    ),
+    Case("train learning rate below zero", f"{TRAIN} --learning_rate=-1", ("learning rate: -1", "torch refused it")),
     Case("train without the name", "train model data.jsonl", ("model",)),
     # eval
     Case("eval nothing", "eval", ("model_name_or_path is not set", "recipes/eval")),

@@ -31,6 +31,7 @@ BROKEN = {"broken.py": "def score(completions, **kwargs:\n"}
 
 CASES = [
     of_file("empty file", "", "empty_file.jsonl", "it is empty"),
+    of_file("broken line", lines(*GOOD) + '{"prompt": "1+1=", \n', "broken_line.jsonl': line 9 is no JSON", "Mend it"),
     of_file("blank lines", "\n\n", "blank_lines.jsonl"),
     of_file("cut line", '{"prompt": "1+1="', "cut_line.jsonl", "JSON"),
     of_file("bytes", b"\xff\xfe\x00\x01" * 10, "bytes.jsonl"),
@@ -85,7 +86,7 @@ CASES = [
     *[of_reward("accuracy", "'accuracy'", "math_reward", command=command) for command in (TRAIN, EVAL, OWN)],
     of_reward("rewards.py:scores", "rewards.py", "no function 'scores'"),
     of_reward("rewards.py:limit", "no function 'limit'"),
-    of_reward("rewards.py", "rewards.py"),
+    of_reward("rewards.py", "name the function", "rewards.py:score"),
     of_reward("missing.py:score", "missing.py:score"),
     of_reward("missing.module.score", "No module named 'missing'"),
     of_reward("rewards.py:needs_text", "no function 'needs_text'"),

@@ -1,6 +1,6 @@
 """`fr3e eval`: its arguments, and rewards that give nothing to report."""
 
-from .case import EVAL, Case
+from .case import EVAL, Case, change
 
 
 def refused(setting: str, *says: str) -> Case:
@@ -8,6 +8,20 @@ def refused(setting: str, *says: str) -> Case:
 
 
 CASES = [
+    Case(
+        "another reward of that name",
+        EVAL,
+        ("output_dir='out'", "files was", "rewards.py"),
+        after=EVAL,
+        setup=change("rewards.py", lambda content: content.replace(b"01234", b"56789")),
+    ),
+    Case(
+        "other data of that name",
+        EVAL,
+        ("output_dir='out'", "files was", "data.jsonl"),
+        after=EVAL,
+        setup=change("data.jsonl", lambda content: content.replace(b"3+3", b"4+4")),
+    ),
     refused("num_samples=0", "num_samples=0"),
     refused("limit=0", "limit=0"),
     refused("batch_size=-1", "batch_size=-1"),
