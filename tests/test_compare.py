@@ -619,6 +619,13 @@ def test_plan(capsys, monkeypatch):
     assert [float(line.split(", ")[-1].removesuffix(" hours of one worker")) for line in hours] == [6.9, 1.3, 4.2, 1.4]
 
 
+def test_a_plan_without_a_grid_tells_hours_too(capsys):
+    compare(arguments(arms={"grpo": GRPO}, reference="grpo", plan=True), "fr3e compare")
+    told = capsys.readouterr().err
+    assert "Measuring what two batches of grpo take\n" in told
+    assert re.search(r"Plan: [\d,]+ generated tokens, (minutes|[\d.]+ hours of one worker),", told)
+
+
 def test_a_log_says_where_a_run_is(capsys, monkeypatch):
     """As often as told, also while nothing new is done."""
     monkeypatch.setattr("fr3e_trl.bench.progress.SECONDS_BETWEEN_LINES", 0.005)

@@ -1,6 +1,7 @@
 """A run that was cut goes on as the run that was not: the same weights, losses and metrics, bit for bit."""
 
 import json
+import logging
 import random
 import shutil
 import subprocess
@@ -12,11 +13,11 @@ import factory
 import pytest
 import torch
 from launches import launch
-from models import make_dataset
+from models import make_dataset, make_model
 from peft import LoraConfig
 from resume_train import letters, parity
 from test_processes import weights_of
-from transformers import set_seed
+from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 from trl import GRPOTrainer
 
 from fr3e_trl import FR3ETrainer
@@ -226,6 +227,23 @@ def test_a_checkpoint_without_its_state_is_told_of(caplog):
     assert resumed.state.global_step == 3
     (told,) = [message for message in caplog.messages if "grpo_state_0.pt" in message]
     assert "losses will differ" in told and "optimizer" in told
+
+
+def test_weights_that_are_tied_are_not_said_to_be_missing(caplog):
+    """They are saved once."""
+
+    def tied(**settings):
+        config = make_model().config.to_dict() | {"tie_word_embeddings": True}
+        return make_trainer(model=Qwen3ForCausalLM(Qwen3Config(**config)), **settings)
+
+    tied(max_steps=1).train()
+    resumed = tied(max_steps=2)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    resumed.train(resume_from_checkpoint=True)
+    logger.removeHandler(caplog.handler)
+    assert resumed.state.global_step == 2
+    assert "missing keys" not in caplog.text
 
 
 def test_a_damaged_state_is_named():

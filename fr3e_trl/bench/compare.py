@@ -217,7 +217,11 @@ class Comparison:
             "runs": list(self.final_runs({arm: points[0] for arm, points in grids.items()})),
         }
         cost = stages["runs"][0].cost
-        done, measured = self.seconds_of_done_runs(cost), self.measured(SECONDS_FILE)
+        done = self.seconds_of_done_runs(cost)
+        if args.plan:  # without a grid, nothing has been measured yet
+            for arm in [arm for arm in grids if arm not in done]:
+                self.tokens_per_prompt(arm)
+        measured = self.measured(SECONDS_FILE)
         everything = [run for runs in stages.values() for run in runs]
         seconds = {run.path: expected_seconds(run, done, measured) for run in everything}
         known = [seconds[run.path] / run.amount for run in everything if not math.isnan(seconds[run.path])]

@@ -179,6 +179,8 @@ class _Resume:
             policy.load_state_dict(saved.state_dict())
 
     def note_names(self, load_result: Any) -> None:
+        tied = getattr(self.trainer.model, "all_tied_weights_keys", {})  # saved once, under the other name
+        load_result = load_result._replace(missing_keys=[key for key in load_result.missing_keys if key not in tied])
         self._has_other_names = bool(load_result.missing_keys and load_result.unexpected_keys)
         if not self._has_other_names:
             self._issue_warnings_after_load(load_result)
