@@ -126,6 +126,11 @@ def test_what_can_be_mended_is_told_once(capsys):
     assert "Look at the reward function" in warnings[1]
 
 
+def test_a_threshold_that_no_token_reaches_is_told(capsys):
+    train(FR3ETrainer, anchor_threshold=50.0)
+    assert "warning: fr3e/anchor/count = 0: no branch was grown." in capsys.readouterr().out
+
+
 def test_a_log_tells_the_time_left_after_the_first_step(capsys):
     trainer = train(FR3ETrainer, max_steps=4, logging_steps=3, save_strategy="steps")
     lines = [line for line in printed(capsys) if line.startswith("step ")]

@@ -205,6 +205,16 @@ def test_ctrl_c_says_how_to_go_on():
     assert "Traceback" not in told
 
 
+def test_a_pipe_that_nobody_reads_ends_no_run():
+    furnish()
+    process = fr3e(f"{TRAIN} --max_steps=4 --logging_steps=1")
+    assert "step 1/4" in process.stdout.readline()
+    process.stdout.close()
+    told = process.stderr.read()
+    assert process.wait() == 0, told
+    assert Path("out/model.safetensors").exists()
+
+
 CASES = {f"{category}: {case.name}": case for category, cases in CATEGORIES.items() for case in cases}
 
 

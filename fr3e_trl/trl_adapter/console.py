@@ -228,9 +228,11 @@ def checkpoint_of(args: Any, state: TrainerState) -> Path | None:
 
 
 def say(line: str) -> None:
-    """Print a line. A pipe that nobody reads any more, as after `| head`, ends no run."""
-    with contextlib.suppress(BrokenPipeError):
+    """Print a line. A pipe that nobody reads any more, as after `| head`, ends no run: what follows goes nowhere."""
+    try:
         print(line, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def show(rows: Rows) -> None:
