@@ -327,7 +327,7 @@ def source_of(args: FR3EScriptArguments) -> dict[str, Any]:
 def data_files(args: FR3EScriptArguments) -> list[Path]:
     """The files of a local dataset."""
     path = Path(args.dataset_name or "")
-    return [path] if path.is_file() else [file for file in path.rglob("*") if file.suffix in FORMATS and path.is_dir()]
+    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in FORMATS)
 
 
 def check_lines(args: FR3EScriptArguments) -> None:

@@ -15,7 +15,7 @@ import hashlib
 import inspect
 import json
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -105,7 +105,9 @@ def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict
     settings = {**asdict(args), **asdict(model_args)}
     fixed = {name: value for name, value in settings.items() if name not in FREE}
     fixed["weights"] = weight_files(str(model_args.model_name_or_path))
-    fixed["files"] = contents([*data_files(args), *map(source_file, rewards.values())])
+    files = [(str(path), path) for path in data_files(args)]
+    files += [(name, path) for name, func in rewards.items() if (path := source_file(func)) is not None]
+    fixed["files"] = digests(files)
     check_same(output_dir, fixed, has_results=bool(lines))
     there = {(line["problem"], line["sample"]) for line in lines}
     assert args.num_samples is not None
@@ -182,12 +184,12 @@ def sampled_lines(
         ]
 
 
-def contents(paths: Iterable[Path | None]) -> dict[str, str]:
-    """Files with a digest of what is in them, so that a change is seen."""
+def digests(files: list[tuple[str, Path]]) -> dict[str, str]:
+    """What is in files, in short, by the name of each, so that a change is seen."""
     found = {}
-    for path in sorted(path for path in paths if path is not None):
+    for name, path in files:
         with path.open("rb") as file:
-            found[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     return found
 
 
@@ -242,8 +244,8 @@ def as_markdown(results: dict[str, Any]) -> str:
             ]
     lines += [
         "",
-        "Intervals are Wilson's, with Student's t over problems: they say how far another set of such "
-        "problems, with completions sampled anew, might be off.",
+        "Intervals are Wilson's, with Student's t over problems: they say how far another set of such problems, with "
+        "completions sampled anew, might be off.",
         "",
         f"`{results['command']}`",
         "",

@@ -56,8 +56,9 @@ def _trl_batch(
     own = own_rows(trainer, rows)
     dialogues = [row.rollout.dialogue for row in own]
     logprobs = None
-    corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction  # in all processes, or in none
-    if corrects or (trainer.use_vllm and any(row.rollout.logprobs is not None for row in own)):
+    # In a process where all rollouts were given up too: those of all processes are corrected together
+    is_corrected = trainer.vllm_importance_sampling_correction or any(row.rollout.logprobs is not None for row in own)
+    if trainer.use_vllm and is_corrected:
         logprobs = [[*[None] * len(row.prefix_ids), *_logprobs_of(row)] for row in own]
     drawn = [row.completion_ids.tolist() for row in own], logprobs
     # TRL logs means over what was sampled: a copy has no reward of its own
