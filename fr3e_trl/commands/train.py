@@ -300,11 +300,15 @@ def how_to_go_on(output_dir: str) -> str:
 
 def refuse_used(output_dir: str) -> None:
     """Raise a `UsageError` if a directory has what an earlier run has learned: this one would overwrite it in part."""
-    saved = [*checkpoints(output_dir).values(), *map(Path, weight_files(output_dir))]
+    steps = checkpoints(output_dir)
+    if steps:
+        remedy = "Name another output_dir, remove this one, or go on with that run by --resume_from_checkpoint true."
+    else:
+        remedy = "Name another output_dir, or remove this one."
+    saved = [steps[max(steps)].name] if steps else [*weight_files(output_dir)]
     if saved:
         raise UsageError(
-            f"output_dir={output_dir!r} has {saved[-1].name} of an earlier run, which this one would overwrite. Name "
-            "another output_dir, remove this one, or go on from its last checkpoint by --resume_from_checkpoint true."
+            f"output_dir={output_dir!r} has {saved[0]} of an earlier run, which this one would overwrite. {remedy}"
         )
 
 
