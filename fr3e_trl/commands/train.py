@@ -240,7 +240,8 @@ def write_recipe(path: Path, given: dict[str, Any]) -> None:
     """Write the arguments as a recipe, without secrets such as `hub_token`."""
     settings = {name: value for name, value in as_json(given).items() if not SECRET.search(name)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    head = f"# What this run was given, recipes and options together: fr3e train --config {shlex.quote(str(path))}\n"
+    again = f"fr3e train --config {shlex.quote(str(path))} --output_dir OTHER"
+    head = f"# What this run was given, recipes and options together: {again}\n"
     path.write_text(head + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
@@ -326,7 +327,9 @@ def refuse_adapter(model_args: ModelConfig) -> None:
 def warn_of_idle(
     script_args: TrainArguments, training_args: FR3EConfig, model_args: ModelConfig, given: dict[str, Any]
 ) -> None:
-    """Tell of arguments that have no effect."""
+    """Tell of arguments that have no effect, once."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     for name, value in given.items():
         if not model_args.use_peft and (name.startswith("lora_") or name in ("use_rslora", "use_dora")):
             logger.warning("%s=%s has no effect without use_peft=True: all weights are trained.", name, value)
