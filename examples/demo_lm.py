@@ -15,13 +15,13 @@ import torch
 from datasets import load_dataset
 from demo import spread
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.bench.language.families import FAMILIES
 from fr3e_trl.bench.language.policy import language_policy
 from fr3e_trl.bench.runs import be_quiet
-from fr3e_trl.commands.completions import complete, texts_of
+from fr3e_trl.commands.completions import complete, sampling_config, texts_of
 from fr3e_trl.display import render_tree
 from fr3e_trl.rewards import math_reward
 
@@ -34,13 +34,7 @@ def measure(when: str, model, tokenizer, problems, num_samples: int) -> str:
     prompts = [
         tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in problems["prompt"]
     ]
-    config = GenerationConfig(
-        do_sample=True,
-        top_k=0,
-        max_new_tokens=FAMILY.max_completion_length,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    config = sampling_config(model, tokenizer, FAMILY.max_completion_length)
     texts = []
     with torch.random.fork_rng():  # measuring leaves no trace in the training that follows
         torch.manual_seed(SEED)

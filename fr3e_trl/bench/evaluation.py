@@ -8,7 +8,7 @@ from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..commands.completions import columns_of, complete, reward_arguments, texts_of
+from ..commands.completions import columns_of, complete, reward_arguments, sampling_config, texts_of
 from ..commands.usage import UsageError
 from ..trl_adapter.prompts import tokenize
 from ..trl_adapter.tools import converse
@@ -78,15 +78,7 @@ def evaluate(
     """
     training = model.training
     model.eval()
-    config = GenerationConfig(
-        max_new_tokens=task.max_completion_length,
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    config = sampling_config(model, tokenizer, task.max_completion_length)
     examples = [example for example in heldout for _ in range(num_samples)]
     batch_size = max(1, batch_size // num_samples) * num_samples  # those of a prompt are in one batch
     with torch.random.fork_rng(), torch.no_grad():

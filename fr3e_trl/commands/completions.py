@@ -25,6 +25,30 @@ class Completion:
     is_finished: bool
 
 
+def sampling_config(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+) -> GenerationConfig:
+    """
+    How to sample from the policy as training does: without what the model's own generation config changes of its
+    distribution, such as Qwen's `top_k` and `repetition_penalty`. At temperature 0, how to decode greedily.
+    """
+    ends = model.generation_config.eos_token_id or []
+    sampling = {"temperature": temperature, "top_k": 0, "top_p": top_p} if temperature else {}
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=temperature > 0,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=sorted({*([ends] if isinstance(ends, int) else ends), tokenizer.eos_token_id}),
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        **sampling,
+    )
+
+
 def complete(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,

@@ -1,5 +1,6 @@
 """Where `fr3e eval` gets its completions: from a model that is loaded here, or from a vLLM server."""
 
+import logging
 import queue
 import threading
 import uuid
@@ -8,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from trl import ModelConfig, get_quantization_config
 
 from ..generation.vllm_server import VLLMServer, VLLMServerError
-from .completions import Completion, complete
+from .completions import Completion, complete, sampling_config
 from .data import model_argument
 from .eval_arguments import EvalArguments
+from .outputs import read_object
 from .usage import usage_errors
+
+logger = logging.getLogger(__name__)
 
 # A completion by the number of its problem, and its number among that problem's completions
 Key = tuple[int, int]
@@ -40,16 +44,7 @@ def local_sampler(args: EvalArguments, model_args: ModelConfig, tokenizer: PreTr
     model = model.eval() if get_quantization_config(model_args) else model.to(device).eval()
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    ends = model.generation_config.eos_token_id or []
-    eos_token_ids = sorted({*([ends] if isinstance(ends, int) else ends), tokenizer.eos_token_id})
-    sampling = {"temperature": args.temperature, "top_k": 0, "top_p": args.top_p} if args.temperature else {}
-    config = GenerationConfig(
-        max_new_tokens=args.max_completion_length,
-        do_sample=args.temperature > 0,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=eos_token_ids,
-        **sampling,
-    )
+    config = sampling_config(model, tokenizer, args.max_completion_length, args.temperature, args.top_p)
 
     def sample(missing: list[Key], prompt_ids: list[list[int]]) -> Iterator[Batch]:
         seeds = [seed_of(args.seed, *key) for key in missing]
@@ -74,6 +69,19 @@ class _AnyServer(VLLMServer):
         self.config = self.environment = {}
 
 
+def warn_of_other_model(server: VLLMServer, adapter: dict[str, Any], model_args: ModelConfig) -> None:
+    """Tell if the server's model goes by another name than the one to evaluate, or than the one an adapter is of."""
+    name = str(adapter.get("base_model_name_or_path", model_args.model_name_or_path))
+    if Path(name).resolve() not in {Path(served).resolve() for served in (server.base_model, server.base_root)}:
+        logger.warning(
+            "The vLLM server at %s serves %r, and %r is to be evaluated. If these are not one model under two names, "
+            "start the server with that one.",
+            server.base_url,
+            server.base_model,
+            name,
+        )
+
+
 def server_sampler(args: EvalArguments, model_args: ModelConfig) -> Sampler:
     """Completions of a vLLM server, by its OpenAI-compatible API. All requests are in flight together."""
     directory = Path(model_args.model_name_or_path).resolve()
@@ -88,6 +96,7 @@ def server_sampler(args: EvalArguments, model_args: ModelConfig) -> Sampler:
         )
         if is_adapter:
             server.load_adapter(f"fr3e-eval-{uuid.uuid4().hex[:8]}", directory)
+    warn_of_other_model(server, read_object(directory / "adapter_config.json") if is_adapter else {}, model_args)
 
     def sample(missing: list[Key], prompt_ids: list[list[int]]) -> Iterator[Batch]:
         payloads = [
@@ -96,6 +105,10 @@ def server_sampler(args: EvalArguments, model_args: ModelConfig) -> Sampler:
                 "max_tokens": args.max_completion_length,
                 "temperature": args.temperature,
                 "top_p": args.top_p,
+                # A server takes what is left out from the model's generation config, such as Qwen's
+                "top_k": 0,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
                 "seed": seed_of(args.seed, problem, sample),
             }
             for problem, sample in missing

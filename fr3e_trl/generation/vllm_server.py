@@ -74,7 +74,9 @@ class VLLMServer:
         self.environment: dict[str, Any]
         self.wait_until_up()
         self._retry(self._read_config)
-        self.base_model: str = self._retry(self._models)[0]["id"]
+        model = self._retry(self._models)[0]
+        self.base_model: str = model["id"]
+        self.base_root: str = model.get("root") or self.base_model
 
     @property
     def model(self) -> str:

@@ -158,6 +158,12 @@ METHODS = [
         "self",
     ),
     Name(
+        f"{VLLM}._iter_named_params",
+        "vllm_weights.py",
+        "overridden for good, in a subclass: weights with the adapter, which leave those without as they are",
+        "self",
+    ),
+    Name(
         f"{VLLM}.sync_weights",
         "vllm_weights.py",
         "overridden for good, in a subclass: sends the adapter alone",
@@ -322,7 +328,7 @@ ATTRIBUTES = [
     *_attributes(GRPO, "tools.py", "replaced: the tools of each row", "_sync_tool_dicts _async_tool_dicts"),
     *_attributes(GRPO, "tools.py", "replaced: the environment of each row, and its tools", "_batch_environments"),
     *_attributes(GRPO, "tools.py", "the tools of an environment", "_env_tools"),
-    *_attributes(GRPO, "vllm_weights.py", "when weights were sent to vLLM last", "_last_loaded_step"),
+    *_attributes(GRPO, "resume.py vllm_weights.py", "when weights were sent to vLLM last", "_last_loaded_step"),
     *_attributes(VLLM, "vllm_weights.py", "whether the engine sleeps", "_llm_weights_sleeping"),
     *_attributes(GRPO, "loss.py", "public: replaced in the loss", "beta"),
     *_attributes(GRPO, "assemble.py", "public: replaced in a batch", "environment_factories"),

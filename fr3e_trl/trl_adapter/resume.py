@@ -171,6 +171,8 @@ class _Resume:
         self._has_other_names = False
         self._load_best_model()
         self._load_other_names(self.trainer.state.best_model_checkpoint)
+        if self.trainer.use_vllm:
+            self.trainer._last_loaded_step = -1  # vLLM has the last weights
 
     def _load_other_names(self, checkpoint: str) -> None:
         if self._has_other_names:

@@ -82,6 +82,12 @@ class FR3EVLLMGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         if self.mode != "server":
+            if is_quantized(self.model):
+                raise ValueError(
+                    "vllm_mode='colocate' is not possible with a quantized model: merging its adapter rounds most of "
+                    "the adapter away, and changes the model at each step. Use vllm_mode='server', which gets the "
+                    "adapter alone, or use_vllm=False."
+                )
             super()._init_vllm()
             return
         obstacle = on_main_process(self.accelerator, self._connect)
@@ -111,6 +117,28 @@ class FR3EVLLMGeneration(VLLMGeneration):
         super().sync_weights()
         if self.server is not None:
             self.server.expect_no_restart()
+
+    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """
+        The only change is that an adapter is merged into one layer at a time, whose weights are then put back. PEFT
+        subtracts the adapter again, which in half precision leaves other weights, and more so at each step.
+        """
+        layers = {} if self._dist.is_fsdp or self._dist.is_zero3 else mergeable_layers(self.model)
+        if not layers:
+            yield from super()._iter_named_params()
+            return
+        with overridden(self.model, merge_adapter=lambda: None, unmerge_adapter=lambda: None):
+            for name, weights in super()._iter_named_params():
+                layer = layers.get(weights.data_ptr())
+                if layer is None:
+                    yield name, weights
+                    continue
+                before, base = weights.clone(), layer.get_base_layer().weight
+                layer.merge()
+                merged = base.data.clone()  # vLLM may take it later
+                layer.unmerge()
+                base.data.copy_(before)
+                yield name, merged
 
     def max_context(self) -> int:
         """Longest prompt and completion together that vLLM takes, in tokens."""
@@ -254,6 +282,20 @@ def _forget(server: VLLMServer, adapters: list[Path]) -> None:
 def _remove(directories: list[Path]) -> None:
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def mergeable_layers(model: Any) -> dict[int, Any]:
+    """The layers that have an adapter, by the address of their weights. None if some share, or have, other weights."""
+    if not is_peft_model(model):
+        return {}
+    from peft.tuners.lora import LoraLayer, ParamWrapper
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    if not all(isinstance(layer, LoraLayer) and not isinstance(layer, ParamWrapper) for layer in layers):
+        return {}
+    by_address = {layer.get_base_layer().weight.data_ptr(): layer for layer in layers}
+    return by_address if len(by_address) == len(layers) else {}
 
 
 def is_quantized(model: Any) -> bool:

@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 from trl import ModelConfig
 
-from ...commands.completions import complete
+from ...commands.completions import complete, sampling_config
 from ...commands.data import load_tokenizer
 from ...commands.usage import usage_errors
 from ...generation.vllm import NUM_LOGPROBS, entropies_of
@@ -108,13 +108,7 @@ def distributions(
         for _ in range(num_completions)
     ]
     prompt_ids = [tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids for text in texts]
-    config = GenerationConfig(
-        do_sample=True,
-        top_k=0,
-        max_new_tokens=max_completion_length,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    config = sampling_config(model, tokenizer, max_completion_length)
     completions = [
         row for rows in complete(model, tokenizer, prompt_ids, config, 16, range(len(texts))) for row in rows
     ]
