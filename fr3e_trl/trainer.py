@@ -217,6 +217,7 @@ class FR3ETrainer(GRPOTrainer):
             prompt = [] if example is None else prompts.tokenize(self, prompts.prepare(self, [example]))[0]
             context = self.vllm_generation.checked_context(context, len(prompt), self.max_completion_length)
             checks.warn_of_unscored_sampling(self.args)
+            checks.warn_of_timeouts(self.args)
         self.budget = CompletionBudget(self.max_completion_length, context, self.processing_class)
         if sampler is not None:
             own = OwnSampler(sampler(self), self.use_vllm and self.vllm_importance_sampling_correction)

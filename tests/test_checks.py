@@ -1,12 +1,15 @@
 """What is refused before it costs anything, or as soon as it is seen."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from factory import make_trainer
 from models import make_dataset, make_model, make_tokenizer
+
+from fr3e_trl.trl_adapter.checks import warn_of_timeouts
 
 # Prompts
 
@@ -55,6 +58,20 @@ def test_an_image_among_examples_without_is_refused_when_its_turn_comes():
     trainer = make_trainer(dataset=IterableDataset.from_generator(lambda: iter(examples)))
     with pytest.raises(NotImplementedError, match=r"a column 'images', whose value is .*a picture"):
         trainer.train()
+
+
+# Several processes
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_told"),
+    [({}, True), ({"ddp_timeout": 7200}, False), ({"world_size": 1}, False), ({"process_index": 1}, False)],
+)
+def test_processes_that_wait_for_a_server_wait_long_enough(settings, is_told, caplog):
+    times = {"ddp_timeout": 1800, "vllm_request_timeout": 1800.0}
+    args = {"vllm_mode": "server", "world_size": 2, "process_index": 0} | times
+    warn_of_timeouts(SimpleNamespace(**args | settings))
+    assert ("Set ddp_timeout=7200" in caplog.text) == is_told
 
 
 # Rewards

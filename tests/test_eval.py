@@ -230,6 +230,20 @@ def test_greedy_completions(evaluate):
     assert [line["completion"] for line in lines] == [greedy(model, f"{i}+{i}=") for i in range(3)]
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_what_the_model_asks_of_generation_changes_nothing(evaluate, temperature, tmp_path):
+    """As in training, whose policy has no repetition penalty."""
+    settings = {"temperature": temperature, "num_samples": 1 + 3 * temperature}
+    _, plain = evaluate(**settings)
+    model = AutoModelForCausalLM.from_pretrained(model_on_disk())
+    asked = {"do_sample": True, "repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "top_k": 2, "temperature": 0.1}
+    model.generation_config.update(**asked)
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    _, lines = evaluate(model_name_or_path=tmp_path / "model", output_dir="other", **settings)
+    assert [line["completion"] for line in lines] == [line["completion"] for line in plain]
+
+
 def test_directory_of_an_adapter(evaluate, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(model_on_disk())
     config = LoraConfig(target_modules="all-linear", init_lora_weights=False, r=16, lora_alpha=64)

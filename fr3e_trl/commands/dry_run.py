@@ -15,6 +15,7 @@ from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_confi
 
 from ..config import FR3EConfig
 from .memory_estimate import (
+    SAMPLING_COPIES,
     STATE_BYTES,
     STATES_IN_OWN_TYPE,
     Decoder,
@@ -191,6 +192,7 @@ def memory(args: FR3EConfig, model_args: ModelConfig, model: Any, prompt_length:
         recomputed=recomputed,
         logits=logits_bytes(num_tokens, decoder.vocab_size, compute_bytes, has_triton=not args.use_cpu),
         cache=0 if args.use_vllm else cache_bytes(decoder, rows_at_once(args) * length, compute_bytes),
+        sampling=0 if args.use_vllm else SAMPLING_COPIES * 4 * rows_at_once(args) * decoder.vocab_size,
         keeps_gradients=args.steps_per_generation < args.gradient_accumulation_steps,
     )
 
@@ -267,6 +269,7 @@ def memory_rows(args: FR3EConfig, model: nn.Module, estimate: MemoryEstimate) ->
         table.append(("vLLM", "nothing here: it is on the server"))
     else:
         table.append((f"generation: keys and values of {rows_at_once(args)} rows", gib(estimate.cache)))
+        table.append(("generation: logits of a step", gib(estimate.sampling)))
     return [*table, ("most at a time, without the allocator's gaps", gib(estimate.peak))]
 
 

@@ -41,6 +41,9 @@ STATE_BYTES = {
     "rmsprop_bnb_8bit": 1,
 }
 
+# Float32 tensors of a step of generation: logits, the same by temperature, log-probs, what top_p leaves, and chances
+SAMPLING_COPIES = 5
+
 # Of TRL's fused LM head (`trl.kernels.chunked_logprob`): tokens and words of a tile of logits
 TILE_TOKENS = 4096
 TILE_WORDS = 32768
@@ -157,8 +160,8 @@ class MemoryEstimate:
             Weights, the reference model's, the optimizer's states; and weights cast by autocast, in an update.
         gradients, activations, recomputed, logits (`float`):
             Of an update. The logits are gone when a layer is computed again.
-        cache (`float`):
-            Keys and values of generation.
+        cache, sampling (`float`):
+            Of generation: keys and values; logits of a step, and what is made of them to draw a token.
         keeps_gradients (`bool`):
             Whether there are gradients while completions are generated: where an update takes several generations.
     """
@@ -172,6 +175,7 @@ class MemoryEstimate:
     recomputed: float
     logits: float
     cache: float
+    sampling: float = 0.0
     keeps_gradients: bool = False
 
     @property
@@ -187,7 +191,7 @@ class MemoryEstimate:
     @property
     def generation(self) -> float:
         """The most of generation, beside what lasts."""
-        return self.cache + (self.gradients if self.keeps_gradients else 0)
+        return self.cache + self.sampling + (self.gradients if self.keeps_gradients else 0)
 
     @property
     def peak(self) -> float:

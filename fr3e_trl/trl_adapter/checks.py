@@ -187,6 +187,20 @@ def warn_of_unscored_sampling(args: FR3EConfig) -> None:
         )
 
 
+def warn_of_timeouts(args: FR3EConfig) -> None:
+    """Tell if the other processes give up before the main one has asked a server that hangs again."""
+    waits = args.vllm_mode == "server" and args.world_size > 1 and args.process_index == 0
+    if waits and args.ddp_timeout <= args.vllm_request_timeout:
+        logger.warning(
+            "ddp_timeout=%d: so many seconds after the main process has asked the vLLM server, the others give up, and "
+            "the run ends. It may wait for vllm_request_timeout=%d, and then ask again. Set ddp_timeout=%d to survive "
+            "a server that hangs.",
+            args.ddp_timeout,
+            args.vllm_request_timeout,
+            4 * args.vllm_request_timeout,
+        )
+
+
 def warn_of_independent_branches(trainer: Any) -> None:
     """Tell where branches cannot be drawn without replacement."""
     if trainer.args.distinct_branches and not getattr(trainer.sampler, "draws_distinct", False):

@@ -7,7 +7,7 @@ version of TRL is tried, that test fails first and says what moved.
 
 Permanent overrides are three methods of `GRPOTrainer`, in `trainer.py`: `_generate_and_score_completions`,
 `_compute_loss`, `_get_per_token_logps_and_entropies`. `FR3EVLLMGeneration`, a subclass of TRL's `VLLMGeneration`, has
-one. Others last for one call, by [`overriding.overridden`].
+three. Others last for one call, by [`overriding.overridden`].
 """
 
 from dataclasses import dataclass
@@ -212,6 +212,13 @@ FUNCTIONS = [
     Name("trl.trainer.grpo_trainer.RewardFunc", "setup.py", "a type of the constructor"),
     Name("trl.trainer.grpo_trainer.RolloutFunc", "setup.py", "a type of the constructor"),
     Name("trl.trainer.grpo_trainer.VLLMGeneration", "vllm_weights.py", "replaced where a trainer is made"),
+    Name(
+        "peft.tuners.tuners_utils.BaseTuner.merge_adapter",
+        "vllm_weights.py",
+        "replaced: one layer is merged at a time",
+        "self adapter_names safe_merge",
+    ),
+    Name("peft.tuners.tuners_utils.BaseTuner.unmerge_adapter", "vllm_weights.py", "the same", "self"),
     Name(VLLM, "vllm_weights.py", "subclassed, to send a LoRA adapter alone"),
     Name("trl.trainer.grpo_trainer.gather", "rewards.py", "replaced: each process scores what it has", None),
     Name(

@@ -1,0 +1,51 @@
+"""The policy's weights on their way to vLLM, without vLLM: what is sent, and what stays as it was."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from factory import make_trainer
+from peft import LoraConfig
+from trl.generation.vllm_generation import VLLMGeneration
+
+from fr3e_trl.trl_adapter.vllm_weights import FR3EVLLMGeneration
+
+
+def generation_of(cls, trainer):
+    """As far as it iterates over weights."""
+    generation = object.__new__(cls)
+    generation.model, generation._dist = trainer.model, trainer._dist
+    return generation
+
+
+def make_policy(**lora):
+    trainer = make_trainer(peft_config=LoraConfig(target_modules="all-linear", **lora))
+    trainer.model.to(torch.bfloat16)
+    torch.manual_seed(0)
+    for name, param in trainer.model.named_parameters():
+        if "lora_" in name:
+            param.data = torch.randn_like(param) * 0.1
+    return trainer
+
+
+@pytest.mark.parametrize("lora", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}], ids=str)
+def test_syncs_leave_the_base_model_as_it_is(lora):
+    trainer = make_policy(**lora)
+    before = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+    ours = [
+        {n: w.clone() for n, w in generation_of(FR3EVLLMGeneration, trainer)._iter_named_params()} for _ in range(3)
+    ]
+    assert all(param.equal(before[name]) for name, param in trainer.model.named_parameters())
+    assert all(weights.equal(ours[0][name]) for sync in ours[1:] for name, weights in sync.items())
+    # What is sent is what TRL sends, whose merges move the base model
+    theirs = {name: w.clone() for name, w in generation_of(VLLMGeneration, trainer)._iter_named_params()}
+    assert ours[0].keys() == theirs.keys()
+    assert all(weights.equal(theirs[name]) for name, weights in ours[0].items())
+    assert not all(param.equal(before[name]) for name, param in trainer.model.named_parameters())
+
+
+def test_a_quantized_model_is_not_merged_for_a_colocated_engine():
+    generation = object.__new__(FR3EVLLMGeneration)
+    generation.mode, generation.model = "colocate", SimpleNamespace(is_loaded_in_4bit=True)
+    with pytest.raises(ValueError, match=r"vllm_mode='colocate' is not possible with a quantized model.*'server'"):
+        generation._init_vllm()
