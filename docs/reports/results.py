@@ -32,7 +32,7 @@ FAMILIES = ("chain", "hard", "distractors", "few_prompts", "lengths", "machine",
 PANELS_IN_A_ROW = 3
 
 # Those whose distinct branches were run at the point of independent ones alone
-AT_ONE_POINT = ("machine", "countdown")
+AT_ONE_POINT = ("machine", "countdown", "search")
 
 # Arms with TRL's off-policy mask, and with fewer rows, beside the tuned ones of their kind
 MASKED = {
@@ -69,13 +69,12 @@ AS_MANY_ROWS = [
 # Trees by their rows a prompt
 TREES = {2: "tree_2_tracker", 3: "tree_3_tracker", 4: "tree_4_tracker", 8: "tree_8_tracker"}
 
-# Arms with a value tracker, beside those without. These families had both at the point of the latter alone
+# Arms with a value tracker, beside those without
 TRACKED = [
     ("tree_4_tracker", "tree_4_independent"),
     ("prior_4_tracker", "prior_4"),
     ("tree_4_tracker", "prior_4_tracker"),
 ]
-TRACKED_AT_ONE_POINT = ("search", "graded")
 
 # Arms with other weights of the prior, on `lengths`
 PRIORS = dict.fromkeys(
@@ -296,7 +295,7 @@ def tables(families: dict[str, Results]) -> list[Table]:
         prior_table(families),
         distinct_table(families | further_runs("distinct", AT_ONE_POINT)),
         points_table(families),
-        pairs_table(families | further_runs("tracker", TRACKED_AT_ONE_POINT), TRACKED),
+        pairs_table(families, TRACKED),
         difficulty_table(families["lengths"]),
         added_table(families, "prior", PRIORS),
         added_table(families, "masked", MASKED),
