@@ -411,10 +411,12 @@ class FR3ETrainer(GRPOTrainer):
         if self._refill is not None and "leftovers" in state:
             self._refill.resume(state, self.accelerator.num_processes)
         elif self._refill is not None:  # the run had none: it drew the prompts of each batch, and no more
-            args = self.args
+            args, num_examples = self.args, len(self.train_dataset)
             num_batches = self.state.global_step * args.gradient_accumulation_steps / args.steps_per_generation
-            num_batches = math.ceil(num_batches / self.num_iterations)
-            self._refill.prompts.go_to(num_batches * args.generation_batch_size // self.num_generations)
+            num_prompts = args.generation_batch_size // self.num_generations
+            # Of each epoch it left out what makes no whole batch
+            epochs, rest = divmod(math.ceil(num_batches / self.num_iterations), num_examples // num_prompts)
+            self._refill.prompts.go_to(epochs * num_examples + rest * num_prompts)
         if self._value_tracker is not None and "value_memory" in state:
             self._value_tracker.resume(state["value_memory"])
         self._threshold = state.get("anchor_threshold")

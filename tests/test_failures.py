@@ -1,5 +1,6 @@
 """What cannot work ends with one line that names what was wrong, soon, with exit code 2, and nothing is lost."""
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -169,19 +170,34 @@ def test_an_error_in_a_users_own_code_is_told_from_there_on(capsys):
         assert re.search(r"error: .*rewards\.py, line 2, raised ZeroDivisionError", told.splitlines()[-1])
 
 
-def fr3e(arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "fr3e_trl.commands.cli", *shlex.split(arguments)]
+@pytest.fixture
+def fr3e():
+    """Starts a command in a process of its own, which is killed in the end, with those that it has started."""
+    processes = []
+
+    def start(arguments: str) -> subprocess.Popen:
+        processes.append(start_process(arguments))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def start_process(arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
-        command,
+        [sys.executable, "-m", "fr3e_trl.commands.cli", *shlex.split(arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # of a job in the background it is ignored
     )
 
 
-def test_of_several_processes_one_tells_what_is_wrong():
+def test_of_several_processes_one_tells_what_is_wrong(fr3e):
     furnish()
     process = fr3e(f"{TRAIN} --num_processes=2 --per_device_train_batch_size=4 --reward_funcs=rewards.py:text")
     _, told = process.communicate(timeout=240)
@@ -190,7 +206,7 @@ def test_of_several_processes_one_tells_what_is_wrong():
     assert "'good'" in told.splitlines()[-1]
 
 
-def test_ctrl_c_says_how_to_go_on():
+def test_ctrl_c_says_how_to_go_on(fr3e):
     furnish()
     process = fr3e(f"{TRAIN} --max_steps=2000 --save_strategy=steps --save_steps=2 --logging_steps=1")
     while "step    3/2000" not in (line := process.stdout.readline()):
@@ -205,7 +221,18 @@ def test_ctrl_c_says_how_to_go_on():
     assert "Traceback" not in told
 
 
-def test_a_pipe_that_nobody_reads_ends_no_run():
+def test_a_process_that_a_signal_ends_is_told_of(fr3e):
+    furnish()
+    Path("rewards.py").write_text(
+        "import os, signal\n\ndef score(**kwargs):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    process = fr3e(f"{TRAIN} --num_processes=1 --reward_funcs=rewards.py:score")
+    _, told = process.communicate(timeout=240)
+    assert process.returncode == 2
+    assert "error: Process 0 was ended by SIGKILL" in told.splitlines()[-1]
+
+
+def test_a_pipe_that_nobody_reads_ends_no_run(fr3e):
     furnish()
     process = fr3e(f"{TRAIN} --max_steps=4 --logging_steps=1")
     assert "step 1/4" in process.stdout.readline()

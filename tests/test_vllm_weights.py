@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from factory import make_trainer
+from models import TINY
 from peft import LoraConfig
+from transformers import Qwen2Config, Qwen2ForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
 
 from fr3e_trl.trl_adapter.vllm_weights import FR3EVLLMGeneration
@@ -18,8 +20,8 @@ def generation_of(cls, trainer):
     return generation
 
 
-def make_policy(**lora):
-    trainer = make_trainer(peft_config=LoraConfig(target_modules="all-linear", **lora))
+def make_policy(model=None, **lora):
+    trainer = make_trainer(model=model, peft_config=LoraConfig(**{"target_modules": "all-linear"} | lora))
     trainer.model.to(torch.bfloat16)
     torch.manual_seed(0)
     for name, param in trainer.model.named_parameters():
@@ -42,6 +44,15 @@ def test_syncs_leave_the_base_model_as_it_is(lora):
     assert ours[0].keys() == theirs.keys()
     assert all(weights.equal(theirs[name]) for name, weights in ours[0].items())
     assert not all(param.equal(before[name]) for name, param in trainer.model.named_parameters())
+
+
+def test_biases_with_an_adapter_of_their_own_are_sent_as_by_trl():
+    policy = Qwen2ForCausalLM(Qwen2Config(**TINY))  # has biases
+    trainer = make_policy(model=policy, target_modules=["q_proj", "v_proj"], lora_bias=True)
+    ours = {n: w.clone() for n, w in generation_of(FR3EVLLMGeneration, trainer)._iter_named_params()}
+    theirs = {n: w.clone() for n, w in generation_of(VLLMGeneration, trainer)._iter_named_params()}
+    biases = [name for name in theirs if name.endswith("q_proj.bias")]
+    assert biases and all(torch.allclose(ours[name], theirs[name], atol=0.02) for name in biases)
 
 
 def test_a_quantized_model_is_not_merged_for_a_colocated_engine():

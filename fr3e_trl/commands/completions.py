@@ -8,6 +8,18 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
 from trl import is_conversational
 
+# What a model's own generation config may change of its distribution, and the values that change nothing
+NEUTRAL = {
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+}
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -36,15 +48,15 @@ def sampling_config(
     How to sample from the policy as training does: without what the model's own generation config changes of its
     distribution, such as Qwen's `top_k` and `repetition_penalty`. At temperature 0, how to decode greedily.
     """
-    ends = model.generation_config.eos_token_id or []
+    own = model.generation_config
+    ends = [own.eos_token_id] if isinstance(own.eos_token_id, int) else own.eos_token_id or []
     sampling = {"temperature": temperature, "top_k": 0, "top_p": top_p} if temperature else {}
+    sampling |= {name: neutral for name, neutral in NEUTRAL.items() if getattr(own, name, None) is not None}
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=temperature > 0,
         pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=sorted({*([ends] if isinstance(ends, int) else ends), tokenizer.eos_token_id}),
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
+        eos_token_id=sorted({*ends, tokenizer.eos_token_id} - {None}),
         **sampling,
     )
 

@@ -19,7 +19,7 @@ from datasets.exceptions import DatasetsError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trl import ModelConfig, ScriptArguments, is_conversational, maybe_apply_chat_template
 
-from .usage import UsageError, one_line, usage_errors
+from .usage import UsageError, usage_errors
 
 # Reward functions that need no import path
 REWARDS = {
@@ -243,8 +243,6 @@ def load_examples(
         except ValueError as error:
             if "corresponds to no data" in str(error):
                 raise UsageError(f"{argument}: it is empty. {remedy}") from error
-            if "Unknown split" in str(error):
-                raise UsageError(f"{argument}: {one_line(error)} {WITH_TEST_SPLIT}") from error
             raise
     if args.prompt_column is not None or args.answer_column is not None:
         dataset = dataset.map(lambda example, row: map_columns(example, args, row), with_indices=True)
@@ -273,7 +271,12 @@ def load_examples(
 def load_held_out(args: Any, tokenizer: PreTrainedTokenizerBase) -> Dataset | IterableDataset:
     """The examples of `eval_dataset_name`, or of the dataset's test split."""
     if args.eval_dataset_name is None:
-        return load_examples(args, args.dataset_test_split, tokenizer)
+        try:
+            return load_examples(args, args.dataset_test_split, tokenizer)
+        except UsageError as error:
+            if "Unknown split" in str(error):
+                error.add_note(WITH_TEST_SPLIT)
+            raise
     other = copy.copy(args)
     other.dataset_name, other.dataset_config = args.eval_dataset_name, None
     return load_examples(other, test_split(other), tokenizer)
@@ -335,9 +338,9 @@ def check_lines(args: FR3EScriptArguments) -> None:
     for path in data_files(args):
         if path.suffix != ".jsonl":
             continue
-        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        for number, line in enumerate(path.read_text(errors="replace").split("\n"), 1):
             try:
-                json.loads(line or "{}")
+                json.loads(line.strip() or "{}")
             except ValueError as error:
                 raise UsageError(
                     f"dataset_name={str(path)!r}: line {number} is no JSON: {error}: {line[:100]!r}. Mend it, or "

@@ -105,7 +105,8 @@ def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict
     settings = {**asdict(args), **asdict(model_args)}
     fixed = {name: value for name, value in settings.items() if name not in FREE}
     fixed["weights"] = weight_files(str(model_args.model_name_or_path))
-    files = [(str(file), file) for file in data_files(args)]
+    own = output_dir.resolve()
+    files = [(str(file), file) for file in data_files(args) if own not in file.resolve().parents]
     files += [(name, source) for name, reward in rewards.items() if (source := source_file(reward)) is not None]
     fixed["files"] = digests(files)
     check_same(output_dir, fixed, has_results=bool(lines))

@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import shlex
+import signal
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -133,22 +134,26 @@ def main(argv: list[str] | None = None) -> None:
     """Train a model as the arguments say, or say what that will be."""
     parser = make_parser()
     script_args, training_args, model_args = parse_arguments(parser, argv)
-    if script_args.num_processes and not script_args.dry_run and "WORLD_SIZE" not in os.environ:
+    if script_args.num_processes and "WORLD_SIZE" not in os.environ:
         launch(script_args.num_processes, sys.argv[1:] if argv is None else argv)
         return
     train(script_args, training_args, model_args, parser.given)
 
 
 def launch(num_processes: int, arguments: list[str]) -> None:
-    """Start as many processes of `fr3e train`. One that fails has told why."""
+    """Start as many processes of `fr3e train`. One that fails has told why, unless a signal has ended it."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     launcher = ["--standalone", f"--nproc_per_node={num_processes}", "-m", "fr3e_trl.commands.cli", "train"]
     try:
         torchrun([*launcher, *arguments])
     except ChildFailedError as error:
-        sys.exit(error.get_first_failure()[1].exitcode)
-    except SignalException:
-        sys.exit(130)
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:
+            sys.exit(failure.exitcode)
+        name = signal.Signals(-failure.exitcode).name
+        raise UsageError(f"Process {rank} was ended by {name}, as it is where memory does not suffice.") from error
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
 
 
 def make_parser() -> RecipeParser:
@@ -302,10 +307,9 @@ def how_to_go_on(output_dir: str) -> str:
 def refuse_used(output_dir: str) -> None:
     """Raise a `UsageError` if a directory has what an earlier run has learned: this one would overwrite it in part."""
     steps = checkpoints(output_dir)
-    if steps:
+    remedy = "Name another output_dir, or remove this one."
+    if any(map(is_complete, steps.values())):
         remedy = "Name another output_dir, remove this one, or go on with that run by --resume_from_checkpoint true."
-    else:
-        remedy = "Name another output_dir, or remove this one."
     saved = [steps[max(steps)].name] if steps else [*weight_files(output_dir)]
     if saved:
         raise UsageError(

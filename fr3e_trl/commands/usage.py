@@ -36,6 +36,8 @@ INSTALLED = [
     for place in (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 ]
 
+PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
+
 # What a disk that is full, or a limit on files, makes of a write. PyTorch and safetensors tell it in words
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FULL_IN_WORDS = ("No space left on device", "Disk quota exceeded", "File too large", "PytorchStreamWriter failed")
@@ -128,11 +130,14 @@ def explain(error: Exception) -> str | None:
     raiser = _raised_by(error)
     if raiser == "fr3e_trl":
         return _with_notes(error, one_line(error))
+    of_users = told_of_user_code(error)
+    if of_users is not None:
+        return of_users
     if raiser in LIBRARIES and isinstance(error, (ValueError, TypeError, ImportError, NotImplementedError, OSError)):
         return _with_notes(error, f"{one_line(error).rstrip('.')}. ({raiser} refused it; --debug shows where.)")
     if raiser in REPORTERS:
         return _with_notes(error, f"{raiser}: {one_line(error).rstrip('.')}. Or train without, by --report_to none.")
-    return told_of_user_code(error)
+    return None
 
 
 def told_of_user_code(error: Exception) -> str | None:
@@ -149,7 +154,9 @@ def told_of_user_code(error: Exception) -> str | None:
 
 def is_users(path: str) -> bool:
     """Whether a file of code is a user's own: none of this package, of Python or of what is installed."""
-    return Path(path).is_file() and not any(Path(path).resolve().is_relative_to(place) for place in INSTALLED)
+    file = Path(path).resolve()
+    is_installed = any(file.is_relative_to(place) for place in INSTALLED) or {*file.parts} & PACKAGE_FOLDERS
+    return file.is_file() and not is_installed
 
 
 def one_line(error: BaseException) -> str:
@@ -190,6 +197,6 @@ def _raised_by(error: BaseException) -> str | None:
         return None
     frame, line = frames[-1]
     path = Path(frame.f_code.co_filename)
-    if not linecache.getline(str(path), line).lstrip().startswith("raise "):
+    if is_users(str(path)) or not linecache.getline(str(path), line).lstrip().startswith("raise "):
         return None
     return next((name for name in ("fr3e_trl", *LIBRARIES, *REPORTERS) if name in path.parts), None)

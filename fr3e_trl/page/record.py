@@ -87,10 +87,10 @@ def record_trees(
     for tree, of_tree in zip(trees, rollouts, strict=True):
         sequences.append((tree.prompt_ids[:0], tree.prompt_ids))
         for rollout, prefix in of_tree:
-            before = np.concatenate([tree.prompt_ids, prefix])
-            if not len(before) and (row := row_of.get(id(rollout))) is not None:  # refill has handed it over
-                before = np.concatenate([row.prompt_ids, row.prefix_ids])
-            sequences.append((before[-1:], rollout.token_ids))
+            before, row = [tree.prompt_ids, prefix], row_of.get(id(rollout))
+            if row is not None and len(row.prompt_ids):  # of one that refill has handed over, it alone has the prefix
+                before = [row.prompt_ids, row.prefix_ids]
+            sequences.append((np.concatenate(before)[-1:], rollout.token_ids))
     texts = iter(token_texts(tokenizer, sequences))
     return [
         {

@@ -146,10 +146,7 @@ class Console(ProgressCallback, PrinterCallback):
         return f"{duration(seconds * (state.max_steps - state.global_step))} left"
 
     def _print(self, line: str) -> None:
-        if self.training_bar is None:
-            say(line)
-        else:
-            self.training_bar.write(line)
+        say(line, print if self.training_bar is None else self.training_bar.write)
 
 
 def take_over(trainer: Any, given: list[Any] | None) -> None:
@@ -227,10 +224,11 @@ def checkpoint_of(args: Any, state: TrainerState) -> Path | None:
     return checkpoint if args.save_strategy != "no" and checkpoint.is_dir() else None
 
 
-def say(line: str) -> None:
+def say(line: str, write: Callable[[str], None] = print) -> None:
     """Print a line. A pipe that nobody reads any more, as after `| head`, ends no run: what follows goes nowhere."""
     try:
-        print(line, flush=True)
+        write(line)
+        sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -32,7 +32,7 @@ def without_window(trainer: Any) -> Iterator[None]:
     """
     before = trainer.entropy_coef, trainer._last_world_entropy
     yield
-    if trainer.use_adaptive_entropy and trainer._last_world_entropy == 0:
+    if trainer.use_adaptive_entropy and trainer.accelerator.sync_gradients and trainer._last_world_entropy == 0:
         trainer.entropy_coef, trainer._last_world_entropy = before
         trainer._metrics["train"]["entropy_coef"][-1:] = before[:1]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import gather_object, send_to_device
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig
 
@@ -127,6 +127,12 @@ class _Resume:
         own = _state_file(checkpoint, trainer.args.process_index)
         # Without its own, there were fewer processes. A node may have the files of its own processes alone
         file = own if own.exists() else _state_file(checkpoint, 0)
+        are_there = gather_object([file.exists()])
+        if any(are_there) and not all(are_there):
+            raise ValueError(
+                f"Some of {checkpoint}/grpo_state_*.pt are missing. Resume from the checkpoint before it. Or remove "
+                "the others too, and the run goes on with a new batch, as from a checkpoint of GRPOTrainer's."
+            )
         if not file.exists():
             trainer.resume_from_state({})
             _warn(

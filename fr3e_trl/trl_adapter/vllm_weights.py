@@ -285,15 +285,17 @@ def _remove(directories: list[Path]) -> None:
 
 
 def mergeable_layers(model: Any) -> dict[int, Any]:
-    """The layers that have an adapter, by the address of their weights. None if some share, or have, other weights."""
+    """The layers that have an adapter, by the address of their weights. None if one changes more than these."""
     if not is_peft_model(model):
         return {}
     from peft.tuners.lora import LoraLayer, ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    if not all(isinstance(layer, LoraLayer) and not isinstance(layer, ParamWrapper) for layer in layers):
-        return {}
+    for layer in layers:
+        is_plain = isinstance(layer, LoraLayer) and not isinstance(layer, ParamWrapper)
+        if not is_plain or any(layer.lora_bias.values()) or not hasattr(layer.get_base_layer(), "weight"):
+            return {}
     by_address = {layer.get_base_layer().weight.data_ptr(): layer for layer in layers}
     return by_address if len(by_address) == len(layers) else {}
 
