@@ -12,7 +12,6 @@ import itertools
 import logging
 import os
 import shlex
-import signal
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -24,9 +23,6 @@ import torch
 import transformers
 import yaml
 from safetensors import SafetensorError
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main as torchrun
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
@@ -135,25 +131,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = make_parser()
     script_args, training_args, model_args = parse_arguments(parser, argv)
     if script_args.num_processes and "WORLD_SIZE" not in os.environ:
-        launch(script_args.num_processes, sys.argv[1:] if argv is None else argv)
-        return
+        launcher = ["-m", "fr3e_trl.commands.launcher", str(script_args.num_processes)]
+        arguments = sys.argv[1:] if argv is None else argv
+        os.execv(sys.executable, [sys.executable, *launcher, *arguments])
     train(script_args, training_args, model_args, parser.given)
-
-
-def launch(num_processes: int, arguments: list[str]) -> None:
-    """Start as many processes of `fr3e train`. One that fails has told why, unless a signal has ended it."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    launcher = ["--standalone", f"--nproc_per_node={num_processes}", "-m", "fr3e_trl.commands.cli", "train"]
-    try:
-        torchrun([*launcher, *arguments])
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode >= 0:
-            sys.exit(failure.exitcode)
-        name = signal.Signals(-failure.exitcode).name
-        raise UsageError(f"Process {rank} was ended by {name}, as it is where memory does not suffice.") from error
-    except SignalException as error:
-        sys.exit(128 + error.sigval)
 
 
 def make_parser() -> RecipeParser:
