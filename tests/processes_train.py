@@ -150,8 +150,8 @@ def main(output: Path, settings: dict, *options: str) -> None:
                         state.value,
                         state.modulation,
                         tree.mean_entropies,
-                        rollout.chances,
                         rollout.credit,
+                        rollout.chances,
                     ],
                 }
                 for tree, state, rollout in rollouts_of(trainer.trees)
