@@ -1163,5 +1163,5 @@ def test_debug_of_the_trainers_stays():
 def test_a_mistake_in_the_code_keeps_its_traceback(monkeypatch):
     """Nobody raised it: Python did, in no file of the user's."""
     monkeypatch.setattr("fr3e_trl.bench.compare.main", int)
-    with pytest.raises(TypeError, match="int.* argument must be"):
+    with pytest.raises(TypeError, match=r"int.* argument must be"):
         cli.main(["compare"])
