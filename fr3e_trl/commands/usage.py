@@ -30,12 +30,8 @@ LIBRARIES = ("accelerate", "datasets", "peft", "torch", "transformers", "trl")
 # Services that get the metrics
 REPORTERS = ("clearml", "comet_ml", "mlflow", "trackio", "wandb")
 
-# Where code lies that is nobody's own: this package, Python and what is installed
-INSTALLED = [
-    Path(place).resolve()
-    for place in (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
-]
-
+# Where code lies that is no user's own: this package, Python, and folders of what is installed
+INSTALLED = [Path(place).resolve() for place in (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))]
 PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
 
 # What a disk that is full, or a limit on files, makes of a write. PyTorch and safetensors tell it in words

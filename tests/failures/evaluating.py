@@ -7,21 +7,15 @@ def refused(setting: str, *says: str) -> Case:
     return Case(setting, f"{EVAL} --{setting}", says)
 
 
+def changed(name: str, file: str, old: bytes, new: bytes) -> Case:
+    """A file that has changed since the evaluation that is to go on."""
+    says = ("output_dir='out'", "files was", file)
+    return Case(name, EVAL, says, after=EVAL, setup=change(file, lambda content: content.replace(old, new)))
+
+
 CASES = [
-    Case(
-        "another reward of that name",
-        EVAL,
-        ("output_dir='out'", "files was", "rewards.py"),
-        after=EVAL,
-        setup=change("rewards.py", lambda content: content.replace(b"01234", b"56789")),
-    ),
-    Case(
-        "other data of that name",
-        EVAL,
-        ("output_dir='out'", "files was", "data.jsonl"),
-        after=EVAL,
-        setup=change("data.jsonl", lambda content: content.replace(b"3+3", b"4+4")),
-    ),
+    changed("another reward of that name", "rewards.py", b"01234", b"56789"),
+    changed("other data of that name", "data.jsonl", b"3+3", b"4+4"),
     refused("num_samples=0", "num_samples=0"),
     refused("limit=0", "limit=0"),
     refused("batch_size=-1", "batch_size=-1"),
