@@ -6,6 +6,7 @@ import html
 import itertools
 import json
 import math
+import os
 import random
 import re
 import runpy
@@ -1152,6 +1153,7 @@ def test_debug_shows_the_traceback(arguments, shows, capsys, monkeypatch):
         told = capsys.readouterr().err
         assert ended.value.code == 2
         assert ("Traceback" in told) is (shows or bool(variable))
+        assert bool(os.environ["FR3E_DEBUG"]) is (shows or bool(variable))  # of processes that a command starts
         assert told.splitlines()[-1].startswith("fr3e pooled: error: nowhere has no results.json")
 
 

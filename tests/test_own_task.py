@@ -219,7 +219,7 @@ def test_other_stops(budget, cost, amount):
     assert f"arms at equal {'training rows' if cost == 'training_rows' else 'CPU (or GPU) seconds'}" in report
 
 
-def test_conversational_prompts_and_an_adapter():
+def test_conversational_prompts_and_an_adapter(capsys):
     """Of columns, with a system prompt, and a test split of its own; an asynchronous reward that does not score all."""
     write_task()
     Path("data").mkdir()
@@ -232,6 +232,7 @@ def test_conversational_prompts_and_an_adapter():
     rewards = {"reward_funcs": ["my_rewards.py:of_messages", "my_rewards.py:of_messages"]}
     results = run(**columns, **rewards, arms=json.dumps({"fr3e": ARMS["fr3e"]}), num_heldout=100)
     assert results["arguments"]["num_heldout"] == 40
+    assert "num_heldout=100: 40 prompts are held out" in "".join(capsys.readouterr())
     (result,) = results["runs"]
     assert {reward for of_prompt in result["evaluations"][0]["rewards"] for reward in of_prompt} == {
         0.0,

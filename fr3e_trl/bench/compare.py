@@ -95,7 +95,11 @@ def compare(args: CompareArguments, command: str) -> None:
     output_dir = Path(args.output_dir)
     task, policy = args.task_and_policy(args.num_heldout)
     if isinstance(task, OwnTask):
-        args.num_heldout = min(args.num_heldout, len(task.splits["heldout"]))
+        there_are = len(task.splits["heldout"])
+        if there_are < args.num_heldout:
+            told = f"num_heldout={args.num_heldout}: {there_are} prompts are held out, which is all that can be."
+            CONSOLE.print(told, highlight=False, soft_wrap=True)
+        args.num_heldout = min(args.num_heldout, there_are)
     fixed = {name: value for name, value in asdict(args).items() if name not in FREE} | {"policy": policy.name}
     has_runs = any(output_dir.glob("*/*.json")) or any((output_dir / UNDER_WAY).glob(f"*/*/{MEASURED}"))
     comparison = Comparison(args, task, policy)

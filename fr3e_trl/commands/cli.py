@@ -56,6 +56,8 @@ def main(argv: list[str] | None = None) -> None:
         form = "WARNING: %(message)s"
         logging.lastResort.setFormatter(logging.Formatter(f"\033[33m{form}\033[0m" if sys.stderr.isatty() else form))
     arguments, debug = without_debug(sys.argv[1:] if argv is None else argv)
+    if debug:
+        os.environ["FR3E_DEBUG"] = "1"  # of the processes that are started too
     prog, what_it_does, commands = "fr3e", "FR3E for TRL: training, evaluation, and a bench.", COMMANDS
     try:
         while True:

@@ -307,8 +307,20 @@ def without_empty_prompts(dataset: Dataset | IterableDataset, args: FR3EScriptAr
 
 
 def test_split(args: FR3EScriptArguments) -> str:
-    """The split to evaluate on: a file has one."""
-    return "train" if Path(args.dataset_name or "").suffix in FORMATS else args.dataset_test_split
+    """
+    The split to evaluate on: a file has one.
+
+    Raises:
+        UsageError: Another one of a file is named.
+    """
+    if Path(args.dataset_name or "").suffix not in FORMATS:
+        return args.dataset_test_split
+    if args.dataset_test_split not in ("train", "test"):  # "test" is the default
+        raise UsageError(
+            f"dataset_test_split={args.dataset_test_split!r}: dataset_name={args.dataset_name!r} is a file, whose only "
+            "split is 'train'. Leave dataset_test_split out, or name a directory with a file for each split."
+        )
+    return "train"
 
 
 def source_of(args: FR3EScriptArguments) -> dict[str, Any]:

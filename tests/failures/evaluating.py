@@ -36,6 +36,7 @@ CASES = [
     refused("model_name_or_path=nowhere", "model_name_or_path='nowhere'"),
     refused("model_name_or_path=data.jsonl", "model_name_or_path='data.jsonl'"),
     refused("dataset_test_split=dev --dataset_name=folder", "folder"),
+    refused("dataset_test_split=dev", "dataset_test_split='dev'", "data.jsonl"),
     refused("reward_funcs=rewards.py:none", "'rewards.py:none'", "2 problems", "None"),
     refused("reward_funcs=rewards.py:nan", "'rewards.py:nan'", "2 problems", "NaN"),
     refused("reward_funcs=rewards.py:text", "'rewards.py:text'", "'good'", "number"),
