@@ -51,6 +51,7 @@ from .trl_adapter.setup import (
     sharding,
     tokenizer_of,
 )
+from .trl_adapter.stopwatch import Stopwatch
 from .trl_adapter.tools import TRLToolLoop, time_limit
 from .trl_adapter.vllm_weights import adapter_sync, awake_engine
 
@@ -102,6 +103,8 @@ class FR3ETrainer(GRPOTrainer):
             Draws the rollouts.
         trees (`list[Tree]`):
             What the last generation step explored, one tree for each prompt.
+        stopwatch ([`~trl_adapter.stopwatch.Stopwatch`]):
+            Where the time of the steps of a run has gone.
 
     Raises:
         NotImplementedError: What is asked for does not work with exploration yet.
@@ -190,6 +193,7 @@ class FR3ETrainer(GRPOTrainer):
         images.take_no_empty_images(self)
         self.share_prefixes(bool(args.share_prefixes))
         self.trees: list[Tree] = []
+        self.stopwatch = Stopwatch()
         self.sampler = make_sampler(self)
         self.has_own_sampler = sampler is not None
         self._value_tracker = ValueTracker() if args.value_tracker else None
@@ -306,17 +310,18 @@ class FR3ETrainer(GRPOTrainer):
         for keys in in_every_process(exploring.read):
             for i, key in keys.items():
                 trees[i].key = key
-        uncertainties = explore(
-            trees,
-            self.args.plan,
-            self.sampler,
-            exploring.score,
-            self.token_statistics,
-            (self.args.seed, self.state.global_step),
-            of_rows,
-            in_every_process,
-            self._threshold,
-        )
+        with self.stopwatch.part("generation"):
+            uncertainties = explore(
+                trees,
+                self.args.plan,
+                self.sampler,
+                exploring.score,
+                self.token_statistics,
+                (self.args.seed, self.state.global_step),
+                of_rows,
+                in_every_process,
+                self._threshold,
+            )
         self._uncertainties += uncertainties
         for dialogue in (rollout.dialogue for tree in trees for state in tree.states for rollout in state.rollouts):
             if dialogue is not None:

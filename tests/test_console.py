@@ -55,7 +55,12 @@ def test_a_log_is_a_line_and_the_end_says_what_came_of_it(capsys):
     assert len(lines) == 6 + 2 + len(end) and end[1].startswith("6 steps in ")
     rows = dict(re.match(r"  (.{21})(.*)", line).groups() for line in end[2:])
     rows = {name.strip(): text for name, text in rows.items()}
-    assert list(rows) == ["eval_reward", "value at the prompt", "checkpoint", "trees", "all metrics", "next"]
+    changed, files = ["eval_reward", "value at the prompt"], ["checkpoint", "trees", "all metrics"]
+    assert list(rows) == [*changed, "time of the steps", *files, "next"]
+    assert re.fullmatch(r"(\w+ \d+%(, )?){3}", rows["time of the steps"])
+    assert {*trainer.stopwatch.seconds} == {"generation", "rewards", "update"}
+    took, whole_run = sum(trainer.stopwatch.seconds.values()), trainer.state.log_history[-1]["train_runtime"]
+    assert sum(entry["step_time"] for entry in logs) < took < whole_run  # evaluations and checkpoints are no part
     first, last = logs[0]["fr3e/value/S0"], logs[-1]["fr3e/value/S0"]
     expected = rf"{first:.3f} → {last:.3f}: \{last - first:+.3f} ± [\d.]+, (within|beyond) the noise \(.* 6 logs\)"
     assert re.fullmatch(expected, rows["value at the prompt"])

@@ -17,6 +17,7 @@ from transformers.utils import logging
 from ..page.record import FOLDER, METRICS, PAGE
 from .course import VALUE, Change, changes, evaluated
 from .resume import TRAINER_STATE_FILE
+from .stopwatch import Stopwatch
 
 # A line: what is called how, in which format. Of several metrics, the first that was logged
 COLUMNS: list[tuple[str, tuple[str, ...], str]] = [
@@ -78,6 +79,7 @@ class Console(ProgressCallback, PrinterCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began, self._first_step = time.monotonic(), state.global_step
         self._told.clear()
+        self.trainer.stopwatch = Stopwatch()
         if _has_bars(args):
             super().on_train_begin(args, state, control, **kwargs)
         if state.is_world_process_zero and state.global_step >= state.max_steps:
@@ -86,7 +88,11 @@ class Console(ProgressCallback, PrinterCallback):
                 "or num_train_epochs to go on."
             )
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.stopwatch.begin("update")
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.stopwatch.end()
         if self.training_bar is not None:
             super().on_step_end(args, state, control, **kwargs)
         elif state.is_world_process_zero and state.global_step == self._first_step + 1 and not control.should_log:
@@ -123,6 +129,8 @@ class Console(ProgressCallback, PrinterCallback):
             ("value at the prompt" if change.name == VALUE else change.name, told(change))
             for change in changes(self.trainer)
         ]
+        if not args.is_plain_grpo and self.trainer.stopwatch.seconds:
+            rows.append(("time of the steps", str(self.trainer.stopwatch)))
         output, checkpoint = Path(args.output_dir), checkpoint_of(args, state)
         if checkpoint is not None:
             rows.append(("checkpoint", str(checkpoint)))

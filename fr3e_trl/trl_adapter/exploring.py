@@ -61,13 +61,14 @@ class Exploring:
         """Score completions of trees. Those that could not go on from their prefix have no reward."""
         whole = [k for k, dialogue in enumerate(dialogues) if dialogue is None or not dialogue.is_broken]
         scores = [Score([math.nan] * len(self.trainer.reward_funcs), math.nan)] * len(owners)
-        scored = score(
-            self.trainer,
-            [self.examples[owners[k]] for k in whole],
-            [self.trees[owners[k]].prompt_ids for k in whole],
-            [completion_ids[k] for k in whole],
-            [dialogues[k] for k in whole],
-        )
+        with self.trainer.stopwatch.part("rewards"):
+            scored = score(
+                self.trainer,
+                [self.examples[owners[k]] for k in whole],
+                [self.trees[owners[k]].prompt_ids for k in whole],
+                [completion_ids[k] for k in whole],
+                [dialogues[k] for k in whole],
+            )
         for k, of_rollout in zip(whole, scored, strict=True):
             scores[k] = replace(of_rollout, is_masked=self._is_masked(completion_ids[k]))
         return scores

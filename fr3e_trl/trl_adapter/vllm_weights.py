@@ -43,7 +43,7 @@ def awake_engine(trainer: Any) -> Iterator[None]:
     generation = trainer.vllm_generation
     may_sleep = trainer.vllm_mode == "colocate" and generation.enable_sleep_mode
     if trainer.state.global_step != trainer._last_loaded_step or (may_sleep and generation._llm_weights_sleeping):
-        with profiling_context(trainer, "sync_weights"):
+        with profiling_context(trainer, "sync_weights"), trainer.stopwatch.part("weights to vLLM"):
             generation.sync_weights()  # wakes up the memory of the weights
         trainer._last_loaded_step = trainer.state.global_step
     if may_sleep:

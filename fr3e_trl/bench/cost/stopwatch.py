@@ -4,7 +4,6 @@ import contextlib
 import functools
 import gc
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -18,6 +17,7 @@ from transformers import GenerationMixin
 from ...generation.generate import GenerateSampler
 from ...trainer import FR3ETrainer
 from ...trl_adapter import logprobs, watching
+from ...trl_adapter.stopwatch import Stopwatch
 
 # Of a step's time: see `step.py`
 PARTS = ["generation", "log-probs", "rewards", "loss", "FR3E", "TRL"]
@@ -31,32 +31,17 @@ TIMED: list[tuple[type | ModuleType, str, str]] = [
 ]
 
 
-class Stopwatch:
-    """Time by part, each moment counted for the innermost part that is running."""
+class MethodStopwatch(Stopwatch):
+    """A stopwatch of methods. What a part has asked of a GPU is its own."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-        self._running: list[str] = []
-        self._since = 0.0
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        self._turn()
+    def begin(self, part: str) -> None:
         # Inside the loss, the forward pass is the loss's
-        self._running.append("loss" if name == "log-probs" and "loss" in self._running else name)
-        try:
-            yield
-        finally:
-            self._turn()
-            self._running.pop()
+        super().begin("loss" if part == "log-probs" and "loss" in self._running else part)
 
     def _turn(self) -> None:
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # what a part has asked for is its own
-        now = time.perf_counter()
-        if self._running:
-            self.seconds[self._running[-1]] += now - self._since
-        self._since = now
+            torch.cuda.synchronize()
+        super()._turn()
 
     @contextlib.contextmanager
     def times(self, methods: list[tuple[type | ModuleType, str, str]]) -> Iterator[None]:
@@ -97,7 +82,7 @@ def measure(
     Seconds of each trainer by part, the tokens that it generated, and those that its loss forwarded, over all turns but
     that of number 0.
     """
-    stopwatch = Stopwatch()
+    stopwatch = MethodStopwatch()
     seconds = {name: dict.fromkeys(PARTS, 0.0) for name in trainers}
     generated, updated = dict.fromkeys(trainers, 0.0), dict.fromkeys(trainers, 0.0)
     with stopwatch.times(TIMED):
