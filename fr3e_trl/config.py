@@ -66,6 +66,9 @@ PRIOR_STRENGTH = 4.0
 PAPER_CLIPPING = 0.28
 PAPER_SCALING = "none"
 
+# CISPO cuts importance weights at `epsilon_high` itself, not at 1 more. ScaleRL's choice (arXiv 2510.13786), and TRL's
+CISPO_CLIPPING = 5.0
+
 # GRPO looks at these only when it computes advantages or a loss, after a batch was explored
 GRPO_CHOICES = {
     "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
@@ -138,7 +141,7 @@ class FR3EConfig(GRPOConfig):
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`] while exploring:
-    > - `epsilon_high`: Defaults to `0.28` instead of `epsilon`.
+    > - `epsilon_high`: Defaults to `0.28` instead of `epsilon`, and with `loss_type="cispo"` to `5.0`.
     > - `scale_rewards`: Defaults to `"none"` instead of `"group"`.
     """
 
@@ -532,6 +535,12 @@ class FR3EConfig(GRPOConfig):
         _check(self, "settled")
         if not self.is_plain_grpo:
             _check(self, "active")
+        if self.loss_type == "cispo" and self.epsilon_high is not None and self.epsilon_high < 1:
+            logger.warning(
+                "epsilon_high=%r cuts all importance weights below 1: with loss_type='cispo' it is the greatest weight "
+                "itself. TRL and ScaleRL take 5.0.",
+                self.epsilon_high,
+            )
 
 
 # Defaults that depend on other settings: one step for each, in the order of STEPS
@@ -559,7 +568,7 @@ def choose_scaling(config: FR3EConfig) -> None:
 
 def choose_clipping(config: FR3EConfig) -> None:
     if config.epsilon_high is None and config.num_anchors:
-        config.epsilon_high = PAPER_CLIPPING
+        config.epsilon_high = CISPO_CLIPPING if config.loss_type == "cispo" else PAPER_CLIPPING
 
 
 def choose_rejection(config: FR3EConfig) -> None:

@@ -1,6 +1,7 @@
 """What is refused before it costs anything, or as soon as it is seen."""
 
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -118,7 +119,9 @@ def test_large_rewards_train():
         ({"min_length": 4}, "amid the completion"),
         ({"structured_outputs": {"regex": "[0-9]+"}}, "amid the completion"),
         ({"logprobs": 5}, "a form of its own"),
+        ({"encoder_repetition_penalty": 2.0}, "amid the completion"),
         ({"stop": ["\n"]}, "Set stop_token_ids"),
+        ({"stop_strings": ["\n"]}, "Set stop_token_ids"),
         ({"seed": 1}, "Set the trainer's seed"),
     ],
 )
@@ -127,6 +130,24 @@ def test_generation_kwargs_that_cannot_be_honoured(kwargs, remedy):
     with pytest.raises(ValueError, match=rf"generation_kwargs={{'{name}': .*{remedy}.*num_anchors=0"):
         make_trainer(generation_kwargs=kwargs)
     make_trainer(generation_kwargs=kwargs, num_anchors=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("min_length", 4, "generation_kwargs={'min_length': 0}"),
+        ("forced_eos_token_id", 1, "it to None"),
+        ("exponential_decay_length_penalty", (2, 3.0), "it to None"),
+        ("encoder_repetition_penalty", 2.0, "it to None"),
+        ("stop_strings", ["="], "it to None"),
+    ],
+)
+def test_the_same_in_the_models_own_configuration(name, value, remedy):
+    model = make_model()
+    setattr(model.generation_config, name, value)
+    with pytest.raises(ValueError, match=re.escape(f"generation_config has {name}={value}") + ".*" + re.escape(remedy)):
+        make_trainer(model=model)
+    make_trainer(model=model, num_anchors=0)
 
 
 def test_generation_kwargs_that_are_honoured():

@@ -260,6 +260,13 @@ def test_without_anchors_the_defaults_are_grpos():
     assert (with_prior.scale_rewards, with_prior.epsilon_high) == ("none", None)
 
 
+def test_cispo_takes_the_greatest_weight(caplog):
+    assert make_config(loss_type="cispo").epsilon_high == 5.0
+    assert "epsilon_high" not in caplog.text
+    assert make_config(loss_type="cispo", epsilon_high=0.28).epsilon_high == 0.28
+    assert "epsilon_high=0.28 cuts all importance weights below 1" in caplog.text
+
+
 def test_clipping_and_scaling_may_be_set():
     for num_anchors in (0, 3):
         config = make_config(num_anchors=num_anchors, epsilon_high=0.2, scale_rewards="batch")

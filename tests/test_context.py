@@ -18,7 +18,7 @@ from transformers import (
 )
 from trees import rollouts_of
 
-from fr3e_trl.generation.context import context_length
+from fr3e_trl.generation.context import context_length, knows_padding
 
 
 def yarn(factor: float, **parameters) -> dict:
@@ -63,6 +63,22 @@ LONGROPE = {"rope_type": "longrope", "long_factor": [1.0] * 48, "short_factor": 
 )
 def test_context_length(config, expected):
     assert context_length(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (GPT2Config(), True),
+        (LlamaConfig(), False),
+        (Gemma3Config(), False),
+        (BloomConfig(), False),
+        (LlamaConfig(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), True),
+        (Phi3Config(original_max_position_embeddings=4096, rope_parameters=LONGROPE.copy()), True),
+    ],
+    ids=lambda value: type(value).__name__ if hasattr(value, "model_type") else str(value),
+)
+def test_which_models_may_tell_where_a_row_begins(config, expected):
+    assert knows_padding(config) is expected
 
 
 def digits(completions, **kwargs):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 from factory import weights
 from hypothesis import strategies as st
 from launches import launch
@@ -59,6 +60,18 @@ def make_family(family, implementation="sdpa"):
             parameter.add_(torch.randn_like(parameter) * 0.05)
         model.get_output_embeddings().weight.mul_(5)
     return model
+
+
+@pytest.mark.parametrize("family", ["GPT2", "Qwen3"])
+@pytest.mark.parametrize("share_prefixes", [True, False])
+def test_ratios_are_1_before_the_first_update_wherever_rows_begin(family, share_prefixes):
+    """Learned positions count from a row's first token where it is sampled, and from the batch's where it is scored."""
+    prompts = Dataset.from_dict({"prompt": ["1+1=", "12345678+12345678+12345678="] * 4})
+    exact = {"epsilon": 1e-4, "epsilon_high": 1e-4, "learning_rate": 0.0}
+    settings = {"dataset": prompts, "num_iterations": 2, "share_prefixes": share_prefixes, **exact}
+    trainer = make_trainer(make_family(family), **settings)
+    trainer.train()
+    assert factory.logged(trainer, "clip_ratio/region_mean") == [(0.0,), (0.0,)]
 
 
 def make_trainer(model=None, cls=FR3ETrainer, **settings):

@@ -524,6 +524,24 @@ def test_continuous_batching():
     )
 
 
+def test_continuous_batching_does_not_explore_in_evaluation():
+    """TRL's generation leaves the model in training mode: further batches would be taken for steps."""
+    trainer = make_trainer(
+        model=make_model(max_position_embeddings=128),
+        use_transformers_continuous_batching=True,
+        transformers_continuous_batching_config={"num_blocks": 64, "block_size": 16, "max_batch_tokens": 128},
+        bf16=True,
+        eval_dataset=make_dataset(6),
+        eval_strategy="steps",
+        eval_steps=1,
+        num_generations_eval=4,
+        per_device_eval_batch_size=8,
+    )
+    trainer.train()
+    assert len(trainer.batches) == 2
+    assert sum("eval_reward" in entry for entry in trainer.state.log_history) == 2
+
+
 # Adapters
 
 LORA = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")

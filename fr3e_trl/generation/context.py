@@ -27,12 +27,32 @@ def context_length(config: Any) -> int | None:
     """
     config = config.get_text_config()
     context = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None)
-    if context is None or not rope:
+    if context is None:
         return context
-    of_layer_types = [rope] if "rope_type" in rope else [layer for layer in rope.values() if isinstance(layer, dict)]
-    lengths = [_stretched(context, of_layers) for of_layers in of_layer_types]
+    lengths = [_stretched(context, of_layers) for of_layers in _rope(config)]
     return None if None in lengths else max([context, *filter(None, lengths)])
+
+
+def knows_padding(config: Any) -> bool:
+    """
+    Whether a model may tell where a left-padded row begins: it has learned positions, or RoPE that depends on how far
+    they go.
+
+    Args:
+        config (`~transformers.PreTrainedConfig`):
+            Configuration of the model.
+    """
+    config = config.get_text_config()
+    kinds = [of_layers.get("rope_type", "default") for of_layers in _rope(config)]
+    if not kinds:
+        return getattr(config, "max_position_embeddings", None) is not None
+    return not {"dynamic", "longrope"}.isdisjoint(kinds)
+
+
+def _rope(config: Any) -> list[dict[str, Any]]:
+    """The parameters of RoPE, of each kind of layers. None if there is no RoPE."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope] if "rope_type" in rope else [of_layers for of_layers in rope.values() if isinstance(of_layers, dict)]
 
 
 def _stretched(context: int, rope: dict[str, Any]) -> int | None:

@@ -40,11 +40,12 @@ REFUSED_KWARGS = (
             *("min_length", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
             *("exponential_decay_length_penalty", "presence_penalty", "frequency_penalty"),
             *("structured_outputs", "thinking_token_budget", "repetition_detection"),
+            *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size"),
         ),
         "Leave it out: it counts from where generation begins, which at an anchor is amid the completion",
     ),
     (
-        ("stop",),
+        ("stop", "stop_strings"),
         "Set stop_token_ids: strings are looked for in what follows an anchor alone, and one that spans it is missed",
     ),
     (
@@ -57,6 +58,8 @@ REFUSED_KWARGS = (
     ),
 )
 HARMLESS_KWARGS = (("do_sample", True), ("num_beams", 1), ("num_return_sequences", 1), ("min_length", 0))
+# Those that generation is always given anew, whatever a model's own configuration says
+OVERRIDDEN_KWARGS = ("max_new_tokens", "max_length", "temperature", "do_sample")
 
 # Columns that TRL takes images from, the first that there is
 IMAGE_COLUMNS = ("images", "image")
@@ -113,12 +116,14 @@ def refuse_unsupported_setup(trainer: Any) -> None:
 
 def _check_generation_config(of_model: Any, chosen: Any) -> None:
     """Refuse what a model's own generation configuration brings that `generation_kwargs` may not, unless overridden."""
-    for name, harmless in (("num_beams", 1), ("num_return_sequences", 1), ("min_length", 0)):
-        value = getattr(of_model, name)
-        if value not in (None, harmless) and getattr(chosen, name) is None:
+    harmless = dict(HARMLESS_KWARGS)
+    for name in (name for names, _ in REFUSED_KWARGS for name in names if name not in OVERRIDDEN_KWARGS):
+        value = getattr(of_model, name, None)
+        if value not in (None, False, harmless.get(name)) and getattr(chosen, name, None) is None:
+            remedy = f"generation_kwargs={{{name!r}: {harmless[name]}}}" if name in harmless else "it to None"
             raise ValueError(
                 f"The model's generation_config has {name}={value}, and rollouts must be independent samples that go "
-                f"on from any prefix. Set generation_kwargs={{{name!r}: {harmless}}}, or num_anchors=0 for plain GRPO."
+                f"on from any prefix. Set {remedy}, or num_anchors=0 for plain GRPO."
             )
 
 

@@ -10,6 +10,8 @@ from transformers import LogitsProcessorList
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
+from .overriding import overridden
+
 # What transformers calls the hooks that have embeddings require gradients
 HOOK = "make_inputs_require_grads"
 
@@ -74,6 +76,27 @@ def generation_model(trainer: Any) -> Iterator[Any]:
         finally:
             if model.training != training:  # continuous batching leaves it in evaluation mode
                 trainer.model.train(training)
+
+
+@contextmanager
+def in_its_mode(trainer: Any) -> Iterator[None]:
+    """
+    Have the model stay in training or evaluation mode while TRL generates.
+
+    TRL leaves it in training mode after continuous batching. The evaluation that goes on would take itself for a step.
+    """
+    generate = trainer._generate_single_turn
+
+    def generate_in_mode(*args: Any, **kwargs: Any) -> Any:
+        training = trainer.model.training
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            if trainer.model.training != training:
+                trainer.model.train(training)
+
+    with overridden(trainer, _generate_single_turn=generate_in_mode):
+        yield
 
 
 def drop_surplus_hooks(model: nn.Module) -> None:

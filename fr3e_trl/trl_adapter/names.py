@@ -90,8 +90,8 @@ METHODS = [
     ),
     Name(
         f"{GRPO}._generate_single_turn",
-        "assemble.py tools.py",
-        "rows bring their completions into a batch; a sampler writes the turns of a dialogue",
+        "assemble.py decoding.py tools.py",
+        "rows bring their completions into a batch; a sampler writes the turns of a dialogue; evaluation stays one",
         "self prompt_ids images multimodal_fields num_generations has_tool_images",
     ),
     Name(

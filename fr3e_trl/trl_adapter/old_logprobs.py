@@ -15,6 +15,7 @@ from accelerate.utils import gather_object
 from torch.nn.functional import linear
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from ..generation.context import knows_padding
 from ..method.rows import Row
 from .images import images_in, multimodal_of, select_rows
 from .logprobs import head_kernel, token_statistics
@@ -146,10 +147,12 @@ def _known(trainer: Any, rows: Sequence[Row]) -> list[torch.Tensor | None]:
     """
     Log-probs of each row's tokens, of shape (L,), under the policy that it was sampled from, if they were told: by
     generation in float32, by a sampler of one's own, or for a row left over by the step before. 0 for a prefix, not in
-    the loss. In half precision decoding rounds otherwise than training does, and the ratio would not be 1 where nothing
-    has changed.
+    the loss. The ratio would not be 1 where nothing has changed if generation computed otherwise than training does. In
+    half precision it rounds otherwise. With learned positions it counts from a row's first token, and training, as TRL
+    has it, from the first column of the padded batch.
     """
-    is_told = trainer.has_own_sampler or (in_float32(trainer) and not trainer.use_vllm)
+    is_alike = in_float32(trainer) and not trainer.use_vllm and not knows_padding(trainer.model.config)
+    is_told = trainer.has_own_sampler or is_alike
     return [
         row.old_logprobs
         if row.old_logprobs is not None or row.rollout.logprobs is None or not is_told
