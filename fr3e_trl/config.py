@@ -171,7 +171,7 @@ class FR3EConfig(GRPOConfig):
     anchor_threshold: float | str | None = field(
         default="auto",
         metadata={
-            "help": "Tokens whose entropy exceeds this many nats become anchors, for example 0.3. The first ones "
+            "help": "Tokens whose entropy reaches this many nats become anchors, for example 0.3. The first ones "
             "count, until the trajectory has its number. The choice does not look at later tokens, so "
             "`credit='tree'` is unbiased. Branches are then generated together with their base trajectory. 'auto' "
             "adapts the threshold: "
@@ -304,7 +304,7 @@ class FR3EConfig(GRPOConfig):
         default="raise",
         metadata={
             "help": "What happens when an environment answers differently in a replay. A branch off a later turn "
-            "needs the environment in the state of its prefix. Without a method `fork`, the environment is reset and "
+            "needs the environment in the state of its prefix. Without a method `_fork`, the environment is reset and "
             "repeats the prefix's actions. If an answer differs, 'raise' ends with an error. 'skip' drops the rollout "
             "from the loss.",
             "choices": ["raise", "skip"],
