@@ -59,7 +59,8 @@ def test_step(settings, capsys):
     generate = GenerationMixin.generate
     sizes = ["--num_turns=1", "--num_steps=2", "--num_prompts=4", "--num_generations=4", "--max_completion_length=8"]
     cli.main(["cost", "step", f"--policy={model_on_disk()}", f"--settings={settings}", *sizes])
-    output = capsys.readouterr().out
+    output, progress = capsys.readouterr()
+    assert re.findall(r"turn \d of 2, after \d+ min", progress) == [f"turn {i} of 2, after 0 min" for i in (1, 2)]
     assert "2 steps each of 4 prompts x 4 rows" in output
     assert "FR3E: 1 base trajectories and 3 anchors a prompt" in output
     ratio, _, fr3e, grpo, shared = map(float, cells(output, "generated tokens per row"))

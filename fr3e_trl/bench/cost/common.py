@@ -2,15 +2,22 @@
 
 import argparse
 import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from ...commands.usage import Parser
 from ..arguments import ArmsArguments
 from ..policies import starting_policy
 from ..tasks import TASKS
+
+T = TypeVar("T")
 
 # Of both trainers, where their defaults differ and it is not FR3E itself; and what the bench's arms have otherwise
 SETTINGS: dict[str, Any] = {
@@ -21,6 +28,19 @@ SETTINGS: dict[str, Any] = {
     "num_train_examples": 2000,
     "logging_steps": 1,
 }
+
+
+def followed(items: Sequence[T], name: str) -> Iterator[T]:
+    """Items that take long: a bar on a terminal, a line for each in a log, on stderr."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        yield from track(items, description=f"{name}s".capitalize(), console=console)
+        return
+    start = time.monotonic()
+    for i, item in enumerate(items):
+        minutes = (time.monotonic() - start) / 60
+        print(f"{name} {i + 1} of {len(items)}, after {minutes:.0f} min", file=sys.stderr, flush=True)
+        yield item
 
 
 def make_parser(description: str | None, **counts: tuple[int, str]) -> argparse.ArgumentParser:

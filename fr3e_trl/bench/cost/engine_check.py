@@ -9,11 +9,10 @@ from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 
 from ...generation.vllm import STREAM_INTERVAL
 from ...generation.vllm_server import VLLMServer, VLLMServerError
-from .common import make_table, over_turns
+from .common import followed, make_table, over_turns
 from .engine_model import WAYS, Base, Engine, Lengths, draw_prompt, seconds_of
 
 LOADS = [0.5, 1, 2, 4]  # rows of a step for each place of the engine
@@ -123,7 +122,7 @@ def check(options: argparse.Namespace) -> None:
         lengths = Lengths(options.mean_length, options.spread, options.longest, rng)
         num_bases = max(1, options.num_rows // 4)
         table = make_table("Time of generation / GRPO's, by rows for each place", "measured", "by the model")
-        for load in track(LOADS, description="Loads", console=Console(stderr=True)):
+        for load in followed(LOADS, "load"):
             num_prompts = max(1, round(load * options.max_running / options.num_rows))
             measured: dict[str, list[float]] = {way: [] for way in WAYS}
             modelled: dict[str, list[float]] = {way: [] for way in WAYS}

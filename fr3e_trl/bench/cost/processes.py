@@ -19,12 +19,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import track
-
 from ..arms import make_trainer
 from ..runs import be_quiet
-from .common import SETTINGS, add_task_options, make_parser, over_turns, policy_of, task_of
+from .common import SETTINGS, add_task_options, followed, make_parser, over_turns, policy_of, task_of
 
 NUM_PROMPTS, NUM_GENERATIONS = 8, 16  # of a step, in all processes
 
@@ -91,7 +88,7 @@ def main(argv: list[str]) -> None:
         return
     options.policy = policy_of(options)  # made before the first turn, if it has to be
     ratios = []
-    for _ in track(range(options.num_turns), description="Turns", console=Console(stderr=True)):
+    for _ in followed(range(options.num_turns), "turn"):
         one, two = (statistics.median(step_times(n, options)) for n in (1, 2))
         ratios.append(two / one)
     print(

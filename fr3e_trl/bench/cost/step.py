@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 
 from ...commands.usage import usage_errors
 from ..arms import make_trainer, read_settings
 from ..runs import be_quiet
-from .common import SETTINGS, add_own_task_options, add_task_options, count, make_parser, make_table, task_of
+from .common import SETTINGS, add_own_task_options, add_task_options, count, followed, make_parser, make_table, task_of
 from .stopwatch import PARTS, measure, peak_memory
 
 # As the tables call them, with what makes FR3E one of them
@@ -76,9 +75,7 @@ def main(argv: list[str]) -> None:
                 raise ValueError(
                     f"min_completion_length={options.min_completion_length} is above max_completion_length={longest}."
                 )
-        seconds, generated, updated = measure(
-            trainers, track(range(options.num_turns + 1), description="Turns", console=Console(stderr=True))
-        )
+        seconds, generated, updated = measure(trainers, followed(range(options.num_turns + 1), "turn"))
         memory = {name: peak_memory(trainer) / 2**20 for name, trainer in trainers.items()}
     num_steps = options.num_steps * options.num_turns
     num_rows = num_steps * options.num_prompts * options.num_generations

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from transformers import AutoModelForCausalLM, set_seed
 
 from ...config import FR3EConfig
@@ -27,7 +26,7 @@ from ..measures import now
 from ..policies import small_config
 from ..runs import be_quiet
 from ..tasks import TASKS
-from .common import count, make_parser, make_table
+from .common import count, followed, make_parser, make_table
 
 NUM_BASES = 2
 
@@ -67,7 +66,7 @@ def main(argv: list[str]) -> None:
     )
     with tempfile.TemporaryDirectory() as output_dir:
         trainer = make_update_trainer(options, output_dir)
-        for length in track(options.lengths, description="Lengths", console=Console(stderr=True)):
+        for length in followed(options.lengths, "length"):
             batches = {"GRPO": make_batch(options, length, [])}
             batches |= {
                 f"{shape} {place}": make_batch(options, length, branches)
