@@ -4,6 +4,8 @@ import contextlib
 import sys
 from types import SimpleNamespace
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from models import make_model
 from peft import LoraConfig, get_peft_model
@@ -36,8 +38,9 @@ class SharedEngine:
         ]
         if self.group is not None:
             of_processes = [None] * dist.get_world_size(self.group)
-            dist.all_gather_object(of_processes, asked, group=self.group)  # hangs unless all are here
-            assert all(other == asked for other in of_processes)
+            drawn = float(np.random.rand()), torch.rand(1).item()
+            dist.all_gather_object(of_processes, (asked, drawn), group=self.group)  # hangs unless all are here
+            assert all(other == (asked, drawn) for other in of_processes)
         self.calls.append(asked)
         return [
             SimpleNamespace(outputs=[self.output(prefix_ids, i, max_tokens) for i in range(num_samples)])
@@ -57,6 +60,7 @@ def share_engine(trainer, draw) -> SharedEngine:
     if num_processes > 1:
         # As TRL makes it
         group, _ = dist.new_subgroups_by_enumeration([list(range(num_processes))])
+        np.random.seed(trainer.accelerator.process_index)  # as where rewards draw by it
     engine = SharedEngine(draw, group)
     generation = SimpleNamespace(
         llm=engine,

@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from factory import make_trainer
 from models import make_dataset, make_model, make_tokenizer
+from peft import LoraConfig
 
 from fr3e_trl.trl_adapter.checks import warn_of_timeouts
 
@@ -171,6 +172,14 @@ def test_one_eos_token_as_a_number():
     )
     assert texts == others and any(end in text for text in texts)
     assert all(end not in text[:-1] for text in texts)
+
+
+@pytest.mark.parametrize(("dtype", "told"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_an_adapters_model_that_generates_in_float32(dtype, told, caplog):
+    adapter = LoraConfig(target_modules=["q_proj"])
+    trainer = make_trainer(model=make_model().to(dtype), peft_config=adapter, bf16=True)
+    assert trainer.accelerator.mixed_precision == "bf16"
+    assert ("--dtype bfloat16: that takes half of the memory" in caplog.text) is told
 
 
 # One prompt

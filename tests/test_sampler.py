@@ -16,6 +16,7 @@ from trees import rollouts_of
 
 from fr3e_trl import Sample, Sampler, SamplingRequest
 from fr3e_trl.generation.sampler import OwnSampler
+from fr3e_trl.generation.vllm_server import in_parallel
 from fr3e_trl.trl_adapter.samplers import make_sampler
 
 
@@ -174,6 +175,18 @@ def test_the_example(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "value at the prompt" in result.stdout and (tmp_path / "model.safetensors").exists()
+
+
+def test_branches_are_asked_for_before_further_base_trajectories():
+    """A server with many of these would have dropped a branch's prefix from its cache."""
+    order = []
+
+    def ask(item):
+        order.append(item)
+        yield from [item + 0.1, item + 0.2] if isinstance(item, int) else []
+
+    in_parallel(ask, [1, 2, 3], most=1)
+    assert [int(item) for item in order] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
 def test_a_colocated_vllm_with_tensor_parallelism(tmp_path):

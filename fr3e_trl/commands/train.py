@@ -35,6 +35,7 @@ from ..trl_adapter import console
 from ..trl_adapter.card import SECRET
 from ..trl_adapter.checks import check_dataset
 from ..trl_adapter.resume import TRAINER_STATE_FILE, checkpoints, is_complete, last_complete_checkpoint
+from ..trl_adapter.vllm_weights import end_engine
 from .data import (
     FR3EScriptArguments,
     check_reward_columns,
@@ -219,6 +220,7 @@ def train(
     if trainer.accelerator.is_main_process:
         console.show([*saved, ("next", evaluation_command(script_args, training_args))])
     trainer.accelerator.wait_for_everyone()
+    end_engine(trainer)
     trainer.accelerator.end_training()  # a process that leaves with its connections open may abort
 
 

@@ -1,8 +1,8 @@
 """Sampling with vLLM: a server, or an engine in this process."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -415,7 +415,10 @@ class VLLMColocateSampler(VLLMSampler):
             return self._ask(requests)
         # What is not needed to continue a prefix does not travel
         own = [replace(request, branching=None, dialogue=None) for request in requests]
-        return through_group(self.generation.tp_group, self._ask_together, own)
+        # Parts of the engine draw by the random numbers of their processes, and must draw the same token
+        seed, *_ = through_group(self.generation.tp_group, lambda seeds: [seeds[0]] * len(seeds), [_new_seed()])
+        with _seeded(seed):
+            return through_group(self.generation.tp_group, self._ask_together, own)
 
     def _ask_together(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         if is_peft_model(self.generation.model):
@@ -446,7 +449,8 @@ class VLLMColocateSampler(VLLMSampler):
         from vllm import SamplingParams
 
         prompts = [self._prompt(request) for request in requests]
-        params = [SamplingParams(**self.sampling_params(request)) for request in requests]
+        # Nobody reads its texts, of which each of the log-probs asked for would have one
+        params = [SamplingParams(**self.sampling_params(request) | {"detokenize": False}) for request in requests]
         outputs = self.generation.llm.generate(prompts, sampling_params=params, use_tqdm=False)
         return [
             [
@@ -469,3 +473,22 @@ class VLLMColocateSampler(VLLMSampler):
             images = images_of(request.multimodal)
             prompt["multi_modal_data"] = {"image": images if len(images) > 1 else images[0]}
         return prompt
+
+
+def _new_seed() -> int:
+    """By this process's random numbers, which a checkpoint keeps."""
+    return int(np.random.randint(2**31))
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Draw by this seed, and put back the random numbers of NumPy and torch."""
+    state = np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(state)

@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import queue
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ T = TypeVar("T")
 CHOICE = {"index", "finish_reason", "token_ids"}
 
 MAX_FAULTS = 5  # in a row, before a server that is up is given up
-MAX_IN_FLIGHT = 512  # requests; more than a server decodes at once
+MAX_IN_FLIGHT = 2048  # requests, each with a thread
 CONTROL_TIMEOUT = 120.0  # seconds for a request that generates nothing
 RETRIED_STATUSES = (404, 408, 429)  # 404: a server that was restarted does not know the adapter yet
 
@@ -77,6 +78,13 @@ class VLLMServer:
         model = self._retry(self._models)[0]
         self.base_model: str = model["id"]
         self.base_root: str = model.get("root") or self.base_model
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests at a time: more than the server decodes at once, and no more than half of what may be open here."""
+        decoded = self.config["scheduler_config"]["max_num_seqs"] * self.config["parallel_config"]["data_parallel_size"]
+        most_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return min(decoded * 5 // 4 + 1, most_open // 2, MAX_IN_FLIGHT)
 
     @property
     def model(self) -> str:
@@ -202,7 +210,7 @@ class VLLMServer:
 
         def send_pending() -> None:
             self._check_weights()
-            in_parallel(send, [i for i, result in enumerate(results) if result is None])
+            in_parallel(send, [i for i, result in enumerate(results) if result is None], self.num_in_flight)
 
         self._retry(send_pending)
         return results
@@ -367,10 +375,10 @@ class VLLMServer:
             )
 
 
-def in_parallel(action: Callable[[Any], Iterable[Any]], items: Sequence[Any]) -> None:
+def in_parallel(action: Callable[[Any], Iterable[Any]], items: Sequence[Any], most: int) -> None:
     """
-    Call `action` on every item, and on those that it gives while it goes on, up to `MAX_IN_FLIGHT` at a time, and raise
-    what the first that failed raised.
+    Call `action` on every item, and on those that it gives while it goes on, up to `most` at a time, and raise what the
+    first that failed raised. What it gives comes before other items: the server may still have a branch's prefix.
 
     The threads are daemons: an interrupt ends the program at once, not when the server has answered.
     """
@@ -388,12 +396,12 @@ def in_parallel(action: Callable[[Any], Iterable[Any]], items: Sequence[Any]) ->
             outcomes.put(error)
 
     while todo or num_open:
-        while todo and num_open < MAX_IN_FLIGHT:
+        while todo and num_open < most:
             threading.Thread(target=work, args=[todo.popleft()], daemon=True, name="fr3e-vllm-request").start()
             num_open += 1
         outcome = outcomes.get()
         if isinstance(outcome, list):
-            todo.extend(outcome)
+            todo.extendleft(outcome)
             continue
         num_open -= 1
         if outcome is not None:

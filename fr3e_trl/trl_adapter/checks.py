@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -189,6 +190,18 @@ def warn_of_unscored_sampling(args: FR3EConfig) -> None:
             "policy had changed. It is biased towards tokens that these settings make rarer. Leave them out, or "
             "set vllm_importance_sampling_correction=False.",
             " and ".join(unscored),
+        )
+
+
+def warn_of_float32_generation(trainer: Any) -> None:
+    """Tell if an adapter's model generates in float32: `generate` of PEFT is not under the autocast of updates."""
+    is_wide = trainer.model.dtype == torch.float32 and trainer.accelerator.mixed_precision != "no"
+    if is_wide and is_peft_model(trainer.model) and not trainer.use_vllm:
+        logger.warning(
+            "The model that the adapter belongs to is in float32, and generates in it, although updates run in %s. "
+            "Load it in bfloat16, by model_init_kwargs={'dtype': 'bfloat16'} or --dtype bfloat16: that takes half of "
+            "the memory, and generation is faster.",
+            trainer.accelerator.mixed_precision,
         )
 
 

@@ -34,6 +34,9 @@ BLOCK = 256
 # Queries and keys of a block of flex_attention: its default
 FLEX_BLOCK = 128
 
+# Forms of its calls that are compiled: 13 came in 30 micro-batches of random shapes
+FLEX_RECOMPILATIONS = 64
+
 # The first torch of which `varlen_attn` is known to take windows and grouped heads
 VARLEN_TORCH = (2, 13)
 
@@ -200,7 +203,12 @@ def _flex(
     value: torch.Tensor,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """A call for each group of rows, with blocks that say what is seen."""
+    """
+    A call for each group of rows, with blocks that say what is seen.
+
+    It is compiled anew for one row and for several, with gradients and without, and so on. After eight times, torch
+    would compute it as it is, with all scores in memory.
+    """
     window = kwargs.get("sliding_window")
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int) -> torch.Tensor:
@@ -209,7 +217,8 @@ def _flex(
             trie.masks[name] = block_mask(*name, query.device)
         return attention(query, key, value, trie.masks[name], **kwargs)[0]
 
-    return _by_groups(trie, query, key, value, attend)
+    with torch._dynamo.config.patch(recompile_limit=FLEX_RECOMPILATIONS):
+        return _by_groups(trie, query, key, value, attend)
 
 
 def _eager(

@@ -56,6 +56,12 @@ def awake_engine(trainer: Any) -> Iterator[None]:
             generation._llm_weights_sleeping = True
 
 
+def end_engine(trainer: Any) -> None:
+    """End an engine in this process, while the groups of processes are there that it ends by."""
+    if trainer.use_vllm and trainer.vllm_mode == "colocate":
+        trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
+
+
 class FR3EVLLMGeneration(VLLMGeneration):
     """
     [`~trl.generation.vllm_generation.VLLMGeneration`] that can give a server the LoRA adapter alone.

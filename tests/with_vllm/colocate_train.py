@@ -9,11 +9,12 @@ they are. It has no sleep mode there: what would be called is recorded, around t
 import json
 import os
 
-import torch
 import vllm._custom_ops
 from policies import SIZES, make_trainer
 from servers import ENVIRONMENT
 from trees import rollouts_of
+
+from fr3e_trl.trl_adapter.vllm_weights import end_engine
 
 
 def main() -> None:
@@ -54,7 +55,8 @@ def main() -> None:
     if trainer.is_world_process_zero():
         result = {"log": trainer.state.log_history, "awake": awake, "with_sleep": calls, "longest": longest}
         print(json.dumps(result | {"chances": chances}))
-    torch.distributed.destroy_process_group()
+    end_engine(trainer)
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
