@@ -76,33 +76,26 @@ def main(argv: list[str]) -> None:
                     f"min_completion_length={options.min_completion_length} is above max_completion_length={longest}."
                 )
         seconds, generated, updated = measure(trainers, followed(range(options.num_turns + 1), "turn"))
-        memory = {name: peak_memory(trainer) / 2**20 for name, trainer in trainers.items()}
-    num_steps = options.num_steps * options.num_turns
-    num_rows = num_steps * options.num_prompts * options.num_generations
-    config = trainers["FR3E"].args
-    print(f"{num_steps} steps each of {options.num_prompts} prompts x {options.num_generations} rows")
-    print(f"FR3E: {config.num_bases} base trajectories and {config.num_anchors} anchors a prompt")
-    generated, updated = (
-        {name: number / num_rows for name, number in tokens.items()} for tokens in (generated, updated)
-    )
-    print_ratios(seconds, generated, updated, memory)
-    print_shares(seconds)
+        num_steps = options.num_steps * options.num_turns
+        num_rows = num_steps * options.num_prompts * options.num_generations
+        config = trainers["FR3E"].args
+        print(f"{num_steps} steps each of {options.num_prompts} prompts x {options.num_generations} rows")
+        print(f"FR3E: {config.num_bases} base trajectories and {config.num_anchors} anchors a prompt")
+        print_ratios(
+            {
+                "generated tokens per row": {name: number / num_rows for name, number in generated.items()},
+                "tokens in the update per row": {name: number / num_rows for name, number in updated.items()},
+                "generation time, s": {name: parts["generation"] for name, parts in seconds.items()},
+                "whole step's time, s": {name: sum(parts.values()) for name, parts in seconds.items()},
+            }
+        )
+        print_shares(seconds)
+        # Last, as it may take more than there is
+        print_ratios({"peak memory, MiB": {name: peak_memory(trainer) / 2**20 for name, trainer in trainers.items()}})
 
 
-def print_ratios(
-    seconds: dict[str, dict[str, float]],
-    generated_per_row: dict[str, float],
-    updated_per_row: dict[str, float],
-    memory: dict[str, float],
-) -> None:
+def print_ratios(entries: dict[str, dict[str, float]]) -> None:
     table = make_table("FR3E beside GRPO", "/ GRPO", "/ shared", *TRAINERS)
-    entries = {
-        "generated tokens per row": generated_per_row,
-        "tokens in the update per row": updated_per_row,
-        "generation time, s": {name: parts["generation"] for name, parts in seconds.items()},
-        "whole step's time, s": {name: sum(parts.values()) for name, parts in seconds.items()},
-        "peak memory, MiB": memory,
-    }
     for what, amounts in entries.items():
         fr3e, *others = (amounts[name] for name in TRAINERS)
         table.add_row(
