@@ -23,6 +23,7 @@ CHOICE = {"index", "finish_reason", "token_ids"}
 
 MAX_FAULTS = 5  # in a row, before a server that is up is given up
 MAX_IN_FLIGHT = 2048  # requests, each with a thread
+DECODED_AT_ONCE = 512  # sequences, by a server that does not tell
 CONTROL_TIMEOUT = 120.0  # seconds for a request that generates nothing
 RETRIED_STATUSES = (404, 408, 429)  # 404: a server that was restarted does not know the adapter yet
 
@@ -82,9 +83,10 @@ class VLLMServer:
     @property
     def num_in_flight(self) -> int:
         """Requests at a time: more than the server decodes at once, and no more than half of what may be open here."""
-        decoded = self.config["scheduler_config"]["max_num_seqs"] * self.config["parallel_config"]["data_parallel_size"]
+        decoded = self.config.get("scheduler_config", {}).get("max_num_seqs", DECODED_AT_ONCE)
+        num_replicas = self.config.get("parallel_config", {}).get("data_parallel_size", 1)
         most_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return min(decoded * 5 // 4 + 1, most_open // 2, MAX_IN_FLIGHT)
+        return min(decoded * num_replicas * 5 // 4 + 1, most_open // 2, MAX_IN_FLIGHT)
 
     @property
     def model(self) -> str:
