@@ -355,7 +355,7 @@ class _Exploration:
         for i, state, rollout in rows:
             if state.base is not None:
                 rollout.differs = bool(rollout.token_ids[0] != self._token_at(self.trees[i], state))
-        self._score([row for row in rows if not row[2].score.rewards and not _shares_dialogue(row[2])])
+        self._score([row for row in rows if not row[2].score.rewards and row[2].copy_of is None])
         return [
             (r.length, r.num_written, r.score.rewards, r.score.reward, r.score.is_masked, r.chances, r.differs)
             for _, _, r in rows
@@ -427,14 +427,6 @@ class _Exploration:
             for rollout in tree.states[0].rollouts:
                 if rollout.copy_of is not None:
                     rollout.score = tree.bases[rollout.copy_of].score
-
-
-def _shares_dialogue(rollout: Rollout) -> bool:
-    """
-    Whether it is a copy whose original's environment would be asked for its reward once more. Other copies are scored,
-    although their originals' scores hold: a reward function may compare rows of a prompt, or wait for all processes.
-    """
-    return rollout.copy_of is not None and rollout.dialogue is not None
 
 
 def _rollout(sample: Sample) -> Rollout:

@@ -290,6 +290,7 @@ FUNCTIONS = [
         "requested_attention_implementation",
         False,
     ),
+    Name("torch._dynamo", "shared_attention.py", "its configuration: how many forms of flex_attention are compiled"),
     Name(
         "torch.nn.attention.varlen.varlen_attn",
         "shared_attention.py",
