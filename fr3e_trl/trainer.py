@@ -239,7 +239,7 @@ class FR3ETrainer(GRPOTrainer):
         """The only change is that the batch of a training step has the rows of trees, which are grown here."""
         try:
             if self.args.is_plain_grpo or not self.model.training:
-                with time_limit(self), decoding.in_its_mode(self):
+                with time_limit(self), decoding.generating_in_its_mode(self):
                     return super()._generate_and_score_completions(inputs)
             return self._explore_and_assemble(inputs)
         except (VLLMServerError, EnvironmentFailure) as error:

@@ -49,8 +49,9 @@ def test_each_moment_counts_once(monkeypatch):
         work.now += 10  # between steps
         work.step()
     # A step takes 5 s: 2 of its own, 2 in the loss with its forward pass, 1 in a forward pass beside it
-    assert stopwatch.seconds == {"TRL": 4.0, "loss": 4.0, "log-probs": 2.0}
-    assert str(stopwatch) == "TRL 40%, loss 40%, log-probs 20%"
+    expected = {"TRL": 4.0, "loss": 4.0, "log-probs": 2.0, "generation": 0.0, "rewards": 0.0, "FR3E": 0.0}
+    assert stopwatch.seconds == expected
+    assert str(stopwatch) == "loss 40%, TRL 40%, log-probs 20%, generation 0%, rewards 0%, FR3E 0%"
     assert Work.step is original
 
 

@@ -415,8 +415,10 @@ class VLLMColocateSampler(VLLMSampler):
             return self._ask(requests)
         # What is not needed to continue a prefix does not travel
         own = [replace(request, branching=None, dialogue=None) for request in requests]
-        # Parts of the engine draw by the random numbers of their processes, and must draw the same token
-        seed, *_ = through_group(self.generation.tp_group, lambda seeds: [seeds[0]] * len(seeds), [_new_seed()])
+        # Parts of the engine draw by the random numbers of their processes, and must draw the same token. The seed is
+        # by those of the first process, which a checkpoint keeps
+        drawn = [int(np.random.randint(2**31))]
+        (seed,) = through_group(self.generation.tp_group, lambda seeds: [seeds[0]] * len(seeds), drawn)
         with _seeded(seed):
             return through_group(self.generation.tp_group, self._ask_together, own)
 
@@ -473,11 +475,6 @@ class VLLMColocateSampler(VLLMSampler):
             images = images_of(request.multimodal)
             prompt["multi_modal_data"] = {"image": images if len(images) > 1 else images[0]}
         return prompt
-
-
-def _new_seed() -> int:
-    """By this process's random numbers, which a checkpoint keeps."""
-    return int(np.random.randint(2**31))
 
 
 @contextmanager

@@ -53,7 +53,6 @@ class GenerateSteps:
 @contextmanager
 def generation_model(trainer: Any) -> Iterator[Any]:
     """Enter generation mode as TRL does, and yield the model to generate with."""
-    training = trainer.model.training
     with (
         profiling_context(trainer, "transformers.generate"),
         unwrap_model_for_generation(
@@ -71,29 +70,33 @@ def generation_model(trainer: Any) -> Iterator[Any]:
             model.to(torch.bfloat16 if trainer.args.bf16 else torch.float16)
             if trainer.args.cast_lm_head_to_fp32:
                 model.lm_head.to(torch.float32)
-        try:
+        with in_its_mode(trainer):
             yield model
-        finally:
-            if model.training != training:  # continuous batching leaves it in evaluation mode
-                trainer.model.train(training)
 
 
 @contextmanager
 def in_its_mode(trainer: Any) -> Iterator[None]:
+    """Put the model back into training or evaluation mode: continuous batching leaves it in one of its own."""
+    training = trainer.model.training
+    try:
+        yield
+    finally:
+        if trainer.model.training != training:
+            trainer.model.train(training)
+
+
+@contextmanager
+def generating_in_its_mode(trainer: Any) -> Iterator[None]:
     """
-    Have the model stay in training or evaluation mode while TRL generates.
+    Have the model stay in training or evaluation mode when TRL generates.
 
     TRL leaves it in training mode after continuous batching. The evaluation that goes on would take itself for a step.
     """
     generate = trainer._generate_single_turn
 
     def generate_in_mode(*args: Any, **kwargs: Any) -> Any:
-        training = trainer.model.training
-        try:
+        with in_its_mode(trainer):
             return generate(*args, **kwargs)
-        finally:
-            if trainer.model.training != training:
-                trainer.model.train(training)
 
     with overridden(trainer, _generate_single_turn=generate_in_mode):
         yield

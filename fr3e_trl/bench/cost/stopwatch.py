@@ -32,7 +32,11 @@ TIMED: list[tuple[type | ModuleType, str, str]] = [
 
 
 class MethodStopwatch(Stopwatch):
-    """A stopwatch of methods. What a part has asked of a GPU is its own."""
+    """A stopwatch of methods, by [`PARTS`]. What a part has asked of a GPU is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = dict.fromkeys(PARTS, 0.0)
 
     def begin(self, part: str) -> None:
         # Inside the loss, the forward pass is the loss's
