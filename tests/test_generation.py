@@ -12,12 +12,13 @@ import torch
 from factory import make_trainer
 from hypothesis import given
 from hypothesis import strategies as st
-from models import make_model, model_on_disk
+from models import make_model, make_tokenizer, model_on_disk
 from peft import LoraConfig, get_peft_model
 from test_matrix import largest_difference, make_family
 from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, GenerationMixin
 from trees import plain, rollouts_of
 
+from fr3e_trl.commands.completions import complete, sampling_config
 from fr3e_trl.generation import generate
 from fr3e_trl.generation.generate import GenerateSampler
 from fr3e_trl.generation.vllm import NUM_LOGPROBS, entropies_of
@@ -549,3 +550,20 @@ def test_entropies_by_hand():
     expected = -(0.5 * math.log(0.5) + 0.25 * math.log(0.25) + 0.25 * math.log(0.25))
     assert entropies_of([[math.log(0.25), math.log(0.5)], [0.0, -math.inf]]) == pytest.approx([expected, 0], abs=1e-6)
     assert entropies_of([]).shape == (0,)
+
+
+@pytest.mark.parametrize("by", ["trainer", "evaluation"])
+def test_a_frozen_head_is_not_copied_for_each_prompt(by):
+    """PyTorch repeats it for each row of a slice, which is what `generate` gives it of prompts."""
+    model = get_peft_model(make_model(), LoraConfig(target_modules="all-linear"))
+    strides = []
+    model.lm_head.register_forward_hook(lambda head, inputs, output: strides.append(inputs[0].is_contiguous()))
+    if by == "trainer":
+        make_trainer(model=model, max_steps=1).train()
+    else:
+        tokenizer = make_tokenizer()
+        prompts = [token_ids(8, seed) for seed in range(3)]
+        list(complete(model, tokenizer, prompts, sampling_config(model, tokenizer, 4), batch_size=3))
+    assert len(strides) >= 4
+    assert all(strides)
+    assert not model.lm_head._forward_pre_hooks

@@ -19,6 +19,7 @@ from ..commands.data import model_argument
 from ..commands.train import set_model_init
 from ..commands.usage import usage_errors
 from ..config import FR3EConfig
+from ..trl_adapter.decoding import contiguous_at_head
 from .measures import MeasuredFR3ETrainer, MeasuredGRPOTrainer
 from .own_task import OwnTask
 from .tasks import Task
@@ -108,6 +109,7 @@ def make_trainer(
             **arguments,
         )
     trainer.remove_callback(PrinterCallback)
+    contiguous_at_head(trainer.model)  # when TRL generates, too: seconds are compared
     return trainer
 
 

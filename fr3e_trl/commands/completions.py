@@ -8,6 +8,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
 from trl import is_conversational
 
+from ..trl_adapter.decoding import contiguous_at_head
+
 # What a model's own generation config may change of its distribution, and the values that change nothing
 NEUTRAL = {
     "min_p": 0.0,
@@ -96,7 +98,7 @@ def complete(
         if seeds is not None:
             torch.manual_seed(seeds[start])
         inputs = tokenizer.pad({"input_ids": list(prompt_ids[start : start + batch_size])}, return_tensors="pt")
-        with torch.no_grad():
+        with torch.no_grad(), contiguous_at_head(model):
             sequences = model.generate(
                 **inputs.to(model.device),
                 generation_config=config,

@@ -1,7 +1,7 @@
 """How the policy generates: TRL's generation mode, and the steps of transformers' `generate`."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -70,8 +70,21 @@ def generation_model(trainer: Any) -> Iterator[Any]:
             model.to(torch.bfloat16 if trainer.args.bf16 else torch.float16)
             if trainer.args.cast_lm_head_to_fp32:
                 model.lm_head.to(torch.float32)
-        with in_its_mode(trainer):
+        with in_its_mode(trainer), contiguous_at_head(model):
             yield model
+
+
+def contiguous_at_head(model: Any) -> AbstractContextManager[Any]:
+    """
+    Give the head contiguous hidden states, until the end of the context that is returned.
+
+    Of prompts, `generate` gives it a slice: their last positions. A frozen head, LoRA's, is then repeated for each row
+    (PyTorch 2.13), and on a CPU in bfloat16 it is copied as often: 2.7 GB for 48 rows of SmolLM2-135M.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        return nullcontext()
+    return head.register_forward_pre_hook(lambda _, inputs: tuple(hidden.contiguous() for hidden in inputs))
 
 
 @contextmanager
