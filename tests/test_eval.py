@@ -19,9 +19,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 from fr3e_trl.commands import cli
-from fr3e_trl.commands.answers import group_answers, last_match
+from fr3e_trl.commands.answers import group_answers, last_match, measures
 from fr3e_trl.commands.data import FR3EScriptArguments, map_columns
-from fr3e_trl.commands.eval import read_lines
+from fr3e_trl.commands.eval import as_markdown, read_lines
 from fr3e_trl.commands.statistics import best_of_k, majority_of_k
 from fr3e_trl.rewards import math_answers, math_reward
 
@@ -125,6 +125,7 @@ def test_last_match():
     assert last_match("<answer>(.*?)</answer>", "<answer>1</answer> <answer> 2\n</answer>") == "2"
     assert last_match(r"\d+", "12 or 13") == "13"
     assert last_match(r"\d+", "none") is None
+    assert last_match(r"answer (\d+)|no answer", "no answer") is None
 
 
 # As a command
@@ -361,3 +362,20 @@ def test_completions_without_a_score_are_left_out_and_counted(evaluate, capsys):
     path.write_text(path.read_text().replace("null", "NaN"))
     results, _ = evaluate(reward_funcs="tests_of_eval.odd_ones")
     assert results["rewards"]["tests_of_eval.odd_ones"]["num_unscored"] == 4
+
+
+def test_rewards_that_are_no_shares_are_told_as_numbers():
+    of_problems = [[3, -2], [1, 0], [0, 0]]
+    lines = [[{"completion": "", "rewards": {"score": reward}} for reward in rewards] for rewards in of_problems]
+    of_reward = measures(lines, ["score"], [1], None)["score"]
+    assert of_reward["pass@1"]["low"] == pytest.approx(1 / 3 - 4.303 * 0.28868 / 3**0.5, abs=1e-3)  # Student's t
+    arguments = {"model_name_or_path": "M", "dataset_name": "D", "num_samples": 2, "temperature": 1, "top_p": 1}
+    results = {
+        "arguments": arguments | {"max_completion_length": 8},
+        "num_problems": 3,
+        "mean_completion_length": 2.0,
+        "share_finished": 1.0,
+        "rewards": {"score": of_reward},
+        "command": "",
+    }
+    assert "| pass@1 | 0.333 | -0.384 to 1.050 |" in as_markdown(results)

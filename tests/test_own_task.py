@@ -191,6 +191,46 @@ def test_ctrl_c_ends_workers_of_a_gpu_each(request, monkeypatch, capsys):
     assert not list(Path("out").glob("runs/*.json"))
 
 
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [("raise RuntimeError('quota exceeded')", "quota exceeded"), ("os.kill(os.getpid(), 9)", "A worker was killed")],
+)
+def test_a_run_that_fails_ends_the_others(ends, message, capsys):
+    """At once: they would go on for hours behind the error, and so would those that have not begun."""
+    write_task()
+    Path("fails.py").write_text(
+        "import os, pathlib\nfrom my_rewards import score as right\n\n"
+        "def score(**kwargs):\n"
+        "    if not pathlib.Path('failed').exists():\n"
+        f"        pathlib.Path('failed').touch()\n        {ends}\n"
+        "    return right(**kwargs)\n"
+    )
+    with pytest.raises(SystemExit):
+        run(**CUT | {"generated_tokens": 10**7, "reward_funcs": "fails.py:score"}, num_workers=2)
+    assert message in capsys.readouterr().err
+    give_up = time.monotonic() + 20
+    while multiprocessing.active_children():
+        assert time.monotonic() < give_up
+        time.sleep(0.1)
+    assert not list(Path("out").glob("runs/*.json"))
+
+
+def test_results_of_other_rewards_are_not_mixed(capsys):
+    write_task()
+    run(arms=json.dumps({"grpo": ARMS["grpo"]}), reference="grpo")
+    Path("my_rewards.py").write_text(REWARDS.replace("/ 2", "/ 3"))
+    with pytest.raises(SystemExit):
+        run(arms=json.dumps({"grpo": ARMS["grpo"]}), reference="grpo", seeds=[0, 1])
+    assert "has results of other arguments: files was" in capsys.readouterr().err
+
+
+def test_an_arm_that_has_not_run_may_change():
+    write_task()
+    cli.main(["compare", *command(plan=True)])
+    changed = ARMS | {"fr3e": {"trainer": "fr3e", "num_anchors": 3}}
+    assert run(arms=json.dumps(changed))["arms"]["fr3e"]["num_anchors"] == 3
+
+
 def test_arms_by_default_differ_in_the_trainer_alone():
     write_task()
     settings = {"arms": None, "base": json.dumps({"max_completion_length": 8}), "generated_tokens": 1}

@@ -12,6 +12,8 @@ from test_page import CONTRAST, browser  # noqa: F401
 
 from fr3e_trl.bench.estimates import at_best, difference, final_rates, mean_rates, of_arm, verdict_of
 from fr3e_trl.bench.report import markdown, sections, write_report
+from fr3e_trl.bench.results import has_collapsed
+from fr3e_trl.bench.tables import fits_table, speed, tuning_table
 from fr3e_trl.commands.answers import with_interval
 from fr3e_trl.commands.statistics import DIFFERENCE_OF_SHARES, SHARE, best_of_k, mean_interval
 
@@ -65,8 +67,8 @@ def test_intervals_of_an_evaluation_hold_the_truth(num_problems, log_odds):
         rates = share(log_odds + PROMPTS * generator.normal(size=num_problems))
         right = generator.binomial(8, rates).tolist()
         for k in (1, 4):
-            by_name[f"pass@{k}"].append(with_interval([OF_EIGHT[k][n] for n in right]))
-        by_name["one sample"].append(with_interval(generator.binomial(1, rates).tolist()))
+            by_name[f"pass@{k}"].append(with_interval([OF_EIGHT[k][n] for n in right], are_shares=True))
+        by_name["one sample"].append(with_interval(generator.binomial(1, rates).tolist(), are_shares=True))
     one, best = (expected(log_odds, PROMPTS, k) for k in (1, 4))
     true = {"pass@1": one, "pass@4": best, "one sample": one}
     for name, intervals in by_name.items():
@@ -85,12 +87,13 @@ def test_an_evaluation_with_all_right_is_not_sure():
 
     So it is Wilson's interval of 49 draws, 49 / (49 + 2.0096²) to 1.
     """
-    assert with_interval([1.0] * 48) == pytest.approx(
+    assert with_interval([1.0] * 48, are_shares=True) == pytest.approx(
         {"mean": 1.0, "low": 49 / (49 + 2.0096**2), "high": 1.0}, abs=1e-4
     )
-    assert with_interval([0.3] * 5)["low"] < 0.2 and with_interval([0.3] * 5)["high"] > 0.4
-    assert with_interval([2.0, 4.0])["low"] < 0  # with rewards of other bounds
-    assert with_interval([1.0]) == {"mean": 1.0}
+    alike = with_interval([0.3] * 5, are_shares=True)
+    assert alike["low"] < 0.2 and alike["high"] > 0.4
+    assert with_interval([0.2, 0.4], are_shares=False)["low"] < 0  # with rewards of other bounds
+    assert with_interval([1.0], are_shares=True) == {"mean": 1.0}
 
 
 # What the report says
@@ -147,6 +150,60 @@ def test_what_seeds_and_prompts_can_tell_at_best():
         for evaluation in run["evaluations"]:
             evaluation["rewards"] = [[float(seed)] * 4] * 48
     assert "cannot tell arms apart here, however much they differ" in at_best(apart)
+
+
+def test_few_seeds_are_warned_of_where_a_completion_has_no_score():
+    results = compared(3)
+    results.runs[0]["evaluations"][0]["num_unscored"] = 1
+    assert at_best(results) == "Warning: 3 seeds are few."
+
+
+def test_a_level_that_a_run_begins_at_has_no_ratio():
+    assert speed(compared(3), "fr3e", "grpo", "generated_tokens", level=0.0) == "3 runs"
+
+
+def test_a_fit_takes_evaluations_and_no_points_between_them():
+    measured = compared(3, num_evals=2)
+    measured.arguments["num_evals"] = 10  # as planned: the batches came to two
+    assert {row[-1] for row in fits_table(measured).rows} == {"no: takes 3 seeds and 4 evaluations"}
+
+
+@pytest.mark.parametrize("rewards, expected", [([-0.9, -0.3, -0.34], False), ([-0.9, -0.3, -0.8], True)])
+def test_a_reward_below_0_has_collapsed_by_half_of_what_it_gained(rewards, expected):
+    assert has_collapsed({"evaluations": [{"rewards": [[reward]]} for reward in rewards]}) == expected
+
+
+def test_a_batch_size_is_told_in_its_column():
+    """Of 1,000 tokens a prompt: 2,000 and 2,500 tokens come to two prompts both."""
+    grid = {"learning_rates": [1e-3], "tokens_per_batch": [2000, 2500, 6000], "num_iterations": [1]}
+    results = compared(2, extra=grid)
+    for arm, settings in results.arms.items():
+        results.tokens_per_prompt[arm] = 1000.0
+        for run in list(results.of_arm(arm)):
+            for num_prompts in (2, 6):
+                point = {**settings, "num_prompts": num_prompts, "num_iterations": 1}
+                results.screening.append({**run, "settings": point})
+                results.tuning.append({**run, "settings": point})
+        results.arms[arm] = settings | {"num_prompts": 6, "num_iterations": 1}
+    for row in tuning_table(results).rows:
+        _, _, first, second, third, *_ = row
+        assert first == second and not first.startswith("**") and third == f"**{first}**"
+
+
+def test_runs_that_do_not_start_alike_are_told_of():
+    results = compared(2)
+    assert "Runs begin at" not in report_of(results)
+    results.runs[0]["evaluations"][0]["rewards"][0] = [1.0] * 4
+    results.runs[1]["evaluations"][0]["rewards"][0] = [0.0] * 4
+    assert re.search(r"Runs begin at pass@1 of 0\.\d{4} to 0\.\d{4}: ", report_of(results))
+
+
+def test_a_run_whose_trees_never_branched_is_reported(tmp_path):
+    results = compared(2)
+    for batch in results.runs[0]["batches"]:
+        batch["differing"] = float("nan")
+    write_report(results, tmp_path)
+    assert (tmp_path / "report.html").exists()
 
 
 def test_prompts_without_a_score_leave_intervals_over_seeds():

@@ -36,7 +36,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..commands.outputs import check_same, differing, read_object, resumable, write_json
+from ..commands.outputs import as_json, check_same, differing, read_object, resumable, weight_files, write_json
 from ..commands.recipe import RecipeParser, parse_arguments
 from ..commands.usage import UsageError
 from .arms import whole_prompts
@@ -101,11 +101,16 @@ def compare(args: CompareArguments, command: str) -> None:
             CONSOLE.print(told, highlight=False, soft_wrap=True)
         args.num_heldout = min(args.num_heldout, there_are)
     fixed = {name: value for name, value in asdict(args).items() if name not in FREE} | {"policy": policy.name}
+    if isinstance(task, OwnTask):
+        fixed |= {"weights": weight_files(str(args.model_name_or_path)), "files": task.digests(output_dir)}
+    assert isinstance(args.arms, dict)
+    forget_idle_arms(output_dir, args.arms)
     has_runs = any(output_dir.glob("*/*.json")) or any((output_dir / UNDER_WAY).glob(f"*/*/{MEASURED}"))
     comparison = Comparison(args, task, policy)
     kept = comparison.kept_results(fixed) if args.kept is not None else None
     if check_same(output_dir, fixed, has_runs, growing="arms", check_results=comparison.check_finished):
-        (output_dir / TOKENS_FILE).unlink(missing_ok=True)  # it was measured for other arguments
+        for file in (TOKENS_FILE, SECONDS_FILE):  # measured for other arguments
+            (output_dir / file).unlink(missing_ok=True)
     if kept is not None:
         comparison.take_over(kept)
     CONSOLE.print(comparison.plan(), markup=False, highlight=False, soft_wrap=True)
@@ -115,7 +120,7 @@ def compare(args: CompareArguments, command: str) -> None:
     runs = list(comparison.final_runs(arms))
     execute_all("runs", runs, args.num_workers)
     results = Results(
-        arguments=asdict(args),
+        arguments=asdict(args) | ({"files": fixed["files"]} if isinstance(task, OwnTask) else {}),
         command=command,
         arms=arms,
         runs=[read_result(run) for run in runs],
@@ -127,7 +132,31 @@ def compare(args: CompareArguments, command: str) -> None:
     CONSOLE.print(f"Report: {output_dir / 'report.html'}", highlight=False, soft_wrap=True)
     if args.keep_policies:
         size = sum(path.stat().st_size for path in (output_dir / POLICIES).glob("*/*"))
-        CONSOLE.print(f"Policies: {output_dir / POLICIES}, {size / 1e6:,.1f} MB", highlight=False, soft_wrap=True)
+        kept_of = sum(Path(str(run.policy_path)).exists() for run in runs)
+        told = f"Policies: {output_dir / POLICIES}, of {kept_of} of {len(runs)} runs, {size / 1e6:,.1f} MB"
+        CONSOLE.print(told, highlight=False, soft_wrap=True)
+
+
+def forget_idle_arms(output_dir: Path, arms: dict[str, Any]) -> None:
+    """Forget what a directory says of arms that are other ones now, and that have no run there, done or under way."""
+    path = output_dir / "arguments.json"
+    earlier = read_object(path) if path.exists() else {}
+    done = [path.name for path in output_dir.glob("*/*-rate*.json")]
+    under_way = [path.parents[1].name.partition("-")[2] for path in (output_dir / UNDER_WAY).glob(f"*/*/{MEASURED}")]
+    idle = [
+        arm
+        for arm, settings in arms.items()
+        if earlier.get("arms", {}).get(arm, settings) != as_json(settings)
+        and not any(name.startswith(f"{arm}-rate") for name in (*done, *under_way))
+    ]
+    for arm in idle:
+        del earlier["arms"][arm]
+    if idle:
+        write_json(path, earlier)
+        tokens_file = output_dir / TOKENS_FILE
+        if tokens_file.exists():
+            tokens = read_object(tokens_file)
+            write_json(tokens_file, {arm: number for arm, number in tokens.items() if arm not in idle})
 
 
 # All settings of an arm, its own over those of the base

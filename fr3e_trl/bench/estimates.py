@@ -149,9 +149,10 @@ def at_best(results: Results) -> str:
     found, seeds = verdict_of(results), len(results.arguments["seeds"])
     if seeds == 1:
         return "Warning: one seed says nothing of how runs differ. Take three to begin with, and five for a verdict."
+    few = f"Warning: {seeds} seeds are few. " if seeds < FEW_SEEDS else ""
     table = None if found is None else _by_prompts(differences(results, found.leader, found.other))
     if table is None or table.shape[1] == 1 or not any(half_widths(table)):
-        return ""
+        return few.strip() if found is not None else ""
     (by_seeds, by_prompts), prompts = half_widths(table), table.shape[1]
     factor = t_quantile(0.975, seeds - 1)
     is_share = reward_bounds(results) == SHARE
@@ -160,7 +161,6 @@ def at_best(results: Results) -> str:
         of_seeds = by_seeds * t_quantile(0.975, n - 1) / factor * math.sqrt(seeds / n)
         return _least_difference(math.hypot(of_seeds, by_prompts), is_share)
 
-    few = f"Warning: {seeds} seeds are few. " if seeds < FEW_SEEDS else ""
     if math.isinf(least(seeds)):
         now = f"{seeds} seeds and {prompts} held-out prompts cannot tell arms apart here, however much they differ."
     else:

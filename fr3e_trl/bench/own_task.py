@@ -12,6 +12,8 @@ from ..commands.data import (
     FORMATS,
     FR3EScriptArguments,
     call_reward,
+    data_files,
+    digests,
     get_reward,
     load_examples,
     load_held_out,
@@ -51,6 +53,11 @@ class OwnTask:
     def __repr__(self) -> str:
         names = ("model_name_or_path", "model_revision", "dataset_name", "dataset_config", "reward_funcs", "use_peft")
         return f"OwnTask({', '.join(f'{name}={getattr(self.args, name)!r}' for name in names)})"
+
+    def digests(self, output_dir: Path) -> dict[str, str]:
+        """What is in the files of its data and its rewards, in short, see [`~fr3e_trl.commands.data.digests`]."""
+        files = [*data_files(self.args.dataset_name), *data_files(self.args.eval_dataset_name)]
+        return digests(files, dict(zip(self.args.reward_funcs, self.rewards, strict=True)), output_dir)
 
     @property
     def max_completion_length(self) -> int:

@@ -158,8 +158,13 @@ class _Panel:
         for x, y in curves if len(curves) > 1 else []:
             means = [float(np.mean(value)) for value in y]
             panel.plot(x, means, color=style["color"], linewidth=0.6, alpha=0.45 if len(curves) < FEW_SEEDS else 0.15)
+        curves = [(x, y) for x, y in curves if x]  # a run whose trees never branched has no signal
+        if not curves:
+            return
         start, end = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
         end = min(end, self.budget or end)
+        if start > end:
+            return
         at = np.linspace(start, end, POINTS_BETWEEN * NUM_MARKERS + 1).tolist()
         at[-1] = end
         # Over seeds alone: the prompts are the same for all arms, and move them together

@@ -64,12 +64,14 @@ def main(argv: list[str]) -> None:
 
 def name_of(path: Path) -> str:
     """The name of a comparison: its directory's, or that of the file that was kept of it."""
-    return path.parent.name if path.name == KEPT else path.name.partition(".")[0]
+    return path.parent.name if path.name == KEPT else path.name if path.is_dir() else path.name.partition(".")[0]
 
 
 def means_of(comparison: Path) -> dict[str, dict[int, float]]:
     """The mean of pass@1 along each run of a comparison, by arm and seed."""
-    is_kept = comparison.suffix == ".gz"
+    if not comparison.exists():
+        raise UsageError(f"There is no {comparison}. Name the directory of a comparison, or a file kept of one.")
+    is_kept = comparison.is_file()
     path = comparison if is_kept else comparison / "results.json"
     if not path.is_file():
         raise UsageError(f"{comparison} has no results.json. Run fr3e compare with output_dir={comparison} first.")

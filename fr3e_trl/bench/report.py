@@ -16,7 +16,7 @@ from .fits import MOST_OF_CEILING, MOST_OF_MIDPOINT
 from .kept import KEPT, keep, restore, with_readings
 from .plots import Plot, plot_all
 from .report_page import page
-from .results import COLLAPSED_NOISE, COSTS, Results
+from .results import COLLAPSED_NOISE, COSTS, Results, accuracies
 from .tables import Section
 from .tuning import TUNED
 
@@ -43,7 +43,7 @@ def write_pages(results: Results, output_dir: Path) -> None:
         path = output_dir / PLOTS / f"{plot.name}.svg"
         path.parent.mkdir(exist_ok=True)
         path.write_text(plot.svg)
-    below = sections(results)
+    below = sections(results, has_runs=(output_dir / "results.json").exists())
     (output_dir / "report.md").write_text(markdown(results, plots, below))
     (output_dir / "report.html").write_text(
         page(
@@ -56,6 +56,7 @@ def write_pages(results: Results, output_dir: Path) -> None:
             costs=costs(results),
             legend=legend(results),
             lines=LINES,
+            keeps=(output_dir / "policies").is_dir(),
         )
     )
 
@@ -81,8 +82,8 @@ def title(results: Results) -> str:
     return f"{arguments['task'] or arguments['dataset_name']}: arms at equal {COSTS[results.cost]}"
 
 
-def sections(results: Results) -> list[Section]:
-    """What the report tells below its verdict."""
+def sections(results: Results, has_runs: bool = True) -> list[Section]:
+    """What the report tells below its verdict. `has_runs`: whether `results.json` is beside it."""
     return [
         Section(
             "Until pass@1 has come so far",
@@ -140,9 +141,21 @@ def sections(results: Results) -> list[Section]:
             language="bash",
             after="With "
             + "; with ".join(made_with(results))
-            + f". Every run is in `results.json`, and its curve in `{KEPT}`.",
+            + (f". Every run is in `results.json`, and its curve in `{KEPT}`." if has_runs else ".")
+            + _told_of_starts(results),
         ),
     ]
+
+
+def _told_of_starts(results: Results) -> str:
+    """All runs begin with one policy, and are measured alike. Where that does not show, a reader should know."""
+    starts = [accuracies(run)[0] for run in results.runs]
+    if max(starts) - min(starts) < 1e-9:
+        return ""
+    return (
+        f" Runs begin at pass@1 of {min(starts):.4f} to {max(starts):.4f}: machines or versions that round otherwise, "
+        "a reward that varies, or another policy."
+    )
 
 
 def made_with(results: Results) -> list[str]:

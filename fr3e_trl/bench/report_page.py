@@ -18,7 +18,7 @@ from .results import COSTS, Results, reached
 from .tables import Section
 
 
-def page(results: Results, plots: Sequence[Plot], sections: Sequence[Section], **texts: str) -> str:
+def page(results: Results, plots: Sequence[Plot], sections: Sequence[Section], **texts: Any) -> str:
     """
     The page.
 
@@ -47,7 +47,6 @@ def page(results: Results, plots: Sequence[Plot], sections: Sequence[Section], *
         plots=plots,
         said=said(results),
         trees=trees(results),
-        keeps=results.arguments.get("keep_policies"),
         sections=sections,
         budget=f"{results.amount:,} {COSTS[results.cost]}",
     )

@@ -181,6 +181,9 @@ def reached(run: dict[str, Any], cost: str, level: float) -> float:
 
 
 def has_collapsed(run: dict[str, Any]) -> bool:
-    """Whether the last pass@1 of a run is under half of its best, and not by noise."""
-    best, last = max(accuracies(run)), accuracies(run)[-1]
-    return last < COLLAPSED_SHARE * best and best - last > COLLAPSED_NOISE
+    """
+    Whether the last pass@1 of a run is under half of its best, and not by noise. Where rewards may be below 0, halves
+    are counted from the least.
+    """
+    best, last, least = max(accuracies(run)), accuracies(run)[-1], min(0.0, *accuracies(run))
+    return last - least < COLLAPSED_SHARE * (best - least) and best - last > COLLAPSED_NOISE

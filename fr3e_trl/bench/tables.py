@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..commands.statistics import SHARE, UNBOUNDED, Bounds, Interval, ratio_interval
+from .arms import whole_prompts
 from .estimates import Verdict, difference, final_rates, interval_of, mean_rates, of_arm, rates_at, reward_bounds
 from .fits import LEAST_POINTS, LEAST_SEEDS, fit
 from .results import (
@@ -146,7 +147,7 @@ def speed(results: Results, arm: str, reference: str, cost: str, level: float) -
         return f"{num_reached} of {len(spent)} runs"
     if arm == reference:
         return "1"
-    if not all(map(math.isfinite, of_reference)):
+    if not all(map(math.isfinite, of_reference)) or min(*spent, *of_reference) == 0:  # one was there from the start
         return f"{len(spent)} runs"
     ratio, low, high = ratio_interval(spent, of_reference)
     return f"{ratio:.2f}" if math.isnan(low) else f"{ratio:.2f} ({low:.2f}–{high:.2f})"
@@ -240,7 +241,8 @@ def fits_table(results: Results) -> Table:
     rows = []
     for arm in results.arms:
         curves = [[accuracy_at(run, results.cost, amount) for amount in spent] for run in results.of_arm(arm)]
-        found = fit(spent, np.array(curves), bounds[1])
+        measured = min(len(run["evaluations"]) for run in results.of_arm(arm)) - 1  # batches may be fewer than planned
+        found = fit(spent, np.array(curves), bounds[1]) if measured >= LEAST_POINTS else None
         if found is None:
             rows.append([f"`{arm}`", "", "", "", f"no: takes {LEAST_SEEDS} seeds and {LEAST_POINTS} evaluations"])
             continue
@@ -325,10 +327,10 @@ def tuning_table(results: Results) -> Table:
     header += [f"{value:,} tokens a batch" for value in sizes] + [f"{value} updates a batch" for value in updates]
     rows = []
     for arm, settings in results.arms.items():
-        tried = sorted({run["settings"]["num_prompts"] for run in results.grid_of(arm)})
+        tokens = results.tokens_per_prompt.get(arm)  # not known of an arm that has prompts of its own
         axes = {
             "learning_rate": rates,
-            "num_prompts": (tried + [0] * len(sizes))[: len(sizes)],
+            "num_prompts": [whole_prompts(size / tokens, settings) if tokens else 0 for size in sizes],
             "num_iterations": updates,
         }
         cells = []

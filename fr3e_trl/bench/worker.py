@@ -11,6 +11,8 @@ import shutil
 import signal
 import threading
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,23 +55,33 @@ def _execute_in_workers(runs: "list[Run]", num_workers: int, devices: list[str],
     reports, own_devices = context.Queue(), context.Queue()
     for i in range(num_workers):
         own_devices.put(devices[i % len(devices)] if devices else None)
-    with ProcessPoolExecutor(num_workers, context, start, (reports, own_devices)) as pool:
-        names: dict[Future[None], str] = {pool.submit(execute_run, run): Path(run.path).stem for run in runs}
-        waiting = set(names)
-        try:
-            while waiting:
-                done, waiting = wait(waiting, POLL_SECONDS, FIRST_COMPLETED)
-                while not reports.empty():
-                    progress.update(*reports.get())
-                for future in done:
-                    future.result()
-                    progress.finish(names[future])
-        except BaseException as error:
-            pool.shutdown(wait=False, cancel_futures=True)
-            if isinstance(error, KeyboardInterrupt):  # or else the others end their runs first
-                for process in multiprocessing.active_children():
-                    process.terminate()
-            raise
+    pool = ProcessPoolExecutor(num_workers, context, start, (reports, own_devices))
+    left = iter(runs)
+    names: dict[Future[None], str] = {}  # of what is under way: the pool would not take back what it was given
+    try:
+        for run in islice(left, num_workers):
+            names[pool.submit(execute_run, run)] = Path(run.path).stem
+        pool.submit(int)  # the pool looks whose end to wait for before it starts the last worker (Python 3.11)
+        while names:
+            done, _ = wait(names, POLL_SECONDS, FIRST_COMPLETED)
+            while not reports.empty():
+                progress.update(*reports.get())
+            for future in done:
+                future.result()
+                progress.finish(names.pop(future))
+                for run in islice(left, 1):
+                    names[pool.submit(execute_run, run)] = Path(run.path).stem
+    except BaseException as error:
+        for process in multiprocessing.active_children():
+            process.terminate()  # each goes on from its last evaluation
+        if isinstance(error, BrokenProcessPool):
+            raise ExplainedError(
+                f"A worker was killed, as it is where memory does not suffice, while {num_workers} runs were under "
+                "way. Try a smaller num_workers. The same command goes on from what is there."
+            ) from error
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def visible_devices() -> list[str]:

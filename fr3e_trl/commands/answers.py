@@ -34,6 +34,8 @@ def measures(
     for name in reward_funcs:
         values: dict[str, list[float]] = {}
         num_scored = num_unscored = 0
+        scores = [line["rewards"][name] for lines in of_problems for line in lines]
+        are_shares = all(0 <= score <= 1 for score in scores if score is not None and math.isfinite(score))
         for lines, answers in zip(of_problems, groups, strict=True):
             rewards = [line["rewards"][name] for line in lines]
             unscored = [reward for reward in rewards if reward is None or not math.isfinite(reward)]
@@ -51,7 +53,8 @@ def measures(
         result[name] = {
             "num_scored": num_scored,
             "num_unscored": num_unscored,
-            **{measure: with_interval(of_measure) for measure, of_measure in values.items()},
+            "are_shares": are_shares,
+            **{measure: with_interval(of_measure, are_shares) for measure, of_measure in values.items()},
         }
     return result
 
@@ -60,11 +63,11 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def with_interval(values: list[float]) -> dict[str, float]:
-    """Mean over problems, and its interval, which a single problem has not."""
+def with_interval(values: list[float], are_shares: bool) -> dict[str, float]:
+    """Mean over problems, and its interval, which a single problem has not. `are_shares`: all rewards are in [0, 1]."""
     if len(values) == 1:
         return {"mean": values[0]}
-    interval = share_interval(values) if all(0 <= value <= 1 for value in values) else mean_interval(values)
+    interval = share_interval(values) if are_shares else mean_interval(values)
     return {"mean": interval.mean, "low": interval.low, "high": interval.high}
 
 
@@ -87,9 +90,10 @@ def answers_of(of_problems: list[list[dict[str, Any]]], regex: str | None, by_ma
 
 
 def last_match(regex: str, text: str) -> str | None:
-    """The last match of a pattern, or the first group in it, without what surrounds it."""
+    """The last match of a pattern, or the first group in it, without what surrounds it. `None` if it takes no part."""
     matches = list(re.finditer(regex, text, re.DOTALL))
-    return matches[-1][1 if matches[-1].re.groups else 0].strip() if matches else None
+    found = matches[-1][1 if matches[-1].re.groups else 0] if matches else None
+    return None if found is None else found.strip()
 
 
 def group_answers(answers: list[str | None], by_maths: bool) -> list[list[int]]:

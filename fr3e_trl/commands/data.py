@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -19,7 +20,7 @@ from datasets.exceptions import DatasetsError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trl import ModelConfig, ScriptArguments, is_conversational, maybe_apply_chat_template
 
-from .usage import UsageError, usage_errors
+from .usage import UsageError, is_users, usage_errors
 
 # Reward functions that need no import path
 REWARDS = {
@@ -339,15 +340,45 @@ def source_of(args: FR3EScriptArguments) -> dict[str, Any]:
     return source
 
 
-def data_files(args: FR3EScriptArguments) -> list[Path]:
-    """The files of a local dataset."""
-    path = Path(args.dataset_name or "")
+def data_files(dataset_name: str | None) -> list[Path]:
+    """The files of a local dataset. None of one on the hub."""
+    path = Path(dataset_name or "")
+    if dataset_name is None:
+        return []
     return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in FORMATS)
+
+
+def digests(files: list[Path], rewards: dict[str, Callable[..., Any]], output_dir: Path) -> dict[str, str]:
+    """
+    What is in the files that results depend on, in short, by the name of each, so that a change is seen.
+
+    Args:
+        files (`list[Path]`):
+            Of the dataset.
+        rewards (`dict[str, Callable]`):
+            Reward functions. Those of a user's own have a file.
+        output_dir (`Path`):
+            Where the results are. What is in it is no file that they depend on.
+    """
+    own = output_dir.resolve()
+    named = [(str(file), file) for file in files if own not in file.resolve().parents]
+    named += [(name, source) for name, reward in rewards.items() if (source := source_file(reward)) is not None]
+    found = {}
+    for name, path in named:
+        with path.open("rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    return found
+
+
+def source_file(reward: Callable[..., Any]) -> Path | None:
+    """The file of a reward function, if it is a user's own."""
+    code = getattr(inspect.unwrap(reward), "__code__", None)
+    return Path(code.co_filename) if code is not None and is_users(code.co_filename) else None
 
 
 def check_lines(args: FR3EScriptArguments) -> None:
     """Raise a `UsageError` that names the first line of a local file of JSON lines that is none."""
-    for path in data_files(args):
+    for path in data_files(args.dataset_name):
         if path.suffix != ".jsonl":
             continue
         for number, line in enumerate(path.read_text(errors="replace").split("\n"), 1):

@@ -11,8 +11,6 @@ command goes on from there. With more samples or examples than before, it sample
 """
 
 import argparse
-import hashlib
-import inspect
 import json
 import shlex
 from collections.abc import Callable, Iterator
@@ -31,6 +29,7 @@ from .data import (
     call_reward,
     check_reward_columns,
     data_files,
+    digests,
     get_reward,
     load_examples,
     load_tokenizer,
@@ -40,7 +39,7 @@ from .eval_arguments import EvalArguments
 from .eval_samplers import Key, local_sampler, server_sampler
 from .outputs import check_same, resumable, weight_files
 from .recipe import RecipeParser, parse_arguments
-from .usage import UsageError, is_users, require_argument
+from .usage import UsageError, require_argument
 
 RECIPE = "recipes/eval/gsm8k.yaml"
 
@@ -105,10 +104,7 @@ def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict
     settings = {**asdict(args), **asdict(model_args)}
     fixed = {name: value for name, value in settings.items() if name not in FREE}
     fixed["weights"] = weight_files(str(model_args.model_name_or_path))
-    own = output_dir.resolve()
-    files = [(str(file), file) for file in data_files(args) if own not in file.resolve().parents]
-    files += [(name, source) for name, reward in rewards.items() if (source := source_file(reward)) is not None]
-    fixed["files"] = digests(files)
+    fixed["files"] = digests(data_files(args.dataset_name), rewards, output_dir)
     check_same(output_dir, fixed, has_results=bool(lines))
     there = {(line["problem"], line["sample"]) for line in lines}
     assert args.num_samples is not None
@@ -185,21 +181,6 @@ def sampled_lines(
         ]
 
 
-def digests(files: list[tuple[str, Path]]) -> dict[str, str]:
-    """What is in files, in short, by the name of each, so that a change is seen."""
-    found = {}
-    for name, path in files:
-        with path.open("rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    return found
-
-
-def source_file(reward: Callable[..., Any]) -> Path | None:
-    """The file of a reward function, if it is a user's own."""
-    code = getattr(inspect.unwrap(reward), "__code__", None)
-    return Path(code.co_filename) if code is not None and is_users(code.co_filename) else None
-
-
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines that are there. The last is cut off if it is not whole: a process was killed while it wrote."""
     if not path.exists():
@@ -232,10 +213,11 @@ def as_markdown(results: dict[str, Any]) -> str:
     ]
     for name, of_reward in results["rewards"].items():
         lines += ["", f"| {name} | mean of {of_reward['num_scored']} problems | 95% interval |", "|---|---|---|"]
+        form = ".1%" if of_reward["are_shares"] else ".3f"
         for measure, value in of_reward.items():
-            if not measure.startswith("num_"):
-                interval = f"{value['low']:.1%} to {value['high']:.1%}" if "low" in value else ""
-                lines.append(f"| {measure} | {value['mean']:.1%} | {interval} |")
+            if isinstance(value, dict):
+                interval = f"{value['low']:{form}} to {value['high']:{form}}" if "low" in value else ""
+                lines.append(f"| {measure} | {value['mean']:{form}} | {interval} |")
         if of_reward["num_unscored"]:
             num_out = results["num_problems"] - of_reward["num_scored"]
             lines += [
