@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+from itertools import pairwise
 
 from transformers import PreTrainedTokenizerBase
 
@@ -10,6 +11,15 @@ from .method.tree import Rollout, State, TokenIds, Tree
 
 WIDTH = 100  # columns of a line
 SEGMENT = 160  # characters shown between two anchors
+
+# What decoders write where the bytes of a token make no character
+FRAGMENT = "\ufffd"
+
+# Tokens of the longest character. More bytes than that are shown as they are
+MAX_FRAGMENTS = 8
+
+# Control characters, and the symbols that stand for them
+CONTROLS = {code: 0x2400 + code for code in range(32)} | {0x7F: 0x2421}
 
 LEGEND = (
     "S0 is the prompt alone; the other states are the prompt and a trajectory up to an anchor, from where rollouts "
@@ -142,14 +152,78 @@ def _outcomes(rollouts: list[Rollout], tree: Tree) -> list[str]:
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, context_ids: TokenIds, token_ids: TokenIds) -> str:
-    """The text that `token_ids` add to `context_ids`. Some tokenizers decode a text's first token differently."""
-    context = context_ids.tolist()
-    return tokenizer.decode(context + token_ids.tolist())[len(tokenizer.decode(context)) :]
+    """The text that `token_ids` add to `context_ids`."""
+    (texts,) = token_texts(tokenizer, [(context_ids, token_ids)])
+    return "".join(texts)
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, sequences: list[tuple[TokenIds, TokenIds]]) -> list[list[str]]:
+    """
+    What each token adds to the text before it.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`):
+            Tokenizer.
+        sequences (`list[tuple[TokenIds, TokenIds]]`):
+            For each sequence, the tokens before it, of shape (C,), and its own, of shape (L,).
+
+    Returns:
+        `list[list[str]]`: L texts for each sequence. If several tokens make one character, the last one has it, also
+        where the others are before the sequence.
+    """
+    token_ids = [(before.tolist(), ids.tolist()) for before, ids in sequences]
+    singles = sorted({token for before, ids in token_ids for token in [*before[-1:], *ids]})
+    alone = dict(zip(singles, _decode(tokenizer, [[token] for token in singles]), strict=True))
+    token_ids = [(_needed(tokenizer, before, alone), ids) for before, ids in token_ids]
+    # Some tokenizers decode a text's first token differently. So what a token adds depends on the one before
+    pairs = sorted({pair for before, ids in token_ids for pair in pairwise([*before, *ids])})
+    added = {
+        (first, second): text[len(alone[first]) :]
+        for (first, second), text in zip(pairs, _decode(tokenizer, [list(pair) for pair in pairs]), strict=True)
+    }
+    results = []
+    for before, ids in token_ids:
+        texts: list[str] = []
+        fragments: list[int] = []  # tokens of a character that is not whole yet
+        for previous, token in zip([None, *before, *ids], [*before, *ids], strict=False):
+            if FRAGMENT in alone[token]:
+                fragments.append(token)
+                (text,) = _decode(tokenizer, [fragments])
+                is_whole = FRAGMENT not in text or len(fragments) == MAX_FRAGMENTS
+                texts.append(text if is_whole else "")
+                fragments = [] if is_whole else fragments
+                continue
+            if fragments:  # they make no character
+                (texts[-1],) = _decode(tokenizer, [fragments])
+                fragments = []
+            texts.append(alone[token] if previous is None else added[previous, token])
+        if fragments:
+            (texts[-1],) = _decode(tokenizer, [fragments])
+        results.append(texts[len(before) :])
+    return results
+
+
+def _needed(tokenizer: PreTrainedTokenizerBase, before: list[int], alone: dict[int, str]) -> list[int]:
+    """The last tokens before a sequence, from one that is no part of a character on. `alone` learns their texts."""
+    for start in reversed(range(len(before))):
+        token = before[start]
+        if token not in alone:
+            (alone[token],) = _decode(tokenizer, [[token]])
+        if FRAGMENT not in alone[token]:
+            return before[start:]
+    return before
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, sequences: list[list[int]]) -> list[str]:
+    return tokenizer.batch_decode(sequences, clean_up_tokenization_spaces=False) if sequences else []
 
 
 def _shorten(text: str, length: int) -> str:
-    """`text` on one line. If it is longer than `length` its middle is cut, because its end has the answer."""
-    text = text.replace("\n", "↵")
+    """
+    `text` on one line, without what a terminal would obey. If it is longer than `length` its middle is cut, because its
+    end has the answer.
+    """
+    text = text.replace("\n", "↵").translate(CONTROLS)
     if len(text) <= length:
         return text
     head = (length - 3) // 2

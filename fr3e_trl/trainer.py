@@ -4,6 +4,7 @@ import math
 import textwrap
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -38,7 +39,7 @@ from .processes import in_every_process
 from .trl_adapter import card, checks, console, decoding, images, logprobs, loss, prompts, resume, shared_forward
 from .trl_adapter.assemble import assemble
 from .trl_adapter.exploring import Exploring
-from .trl_adapter.logs import log_metrics
+from .trl_adapter.logs import log_metrics, log_spread
 from .trl_adapter.old_logprobs import score_leftovers
 from .trl_adapter.samplers import make_sampler
 from .trl_adapter.setup import (
@@ -275,7 +276,9 @@ class FR3ETrainer(GRPOTrainer):
         if has_dropped:
             loss.weigh_dropped(self, batch)
         if self._tree_log is not None:
-            self._tree_log.write(self.trees, explored, self.args, self.state.global_step + 1)
+            placed = {id(row) for row in rows}
+            shown = [replace(row, in_loss=row.in_loss and id(row) in placed) for row in explored]
+            self._tree_log.write(self.trees, shown, self.args, self.state.global_step + 1)
         log_metrics(self, self._metrics_of_step(rows) | metrics)
         if self._refill is not None:
             score_leftovers(self, self._refill.leftovers)
@@ -332,7 +335,7 @@ class FR3ETrainer(GRPOTrainer):
 
     def _metrics_of_step(self, rows: list[Row]) -> dict[str, float]:
         """What to log of a step, but for TRL's metrics. The value tracker learns what its prompts were worth."""
-        learned = torch.tensor([row.advantage for row in rows if row.in_loss], dtype=torch.float64)
+        learned = torch.tensor([row.advantage for row in rows if row.teaches], dtype=torch.float64)
         metrics = tree_metrics(self.trees, learned, len(rows))
         if self.args.replay_mismatch == "skip":
             dialogues = [row.rollout.dialogue for row in own_rows(self, rows)]
@@ -348,6 +351,11 @@ class FR3ETrainer(GRPOTrainer):
         return metrics
 
     # The update
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if not self.args.is_plain_grpo:
+            log_spread(self)
+        super().log(logs, start_time)
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """The only change is that rows that are not in the loss are left out, and out of what TRL divides by."""

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from pathlib import Path
 
 import factory
 import pytest
@@ -16,6 +17,7 @@ import fr3e_trl.trainer
 from fr3e_trl.method.refill import PromptStream, fill_batch, num_to_draw
 from fr3e_trl.method.rows import Row, token_credit
 from fr3e_trl.method.tree import Rollout
+from fr3e_trl.page.record import read_step
 
 
 def hopeful(prompts, completions, **kwargs):
@@ -96,6 +98,32 @@ def test_no_prompt_comes_twice_in_an_epoch():
         assert len(set(epoch)) == 30
     assert drawn[:30] != drawn[30:60]
     assert sum(logged(trainer, "fr3e/refill/prompts")) + 6 * 4 == len(drawn)
+
+
+def test_rows_that_are_cut_off_leave_no_batch_full():
+    """With `mask_truncated_completions` they teach nothing, though GRPO's baseline counts their reward."""
+    trainer = train(
+        make_prompts(200, 200),
+        num_anchors=0,
+        reject_degenerate_states=True,
+        max_refills=12,
+        mask_truncated_completions=True,
+        learning_rate=0.0,
+    )
+    for (batch, _), informative in zip(trainer.batches, logged(trainer, "fr3e/rows/informative"), strict=True):
+        in_loss = (batch["completion_mask"] * batch["tool_mask"]).any(1)
+        assert informative == in_loss.float().mean()
+    assert logged(trainer, "fr3e/rows/informative") == [1.0] * 3
+    assert all(0 < rounds < 12 for rounds in logged(trainer, "fr3e/refill/rounds"))
+
+
+def test_the_page_has_the_rows_of_the_batch():
+    trainer = train(make_prompts(200, 60), max_refills=3, anchor_threshold=1.0, log_trees=1, output_dir="run")
+    for step, reused in enumerate(logged(trainer, "fr3e/refill/reused"), 1):
+        record = read_step(Path("run"), step)
+        assert record["num_trees"] == len(record["trees"])
+        of_batch = sum(rollout["in_loss"] for tree in record["trees"] for rollout in tree["rollouts"])
+        assert of_batch + reused == trainer.batches[step - 1][0]["in_loss"].sum()
 
 
 def test_rows_that_are_left_over():

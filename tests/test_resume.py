@@ -283,6 +283,16 @@ def test_settings_that_differ_from_the_checkpoints_are_told(saved, present, told
     assert all(words in message for words in [*told, "From here on the present ones hold", "its optimizer"])
 
 
+@pytest.mark.parametrize("settings", [{"beta": 0.1}, {"temperature": 0.5}], ids=str)
+def test_a_batch_that_was_drawn_with_other_settings_is_dropped(settings):
+    """It has no log-probs of a reference model, and old ones at another temperature."""
+    make_trainer(num_iterations=2, max_steps=2).train()
+    resumed = make_trainer(**settings, num_iterations=2, max_steps=2, output_dir="resumed")
+    resumed.train(resume_from_checkpoint="output/checkpoint-1")
+    (log,) = (entry for entry in resumed.state.log_history if entry.get("step") == 2 and "loss" in entry)
+    assert log["clip_ratio/region_mean"] == 0 and "fr3e/value/S0" in log
+
+
 def test_the_same_settings_are_not_told_of(caplog):
     make_trainer(max_steps=2).train()
     make_trainer(max_steps=3, output_dir="resumed", logging_steps=2).train(resume_from_checkpoint="output/checkpoint-2")

@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 from collections import Counter
+from statistics import fmean
 
 import hypothesis
 import pytest
@@ -777,3 +778,21 @@ def test_a_bad_reward_function_is_named(reward, error, named):
         train(reward_funcs=[digits, reward])
     assert "my_reward" in "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
     assert named in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"mask_truncated_completions": True}, {"loss_type": "grpo", "num_generations": 4}], ids=str
+)
+def test_the_value_at_the_prompt_is_that_of_whatever_was_sampled_from_it(settings):
+    """Cut off or not. A short base trajectory, whose missing branches begin at the prompt, counts as much as others."""
+    trainer = train(
+        reward_funcs=lambda completion_ids, **_: [float(len(ids) < 12) for ids in completion_ids],
+        max_completion_length=12,
+        max_steps=2,
+        **settings,
+    )
+    of_logs = [entry["fr3e/value/S0"] for entry in trainer.state.log_history if "fr3e/value/S0" in entry]
+    for (_, trees), value in zip(trainer.batches, of_logs, strict=True):
+        lengths = [[base.length for base in tree.bases] for tree in trees]
+        assert 0 < value < 1
+        assert value == pytest.approx(fmean(fmean(length < 12 for length in of_tree) for of_tree in lengths))

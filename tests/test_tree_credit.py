@@ -271,6 +271,8 @@ def test_the_threshold_follows_the_policy():
     eligible = torch.tensor([False, True, True, False, True, True])
     assert [uncertainty(entropies, eligible, k) for k in (1, 2, 4, 5)] == pytest.approx([2.0, 0.5, 0.2, 0.0])
     assert math.isnan(uncertainty(entropies, eligible, 0))
+    # Beside the fourth position there are none: with a gap, the second is the one at 2, and there is no third
+    assert [uncertainty(entropies, eligible, k, min_gap=2) for k in (1, 2, 3)] == pytest.approx([2.0, 0.4, 0.0])
     assert next_threshold(None, [0.5, 0.1, 0.3, NAN]) == pytest.approx(0.3)
     assert next_threshold(0.2, [0.4]) == pytest.approx(0.7 * 0.2 + 0.3 * 0.4)
 

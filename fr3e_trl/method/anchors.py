@@ -266,13 +266,13 @@ def rank_anchors(scores: Any, eligible: Any, num_anchors: int, min_gap: int = 1)
     return anchors
 
 
-def uncertainty(entropies: Any, eligible: Any, num_anchors: int) -> float:
+def uncertainty(entropies: Any, eligible: Any, num_anchors: int, min_gap: int = 1) -> float:
     """
     How uncertain a trajectory is where it is to branch: the threshold at which it has as many anchors as it gets.
 
     Args:
-        entropies, eligible, num_anchors:
-            See [`AnchorRule.choose`].
+        entropies, eligible, num_anchors, min_gap:
+            See [`rank_anchors`].
 
     Returns:
         `float`: Entropy of the position that is `num_anchors`-th of the most uncertain ones, in nats; 0 if there are
@@ -280,8 +280,8 @@ def uncertainty(entropies: Any, eligible: Any, num_anchors: int) -> float:
     """
     if num_anchors == 0:
         return math.nan
-    known = np.sort(np.asarray(entropies)[np.asarray(eligible)])
-    return known[-num_anchors].item() if len(known) >= num_anchors else 0.0
+    anchors = rank_anchors(entropies, eligible, num_anchors, min_gap)
+    return np.asarray(entropies)[anchors[-1]].item() if len(anchors) == num_anchors else 0.0
 
 
 def next_threshold(threshold: float | None, uncertainties: Sequence[float]) -> float:

@@ -53,7 +53,7 @@ Slot = tuple[int, State, int]
 
 # What a process tells of a row: length, tokens that the policy wrote, rewards by function, reward, whether it is
 # masked, the chances of its first token, and whether that differs from the base trajectory's
-Outcome = tuple[int, int, list[float], float, bool, tuple[float, float] | None, bool | None]
+Outcome = tuple[int, int, Score, tuple[float, float] | None, bool | None]
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ class _Exploration:
             rollout=_for_others(rollout, holds_tokens=self._straddles(i)),
             mean_entropy=(entropies if rollout.mask is None else entropies[rollout.mask]).mean().item(),
             anchors=dict(zip(positions, entropies[positions].tolist(), strict=True)),
-            uncertainty=uncertainty(entropies, eligible, share),
+            uncertainty=uncertainty(entropies, eligible, share, self.plan.anchor_min_gap),
             digest=digest.hexdigest(),
         )
 
@@ -356,10 +356,7 @@ class _Exploration:
             if state.base is not None:
                 rollout.differs = bool(rollout.token_ids[0] != self._token_at(self.trees[i], state))
         self._score([row for row in rows if not row[2].score.rewards and row[2].copy_of is None])
-        return [
-            (r.length, r.num_written, r.score.rewards, r.score.reward, r.score.is_masked, r.chances, r.differs)
-            for _, _, r in rows
-        ]
+        return [(r.length, r.num_written, replace(r.score, logs={}), r.chances, r.differs) for _, _, r in rows]
 
     def _slots(self) -> list[Slot]:
         """The rows of all processes, in order."""
@@ -417,12 +414,12 @@ class _Exploration:
         """Take down what other processes told of their rows."""
         of_rows = (outcome for of_process in outcomes for outcome in of_process)
         for (_, state, k), outcome in zip(self._slots(), of_rows, strict=True):
-            length, num_written, rewards, reward, is_masked, chances, differs = outcome
+            length, num_written, score, chances, differs = outcome
             rollout = state.rollouts[k]
             if not rollout.score.rewards:
                 rollout.length, rollout.num_written = length, num_written
                 rollout.chances, rollout.differs = chances, differs
-                rollout.score = Score(rewards, reward, is_masked=is_masked)
+                rollout.score = score
         for tree in self.trees:
             for rollout in tree.states[0].rollouts:
                 if rollout.copy_of is not None:

@@ -36,7 +36,7 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
     failed = [tree for tree in trees if not any(rollout.score.reward > 0 for rollout in tree.states[0].rollouts)]
     num_generated = sum(_num_generated(tree) for tree in trees)
     metrics = {
-        "fr3e/value/S0": _mean(tree.states[0].value for tree in trees),
+        "fr3e/value/S0": _mean(_mean_reward(tree) for tree in trees),
         "fr3e/value/anchors": _mean(state.value for state in anchors),
         "fr3e/value_gain": _mean(
             state.value - tree.states[state.parent].value
@@ -76,6 +76,17 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
         "fr3e/advantage/std": _mean(((advantages - advantages.mean()) ** 2).tolist()) ** 0.5,
     }
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
+
+
+def _mean_reward(tree: Tree) -> float:
+    """
+    Mean reward of completions that were sampled from the prompt, those that are cut off too. Rows that S_0 got because
+    a base trajectory was too short for an anchor are left out: they would count short ones more.
+    """
+    bases = {id(base) for base in tree.bases}
+    sampled = tree.states[0].rollouts
+    kept = [rollout for rollout in sampled if id(rollout) in bases] or sampled  # or the bases were thrown away
+    return _mean(rollout.score.reward for rollout in kept)
 
 
 def _mean_over_tokens(trees: list[Tree]) -> float:

@@ -80,10 +80,10 @@ def fill_batch(rows: list[Row], leftovers: list[Row], size: int) -> tuple[list[R
         informative ones from the rest and, where these do not suffice, from `leftovers`; then the informative ones of
         this step that there was no place for; and how many of `leftovers` were used.
     """
-    rest = [row for row in rows[size:] if row.in_loss]
+    rest = [row for row in rows[size:] if row.teaches]
     spare = iter([*rest, *leftovers])
-    batch = [row if row.in_loss else next(spare, row) for row in rows[:size]]
-    num_used = sum(row.in_loss for row in batch) - sum(row.in_loss for row in rows[:size])
+    batch = [row if row.teaches else next(spare, row) for row in rows[:size]]
+    num_used = sum(row.teaches for row in batch) - sum(row.teaches for row in rows[:size])
     return batch, rest[num_used:], max(num_used - len(rest), 0)
 
 
@@ -130,7 +130,7 @@ class Refill:
         rows = explore(self.prompts.draw(num_prompts))
         num_explored, num_rounds = num_prompts, 0
         while num_rounds < self.max_rounds:
-            num_informative = sum(row.in_loss for row in rows)
+            num_informative = sum(row.teaches for row in rows)
             num_missing = num_rows - num_informative - len(self.leftovers)
             if num_missing <= 0:
                 break
@@ -141,7 +141,7 @@ class Refill:
         metrics: dict[str, float] = {
             "fr3e/refill/rounds": num_rounds,
             "fr3e/refill/prompts": num_explored - num_prompts,
-            "fr3e/refill/rows": sum(row.in_loss for row in batch) - sum(row.in_loss for row in rows[:num_rows]),
+            "fr3e/refill/rows": sum(row.teaches for row in batch) - sum(row.teaches for row in rows[:num_rows]),
             "fr3e/refill/reused": num_reused,
             "fr3e/refill/dropped": len(self.leftovers) - num_reused,
         }
@@ -179,6 +179,7 @@ def state_of(row: Row, with_tokens: bool = True) -> dict[str, Any]:
         "rewards": row.rollout.score.rewards,
         "reward": row.rollout.score.reward,
         "is_masked": row.rollout.score.is_masked,
+        "is_left_out": row.rollout.score.is_left_out,
         "credit": row.rollout.credit,
         "advantage": row.advantage,
         "in_loss": row.in_loss,
@@ -201,7 +202,8 @@ def state_of(row: Row, with_tokens: bool = True) -> dict[str, Any]:
 
 def row_from(state: dict[str, Any], train_dataset: Sequence[dict[str, Any]]) -> Row:
     """The row that [`state_of`] was told of."""
-    score = Score(state["rewards"], state["reward"], is_masked=state.get("is_masked", False))
+    flags = {name: state.get(name, False) for name in ("is_masked", "is_left_out")}
+    score = Score(state["rewards"], state["reward"], **flags)
     # Checkpoints used to have no credit of tokens but under tree credit
     credit = state["credit"] or [(state["length"], 1.0, state["advantage"])]
     row = Row(

@@ -78,6 +78,11 @@ class Row:
     is_left_over: bool = False
 
     @property
+    def teaches(self) -> bool:
+        """Whether a token of it may be in the loss."""
+        return self.in_loss and not self.rollout.score.is_left_out
+
+    @property
     def completion_ids(self) -> TokenIds:
         """Of shape (L,): the prefix and the continuation."""
         return np.concatenate([self.prefix_ids, self.rollout.token_ids])

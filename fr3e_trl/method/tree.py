@@ -35,12 +35,15 @@ class Score:
         is_masked (`bool`):
             Whether the completion was cut off and nothing is learned from its outcome: `mask_truncated_completions`,
             where the credit rule leaves such rollouts out.
+        is_left_out (`bool`):
+            The same where the rule counts its outcome: TRL leaves its tokens out of the loss.
     """
 
     rewards: list[float]
     reward: float
     logs: dict[str, Any] = field(default_factory=dict)
     is_masked: bool = False
+    is_left_out: bool = False
 
 
 @dataclass(eq=False)

@@ -19,13 +19,13 @@ The trees of a step are in `trees/step-N.json.gz` of the output directory. N is 
         bases           indices of the base trajectories, among S_0's rollouts unless they were thrown away
         rollouts        each with
             tokens          text of each of its own tokens, without the state's prefix. If several tokens make one
-                            character, the last one has it
+                            character, the last one has it, also where the others are in the prefix
             entropies       entropy at each token of a base trajectory; null at tokens that a tool wrote
             tools           stretches that a tool wrote: first token, and the one after the last
             length          number of its tokens
             reward, rewards the weighted sum, and by reward function; null where it was not scored
             advantage       null for a base trajectory that was thrown away; under tree credit the mean over its tokens
-            in_loss         whether it was learned from
+            in_loss         whether this batch learned from it. With refill, a row may have had no place
             copies          of a base trajectory: branches that it had no anchor for, and counts for as well
             mass            under tree credit: how many rows it stands for, its copies included
             differs         of a branch: whether its first token is another than the base trajectory's there
@@ -41,16 +41,18 @@ import gzip
 import json
 import math
 import os
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ..display import token_texts
 from ..method.credit.tree import masses_by_rollout
 from ..method.rows import Row
 from ..method.tree import Rollout, TokenIds, Tree
@@ -59,9 +61,6 @@ FOLDER = "trees"
 METRICS = "metrics.jsonl"
 PAGE = "trees.html"
 MAX_TREES = 16  # of a step
-
-# Tokens of the longest character. More bytes than that are shown as they are
-MAX_FRAGMENTS = 8
 
 
 def record_trees(
@@ -90,7 +89,7 @@ def record_trees(
             before, row = [tree.prompt_ids, prefix], row_of.get(id(rollout))
             if row is not None and len(row.prompt_ids):  # of one that refill has handed over, it alone has the prefix
                 before = [row.prompt_ids, row.prefix_ids]
-            sequences.append((np.concatenate(before)[-1:], rollout.token_ids))
+            sequences.append((np.concatenate(before), rollout.token_ids))
     texts = iter(token_texts(tokenizer, sequences))
     return [
         {
@@ -148,7 +147,7 @@ def _plain_rollout(rollout: Rollout, row: Row | None, entropies: Any, tokens: li
         "reward": _significant(rollout.score.reward),
         "rewards": [_significant(reward) for reward in rollout.score.rewards],
         "advantage": None if row is None else _significant(row.advantage),
-        "in_loss": row is not None and row.in_loss,
+        "in_loss": row is not None and row.teaches,
         "differs": rollout.differs,
         "chances": None if rollout.chances is None else [_significant(chance) for chance in rollout.chances],
         "credit": [[n, _significant(weight), _significant(advantage)] for n, weight, advantage in rollout.credit],
@@ -167,54 +166,6 @@ def _rounded(x: float | None) -> float | None:
 
 def _significant(x: float) -> float | None:
     return float(f"{x:.4g}") if math.isfinite(x) else None
-
-
-def token_texts(tokenizer: PreTrainedTokenizerBase, sequences: list[tuple[TokenIds, TokenIds]]) -> list[list[str]]:
-    """
-    What each token adds to the text before it.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`):
-            Tokenizer.
-        sequences (`list[tuple[TokenIds, TokenIds]]`):
-            For each sequence, the token before it, if there is one, and its own tokens, of shape (L,).
-
-    Returns:
-        `list[list[str]]`: L texts for each sequence. If several tokens make one character, the last one has it.
-    """
-    token_ids = [(before.tolist(), ids.tolist()) for before, ids in sequences]
-    singles = sorted({token for before, ids in token_ids for token in [*before, *ids]})
-    # Some tokenizers decode a text's first token differently. So what a token adds depends on the one before
-    pairs = sorted({pair for before, ids in token_ids for pair in pairwise([*before, *ids])})
-    alone = dict(zip(singles, _decode(tokenizer, [[token] for token in singles]), strict=True))
-    added = {
-        (first, second): text[len(alone[first]) :]
-        for (first, second), text in zip(pairs, _decode(tokenizer, [list(pair) for pair in pairs]), strict=True)
-    }
-    results = []
-    for before, ids in token_ids:
-        texts: list[str] = []
-        fragments: list[int] = []  # tokens of a character that is not whole yet
-        for previous, token in zip([None, *ids] if not before else [*before, *ids], ids, strict=False):
-            if "\ufffd" in alone[token]:
-                fragments.append(token)
-                (text,) = _decode(tokenizer, [fragments])
-                is_whole = "\ufffd" not in text or len(fragments) == MAX_FRAGMENTS
-                texts.append(text if is_whole else "")
-                fragments = [] if is_whole else fragments
-                continue
-            if fragments:  # they make no character
-                (texts[-1],) = _decode(tokenizer, [fragments])
-                fragments = []
-            texts.append(alone[token] if previous is None else added[previous, token])
-        if fragments:
-            (texts[-1],) = _decode(tokenizer, [fragments])
-        results.append(texts)
-    return results
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, sequences: list[list[int]]) -> list[str]:
-    return tokenizer.batch_decode(sequences, clean_up_tokenization_spaces=False) if sequences else []
 
 
 def merged(records: list[Any]) -> Any:
@@ -277,7 +228,15 @@ def append_log(path: Path, log: dict[str, Any]) -> None:
 
 
 def _line(log: dict[str, Any]) -> str:
-    return json.dumps(log, default=str) + "\n"
+    """An entry as JSON, which has no NaN and no infinity: such a value is null."""
+    finite = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in log.items()}
+    return json.dumps(finite, default=str) + "\n"
+
+
+def evaluated(entry: dict[str, Any]) -> str | None:
+    """Which of several evaluation sets a log is of. TRL's metrics, such as `eval_reward`, do not say it."""
+    names = [re.fullmatch("eval_(.+)_runtime", name) for name in entry]
+    return next((found[1] for found in names if found is not None), None)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

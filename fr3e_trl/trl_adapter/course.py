@@ -1,7 +1,6 @@
 """From where to where a run has come, by what it logged, and how much of that may be noise."""
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,7 +9,10 @@ from typing import Any
 
 from transformers import TrainerState
 
+from ..page.record import evaluated
+
 VALUE = "fr3e/value/S0"
+SPREAD = "eval_fr3e/reward_std"
 MOST_LOGS = 10  # at either end
 FEWEST_FOR_NOISE = 5
 
@@ -58,12 +60,6 @@ def changes(trainer: Any) -> list[Change]:
     return [change for change in [*found, change_of_value(trainer.state)] if change is not None]
 
 
-def evaluated(entry: dict[str, Any]) -> str | None:
-    """Which of several evaluation sets a log is of. TRL's metrics, such as `eval_reward`, do not say it."""
-    names = [re.fullmatch("eval_(.+)_runtime", name) for name in entry]
-    return next((found[1] for found in names if found is not None), None)
-
-
 def change_of_value(state: TrainerState) -> Change | None:
     """
     The change of the value at the prompt, which is the reward in a run without exploration.
@@ -101,13 +97,13 @@ def change_in_evaluation(state: TrainerState, num_prompts: int | None, name: str
     if not entries:
         return None
     first, last = entries[0], entries[-1]
-    deviation = max(first.get("eval_reward_std") or 0, last.get("eval_reward_std") or 0)
+    deviations = [entry[SPREAD] for entry in (first, last) if SPREAD in entry]
     return Change(
         "eval_reward" if name is None else f"eval_reward of {name}",
         f"steps {first['step']} and {last['step']}" if len(entries) > 1 else f"step {last['step']}",
         first["eval_reward"] if len(entries) > 1 else None,
         last["eval_reward"],
-        NormalDist().inv_cdf(0.975) * deviation / math.sqrt(num_prompts) if num_prompts else None,
+        NormalDist().inv_cdf(0.975) * max(deviations) / math.sqrt(num_prompts) if deviations and num_prompts else None,
     )
 
 

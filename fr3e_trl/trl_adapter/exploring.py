@@ -70,15 +70,17 @@ class Exploring:
                 [dialogues[k] for k in whole],
             )
         for k, of_rollout in zip(whole, scored, strict=True):
-            scores[k] = replace(of_rollout, is_masked=self._is_masked(completion_ids[k]))
+            if self._is_truncated(completion_ids[k]):
+                has_credit = not CREDIT_RULES[self.trainer.args.plan.credit].leaves_out_truncated
+                of_rollout = replace(of_rollout, is_masked=not has_credit, is_left_out=has_credit)
+            scores[k] = of_rollout
         return scores
 
-    def _is_masked(self, completion_ids: TokenIds) -> bool:
-        """Whether a completion is cut off, as TRL has it, and such ones are left out of credit."""
+    def _is_truncated(self, completion_ids: TokenIds) -> bool:
+        """Whether a completion is cut off, as TRL has it, and such ones are masked."""
         trainer = self.trainer
-        if not (trainer.mask_truncated_completions and CREDIT_RULES[trainer.args.plan.credit].leaves_out_truncated):
-            return False
-        return completion_ids[-1] not in (*trainer.eos_token_ids, tokenizer_of(trainer).pad_token_id)
+        ends = (*trainer.eos_token_ids, tokenizer_of(trainer).pad_token_id)
+        return trainer.mask_truncated_completions and completion_ids[-1] not in ends
 
     def _provide_tools(self) -> list[list[int]]:
         """

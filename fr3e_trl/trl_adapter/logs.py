@@ -1,7 +1,9 @@
 """What TRL logs."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import fmean
 from typing import Any
 
 # Means over the tokens of a micro-batch that are in the loss, beside clip_ratio/...
@@ -35,6 +37,22 @@ def without_window(trainer: Any) -> Iterator[None]:
     if trainer.use_adaptive_entropy and trainer.accelerator.sync_gradients and trainer._last_world_entropy == 0:
         trainer.entropy_coef, trainer._last_world_entropy = before
         trainer._metrics["train"]["entropy_coef"][-1:] = before[:1]
+
+
+def log_spread(trainer: Any) -> None:
+    """
+    Have an evaluation log the standard deviation of all its rewards. TRL's `reward_std` is that of each batch, on
+    average: next to 0 where a batch is one prompt, whose completions do alike.
+    """
+    metrics = trainer._metrics["eval"]
+    batches = [
+        (mean, 0.0 if math.isnan(deviation) else deviation)
+        for mean, deviation in zip(metrics.get("reward", []), metrics.get("reward_std", []), strict=True)
+        if not math.isnan(mean)
+    ]
+    if batches:
+        square = fmean(mean**2 + deviation**2 for mean, deviation in batches)
+        metrics["fr3e/reward_std"] = [math.sqrt(max(square - fmean(mean for mean, _ in batches) ** 2, 0.0))]
 
 
 def log_metrics(trainer: Any, metrics: dict[str, float]) -> None:

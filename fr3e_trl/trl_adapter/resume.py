@@ -34,7 +34,10 @@ SIZES = (
 )
 
 # Settings of TRL's by which a run that goes on is another, and those of FR3E's by which it is not
-DECISIVE = ("seed", "beta", "loss_type", "epsilon", "epsilon_high", "scale_rewards", "temperature", "learning_rate")
+DECISIVE = (
+    *("seed", "beta", "loss_type", "epsilon", "epsilon_high", "scale_rewards", "temperature", "learning_rate"),
+    *("use_vllm", "top_p", "top_k", "min_p"),
+)
 NOT_DECISIVE = ("log_trees", "share_prefixes", "tool_timeout")
 
 
@@ -157,7 +160,8 @@ class _Resume:
         trainer.resume_from_state(state["of_method"])
         if state["sizes"] != _sizes(trainer):
             _begin_new_batch(trainer, state["sizes"])
-        _warn_of_settings(trainer, state.get("settings", {}))
+        if _warn_of_settings(trainer, state.get("settings", {})):
+            trainer._buffered_inputs = None  # its old log-probs, say, are at another temperature
         if trainer.args.sync_ref_model:
             _warn(
                 trainer,
@@ -223,8 +227,13 @@ def _read_state(file: Path) -> dict[str, Any]:
     return state
 
 
-def _warn_of_settings(trainer: Any, saved: dict[str, Any]) -> None:
-    """Name the settings that the checkpoint was saved with other values of, and what of it is kept."""
+def _warn_of_settings(trainer: Any, saved: dict[str, Any]) -> bool:
+    """
+    Name the settings that the checkpoint was saved with other values of, and what of it is kept.
+
+    Returns:
+        `bool`: Whether the run is another by them.
+    """
     present = _settings(trainer)
     changed = [name for name in saved.keys() & present.keys() if saved[name] != present[name]]
     if "learning_rate" in changed:
@@ -237,7 +246,7 @@ def _warn_of_settings(trainer: Any, saved: dict[str, Any]) -> None:
             present["learning_rate"],
         )
     if not changed:
-        return
+        return False
     kept = ["its weights, its optimizer and its place in the data"]
     if saved.get("value_tracker") and present["value_tracker"]:
         kept.append("the tracked values")
@@ -249,6 +258,7 @@ def _warn_of_settings(trainer: Any, saved: dict[str, Any]) -> None:
         ", ".join(f"{name}={saved[name]!r} (now {present[name]!r})" for name in sorted(changed)),
         " and ".join(kept),
     )
+    return True
 
 
 def _warn(trainer: Any, message: str, *arguments: Any) -> None:
