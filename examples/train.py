@@ -13,6 +13,7 @@ from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.commands.data import FR3EScriptArguments, get_reward, load_examples, load_tokenizer
 from fr3e_trl.commands.recipe import RecipeParser
 from fr3e_trl.commands.train import checkpoint_to_resume, set_model_init
+from fr3e_trl.trl_adapter.vllm_weights import end_engine
 
 if __name__ == "__main__":
     parser = RecipeParser([FR3EScriptArguments, FR3EConfig, ModelConfig])
@@ -30,4 +31,5 @@ if __name__ == "__main__":
     )
     trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
     trainer.save_model(training_args.output_dir)
+    end_engine(trainer)  # of vLLM, where it is in this process
     trainer.accelerator.end_training()

@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from factory import make_trainer, train, weights
@@ -19,7 +20,11 @@ from trl import GRPOTrainer
 
 from fr3e_trl import FR3ETrainer
 from fr3e_trl.commands import cli
-from fr3e_trl.trl_adapter.console import Console, duration
+from fr3e_trl.commands.recipe import parse_arguments
+from fr3e_trl.commands.train import evaluation_command, make_parser, name_damaged_file, write_recipe
+from fr3e_trl.trl_adapter import course
+from fr3e_trl.trl_adapter.card import concealed
+from fr3e_trl.trl_adapter.console import Console, console_of, duration, say
 from fr3e_trl.trl_adapter.course import noise_of_logs
 
 ROOT = Path(__file__).parent.parent
@@ -134,6 +139,8 @@ def test_what_can_be_mended_is_told_once(capsys):
 def test_a_threshold_that_no_token_reaches_is_told(capsys):
     train(FR3ETrainer, anchor_threshold=50.0)
     assert "warning: fr3e/anchor/count = 0: no branch was grown." in capsys.readouterr().out
+    train(FR3ETrainer, num_anchors=0, reject_degenerate_states=True)  # asks for none
+    assert "no branch was grown" not in capsys.readouterr().out
 
 
 def test_a_log_tells_the_time_left_after_the_first_step(capsys):
@@ -225,7 +232,7 @@ def test_the_card_says_what_was_trained_and_loads_as_it_says(smoke, monkeypatch,
     assert opening in card.text
     rows = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", card.text, flags=re.MULTILINE))
     assert rows["rewards"] == "`answer_reward`" and rows["seed"] == "7"
-    assert rows["batch of a step"] == "10 prompts, 8 completions each" and rows["steps"] == "2 of 2, 0.50 epochs"
+    assert rows["generation batch"] == "10 prompts, 8 rows each" and rows["steps"] == "2 of 2, 0.50 epochs"
     command = shlex.split(rows["command"].strip("`"))
     assert command[:4] == ["fr3e", "train", "--config", "recipes/smoke.yaml"] and command[-3] == "--hub_token=***"
     assert "| `fr3e/value/S0`, first and last of 2 logs | " in card.text
@@ -253,3 +260,74 @@ def test_the_card_has_settings_that_differ_and_results_of_evaluation():
     assert "prompt = [{'role': 'user', 'content': '0+0='}]" in text
     (snippet,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     exec(snippet.replace("print", "len"), {})
+
+
+def test_a_step_that_generates_nothing_says_nothing_of_what_was_generated(capsys):
+    train(FR3ETrainer, num_iterations=2)
+    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step "))
+    assert "  value " in first and "  entropy " in first
+    assert second == "step 2/2  0 s left"
+
+
+def test_the_first_step_of_a_batch_is_not_taken_for_all(monkeypatch):
+    """Two batches of four steps, 40 s of generation each, and 2 s of each update."""
+    trainer = make_trainer(FR3ETrainer, num_iterations=4, max_steps=8)
+    console = console_of(trainer)
+    console._began, trainer.stopwatch.seconds = 100.0, {"update": 2.0}
+    monkeypatch.setattr("fr3e_trl.trl_adapter.console.time.monotonic", lambda: 142.0)
+    assert console._time_left(trainer.args, SimpleNamespace(global_step=1, max_steps=8)) == "54 s left"
+
+
+def test_letters_that_the_output_cannot_have_end_no_run(monkeypatch):
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="latin-1"))
+    say("0.1 → 0.2 ± 0.1")
+    assert output.getvalue() == "0.1 ? 0.2 ± 0.1\n".encode("latin-1")
+
+
+@pytest.mark.parametrize("per_batch", [8, 32])
+def test_the_noise_of_an_evaluation_is_that_of_its_prompts(per_batch):
+    """Completions of a prompt have one reward here: 1 of two prompts, 0 of two. TRL's deviation of a prompt is 0."""
+    dataset = make_dataset(4).add_column("is_easy", [1.0, 1.0, 0.0, 0.0])
+    trainer = make_trainer(
+        FR3ETrainer,
+        dataset=dataset,
+        eval_dataset=dataset,
+        reward_funcs=lambda is_easy, **_: is_easy,
+        num_generations_eval=8,
+        per_device_eval_batch_size=per_batch,
+    )
+    trainer.evaluate()
+    entry = trainer.state.log_history[-1]
+    assert entry["eval_fr3e/reward_std"] == pytest.approx(0.5, abs=0.01)
+    assert (entry["eval_reward_std"] == 0) == (per_batch == 8)
+    assert course.change_in_evaluation(trainer.state, 4).noise == pytest.approx(1.96 * 0.5 / 2, abs=0.01)
+
+
+def test_the_command_that_evaluates_says_what_the_recipe_said():
+    recipe = ["--config", str(ROOT / "recipes/qwen3/4b_qlora.yaml")]
+    others = ["--bf16=false", "--use_vllm=false", "--use_cpu=true", "--trust_remote_code=true"]
+    words = shlex.split(evaluation_command(*parse_arguments(make_parser(), [*recipe, *others])))
+    for option, value in (
+        ("--chat_template_kwargs", '{"enable_thinking": false}'),
+        ("--load_in_4bit", "True"),
+        ("--dtype", "bfloat16"),
+        ("--trust_remote_code", "True"),
+    ):
+        assert words[words.index(option) + 1] == value
+
+
+def test_a_checkpoint_that_later_ones_replaced_is_not_taken_for_damaged():
+    assert name_damaged_file("output/checkpoint-1", "output", RuntimeError("quota exceeded")) is None
+
+
+def test_secrets_within_settings_are_concealed(tmp_path):
+    nested = {
+        "model_init_kwargs": {"token": "hf_1", "dtype": "float32"},
+        "config": '{"api_key": "hf_2"}',
+        "hub_token": "hf_3",
+    }
+    write_recipe(tmp_path / "resolved.yaml", nested)
+    text = (tmp_path / "resolved.yaml").read_text()
+    assert "hf_" not in text and "float32" in text
+    assert concealed("--kwargs={'token': 'hf_4', 'max_tokens': 3}") == "--kwargs={'token': ***, 'max_tokens': 3}"

@@ -5,7 +5,7 @@ import math
 import pytest
 from models import make_tokenizer
 
-from fr3e_trl.display import WIDTH, render_tree
+from fr3e_trl.display import WIDTH, _shorten, render_tree
 from fr3e_trl.method.tree import Rollout, Score, Tree, as_ids
 
 pytestmark = pytest.mark.fast
@@ -117,3 +117,7 @@ def test_without_exploration_there_is_the_prompt_alone():
     text = render_tree(tree, TOKENIZER)
     assert "S1" not in text and "TRAJECTORY" not in text
     assert "    ✓ 3+3=↵6<eos>\n    ✗ 1+5=↵7<eos>" in text
+
+
+def test_a_terminal_obeys_no_completion():
+    assert _shorten("\x1b[2J\r\t1\n2\x7f", WIDTH) == "␛[2J␍␉1↵2␡"

@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 from models import CPU, make_model, make_tokenizer, model_on_disk
 from torch.profiler import ProfilerActivity, profile
+from transformers import MambaConfig, MambaForCausalLM
 from trl import ModelConfig, get_peft_config
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
@@ -227,3 +228,18 @@ def test_dry_run_without_rich(tmp_path, capsys, monkeypatch):
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "rows a step 8 a device, 8 in all" in lines and "vllm_adapter_sync None" in lines
     assert sum("most at a time" in line for line in lines) == 1
+
+
+def test_a_model_without_attention_is_planned_without_its_memory(tmp_path, capsys):
+    set_up = MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=1, state_size=4)
+    MambaForCausalLM(set_up).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    Dataset.from_dict({"prompt": ["1+1="] * 8, "solution": ["2"] * 8}).to_json(tmp_path / "data.jsonl")
+    cli.main(
+        [
+            *("train", "--dry_run=true", "--use_cpu=true", "--bf16=false", "--reward_funcs=accuracy_reward"),
+            *(f"--model_name_or_path={tmp_path / 'model'}", f"--dataset_name={tmp_path / 'data.jsonl'}"),
+        ]
+    )
+    told = capsys.readouterr().out
+    assert "rows a prompt" in told and "MambaConfig says nothing of attention heads" in " ".join(told.split())

@@ -16,15 +16,25 @@ import factory
 import numpy as np
 import pytest
 from models import make_dataset, make_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fr3e_trl.commands.cli import main
+from fr3e_trl.display import token_texts
 from fr3e_trl.method.credit.tree import masses_of
 from fr3e_trl.page.callback import report
 from fr3e_trl.page.page import CHARTS, MAX_POINTS, MAX_TREES, charts, make_page
 from fr3e_trl.page.record import MAX_TREES as MAX_TREES_OF_STEP
-from fr3e_trl.page.record import METRICS, logged_steps, read_metrics, read_step, step_path, token_texts, write_step
+from fr3e_trl.page.record import (
+    METRICS,
+    append_log,
+    logged_steps,
+    read_metrics,
+    read_step,
+    step_path,
+    write_logs,
+    write_step,
+)
 
 SIZES = {"per_device_train_batch_size": 32, "max_completion_length": 24, "max_steps": 3}
 DEMO_POLICY = Path(__file__).parents[1] / "examples" / "demo_policy"
@@ -338,7 +348,17 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Of characters, and of bytes for those that it does not know, as Llama 2's."""
+    vocab = {token: i for i, token in enumerate(["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁thesum12.√"])}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
 TEXTS = {
+    byte_fallback_tokenizer: ["the sum", "√2 ≈ 1.41", "数学很难 the 数", "👩‍👩‍👧 the 👍🏽"],
     byte_level_tokenizer: ["the sum", "√2 ≈ 1.41", "数学很难 the 数", "👩‍👩‍👧 the 👍🏽", "مرحبا sum", "e\u0301\u0301"],
     word_tokenizer: ["one two three two"],
     demo_tokenizer: ["5 - 1 + 3 = 7", "\n5 - 1 = 4\n4 + 3 = 7"],
@@ -352,12 +372,11 @@ def test_texts_of_tokens_make_the_text(make, text):
     token_ids = np.array(tokenizer(text)["input_ids"], np.int32)
     whole = tokenizer.decode(token_ids)
     assert whole.strip() == text.strip()
+    (of_whole,) = token_texts(tokenizer, [(token_ids[:0], token_ids)])
+    assert len(of_whole) == len(token_ids) and "".join(of_whole) == whole
     for cut in range(len(token_ids)):
-        prefix = tokenizer.decode(token_ids[:cut])
-        if "\ufffd" in prefix[-1:]:
-            continue
-        (pieces,) = token_texts(tokenizer, [(token_ids[:cut][-1:], token_ids[cut:])])
-        assert len(pieces) == len(token_ids) - cut and prefix + "".join(pieces) == whole
+        (pieces,) = token_texts(tokenizer, [(token_ids[:cut], token_ids[cut:])])
+        assert pieces == of_whole[cut:]
 
 
 def test_bytes_that_are_no_character_are_shown_as_such():
@@ -401,10 +420,32 @@ def test_steps_may_be_chosen(capsys):
 
 def test_long_curves_are_thinned_to_means():
     log = [{"step": step, "reward": float(step % 2)} for step in range(1, 4001)]
-    (chart,) = charts([*log, {"step": 4000, "train_runtime": 1.0}, {"step": 4000, "reward": math.nan}])
+    others = [{"train_runtime": 1.0}, {"reward": math.nan}, {"reward": None}]
+    (chart,) = charts([*log, *({"step": 4000} | other for other in others)])
     (curve,) = chart["curves"]
     assert chart["title"] == CHARTS[0][0] and len(curve["points"]) == MAX_POINTS
     assert curve["points"][0] == [8, 0.5] and curve["points"][-1] == [4000, 0.5]
+
+
+def test_each_evaluation_set_has_a_curve():
+    log = [
+        {"step": step, "eval_reward": reward, f"eval_{name}_runtime": 1.0}
+        for step in (0, 10)
+        for name, reward in (("easy", 0.9), ("hard", 0.1))
+    ]
+    (chart,) = charts(log)
+    assert [(curve["name"], curve["points"]) for curve in chart["curves"]] == [
+        ("eval_reward of easy", [[0, 0.9], [10, 0.9]]),
+        ("eval_reward of hard", [[0, 0.1], [10, 0.1]]),
+    ]
+
+
+def test_what_is_no_number_in_json_is_null(tmp_path):
+    write_logs(tmp_path / "metrics.jsonl", [{"step": 1, "grad_norm": math.inf}])
+    append_log(tmp_path / "metrics.jsonl", {"step": 2, "grad_norm": math.nan, "note": "text"})
+    assert (tmp_path / "metrics.jsonl").read_text() == (
+        '{"step": 1, "grad_norm": null}\n{"step": 2, "grad_norm": null, "note": "text"}\n'
+    )
 
 
 # What completions may say

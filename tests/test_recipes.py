@@ -267,17 +267,18 @@ def test_an_option_is_taken_by_its_whole_name(command, misspelt, meant, capsys):
 
 def test_a_recipe_that_is_begun_trains_and_its_settings_train_again(trainers, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    cli.main(["init", "first run"])
+    name = "first: run #1"
+    cli.main(["init", name])
     with pytest.raises(SystemExit):
-        cli.main(["init", "first run"])
+        cli.main(["init", name])
     command = capsys.readouterr().out.splitlines()[1].removeprefix("next: fr3e train ")
     here = ["--model_name_or_path", model_on_disk(), "--bf16=false", "--use_cpu=true", "--hub_token=hf_1"]
     cli.main(["train", *shlex.split(command), *map(str, here), "--max_steps=2", "--max_completion_length=8"])
-    output = tmp_path / "outputs" / "first run"
+    output = tmp_path / "outputs" / name
     logs = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert logs == trainers[0].state.log_history and [log["step"] for log in logs if "loss" in log] == [1, 2]
     resolved = (output / "resolved.yaml").read_text()
-    assert "hf_1" not in resolved and "dataset_name: first run/data.jsonl" in resolved
+    assert "hf_1" not in resolved and yaml.safe_load(resolved)["dataset_name"] == f"{name}/data.jsonl"
     cli.main(["train", "--config", str(output / "resolved.yaml"), "--output_dir", "again"])
     own = dict.fromkeys(["hub_token", "logging_dir", "output_dir"])
     first, again = (trainer.args.to_dict() | own for trainer in trainers)

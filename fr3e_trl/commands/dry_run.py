@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+import transformers
 from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
@@ -14,6 +15,7 @@ from transformers.training_args import OptimizerNames
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config, maybe_apply_chat_template
 
 from ..config import FR3EConfig
+from ..trl_adapter.card import SECRET, concealed
 from .memory_estimate import (
     SAMPLING_COPIES,
     STATE_BYTES,
@@ -53,15 +55,18 @@ def print_plan(
     """
     if args.process_index != 0:
         return
-    prompt_length = longest_prompt(dataset, tokenizer)
+    prompt_length = longest_prompt(dataset, tokenizer, args.chat_template_kwargs)
     model = empty_model(args, model_args)
-    estimate = memory(args, model_args, model, prompt_length)
     show("Settings that GRPOConfig has otherwise", settings(args))
     show("The run", sizes(args, len(dataset) if isinstance(dataset, Dataset) else None))
+    if getattr(model.config.get_text_config(), "num_attention_heads", None) is None:
+        kind = type(model.config).__name__
+        show("Memory", [("not estimated", f"{kind} says nothing of attention heads, by which activations are counted")])
+        return
     show(
         f"Memory of each of {args.world_size} device(s), estimated: rows of {prompt_length} + "
         f"{args.max_completion_length} tokens",
-        memory_rows(args, model, estimate),
+        memory_rows(args, model, memory(args, model_args, model, prompt_length)),
     )
 
 
@@ -70,7 +75,7 @@ def settings(args: FR3EConfig) -> Table:
     default = GRPOConfig(args.output_dir, bf16=args.bf16, use_cpu=args.use_cpu)
     names = [field.name for field in fields(args) if field.init]
     return [
-        (name, str(getattr(args, name)))
+        (name, "***" if SECRET.search(name) else str(concealed(getattr(args, name))))
         for name in sorted(names)
         if not hasattr(default, name) or getattr(args, name) != getattr(default, name)
     ]
@@ -125,10 +130,12 @@ def most_tokens(args: FR3EConfig) -> int:
     return prompts * (1 + args.max_refills) * completions * args.max_completion_length
 
 
-def longest_prompt(dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens of the longest prompt of the first examples."""
+def longest_prompt(
+    dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, template: dict[str, Any] | None = None
+) -> int:
+    """Tokens of the longest prompt of the first examples. `template`: what the chat template is told beside them."""
     prompts = [
-        maybe_apply_chat_template({"prompt": example["prompt"]}, tokenizer)["prompt"]
+        maybe_apply_chat_template({"prompt": example["prompt"]}, tokenizer, **(template or {}))["prompt"]
         for example in islice(dataset, MEASURED_PROMPTS)
     ]
     return max(map(len, tokenizer(prompts).input_ids))
@@ -141,8 +148,10 @@ def empty_model(args: FR3EConfig, model_args: ModelConfig) -> Any:
     config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=init.get("revision"), **trust)
     dtype = init.get("dtype", "float32")
     dtype = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else getattr(torch, str(dtype), dtype)
+    named = getattr(transformers, (config.architectures or [""])[0], None)  # of a model that sees, no causal LM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **trust)
+        model = AutoModelForCausalLM.from_config(config, **trust) if named is None else named(config)
+        model = model.to(dtype)
         peft_config = get_peft_config(model_args)
         if peft_config is None:
             return model
@@ -225,9 +234,10 @@ def decoder_of(config: Any) -> Decoder:
     """The sizes that the estimate needs, from a model's configuration."""
     config = config.get_text_config()
     num_heads = config.num_attention_heads
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return Decoder(
         hidden_size=config.hidden_size,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        intermediate_size=max(width) if isinstance(width, list) else width,  # Gemma 3n has one for each layer
         num_layers=config.num_hidden_layers,
         num_heads=num_heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
@@ -280,7 +290,7 @@ def gib(num_bytes: float) -> str:
 
 def number(value: float) -> str:
     """A number without a fraction that is 0."""
-    return f"{value:.3g}" if value % 1 else f"{value:.0f}"
+    return f"{value:.3g}" if value % 1 and value < 1000 else f"{value:,.0f}"
 
 
 def show(title: str, table: Table) -> None:

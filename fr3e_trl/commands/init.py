@@ -64,8 +64,9 @@ def main(arguments: list[str] | None = None) -> None:
     directory = parser.parse_args(arguments).directory
     check_directory(directory, "DIRECTORY")
     command = shlex.join(["fr3e", "train", "--config", str(directory / "recipe.yaml")])
+    output_dir = json.dumps(f"outputs/{directory.resolve().name}", ensure_ascii=False)  # quoted, whatever is in it
     files = {
-        "recipe.yaml": RECIPE.format(command=command, output_dir=f"outputs/{directory.resolve().name}"),
+        "recipe.yaml": RECIPE.format(command=command, output_dir=output_dir),
         "rewards.py": REWARDS,
         "data.jsonl": DATA,
     }

@@ -24,7 +24,8 @@ def main(num_processes: str, *arguments: str) -> None:
         if failure.exitcode >= 0:
             sys.exit(failure.exitcode)
         name = signal.Signals(-failure.exitcode).name
-        told = f"Process {rank} was ended by {name}, as it is where memory does not suffice."
+        reason = "as it is where memory does not suffice" if name == "SIGKILL" else "and has told above what it could"
+        told = f"Process {rank} was ended by {name}, {reason}."
         print(f"fr3e train: error: {told}", file=sys.stderr)
         sys.exit(2)
     except SignalException as error:

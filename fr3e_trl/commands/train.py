@@ -9,6 +9,7 @@ the rewards, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and qua
 """
 
 import itertools
+import json
 import logging
 import os
 import shlex
@@ -32,7 +33,7 @@ from ..page.callback import ends_no_run
 from ..page.record import METRICS, append_log, write_logs
 from ..trainer import FR3ETrainer
 from ..trl_adapter import console
-from ..trl_adapter.card import SECRET
+from ..trl_adapter.card import SECRET, concealed
 from ..trl_adapter.checks import check_dataset
 from ..trl_adapter.resume import TRAINER_STATE_FILE, checkpoints, is_complete, last_complete_checkpoint
 from ..trl_adapter.vllm_weights import end_engine
@@ -183,6 +184,7 @@ def train(
         return
     if checkpoint is False:
         refuse_used(training_args.output_dir)
+    Path(training_args.output_dir).mkdir(parents=True, exist_ok=True)  # an error of this is none of the model
     with usage_errors(
         model_argument(model_args), "Use a directory with a model's weights, or a model on the hub.", OSError
     ):
@@ -218,7 +220,7 @@ def train(
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
         saved.append(("on the hub", f"https://huggingface.co/{trainer.hub_model_id}"))
     if trainer.accelerator.is_main_process:
-        console.show([*saved, ("next", evaluation_command(script_args, training_args))])
+        console.show([*saved, ("next", evaluation_command(script_args, training_args, model_args))])
     trainer.accelerator.wait_for_everyone()
     end_engine(trainer)
     trainer.accelerator.end_training()  # a process that leaves with its connections open may abort
@@ -226,14 +228,14 @@ def train(
 
 def write_recipe(path: Path, given: dict[str, Any]) -> None:
     """Write the arguments as a recipe, without secrets such as `hub_token`."""
-    settings = {name: value for name, value in as_json(given).items() if not SECRET.search(name)}
+    settings = {name: concealed(value) for name, value in as_json(given).items() if not SECRET.search(name)}
     path.parent.mkdir(parents=True, exist_ok=True)
     again = f"fr3e train --config {shlex.quote(str(path))} --output_dir OTHER"
     head = f"# What this run was given, recipes and options together: {again}\n"
     path.write_text(head + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
-def evaluation_command(script_args: FR3EScriptArguments, training_args: FR3EConfig) -> str:
+def evaluation_command(script_args: FR3EScriptArguments, training_args: FR3EConfig, model_args: ModelConfig) -> str:
     """The command that evaluates what was trained on the same dataset, with the same prompts and rewards."""
     default = FR3EScriptArguments(dataset_name=None)
     given = {"model_name_or_path": training_args.output_dir}
@@ -241,6 +243,13 @@ def evaluation_command(script_args: FR3EScriptArguments, training_args: FR3EConf
     if isinstance(script_args, TrainArguments) and script_args.eval_dataset_name is not None:
         given |= {"dataset_name": script_args.eval_dataset_name, "dataset_config": None}
     given = {name: value for name, value in given.items() if value != getattr(default, name, None)}
+    plain = ModelConfig()
+    loading = {name: getattr(model_args, name) for name in ("dtype", "load_in_8bit", "load_in_4bit")}
+    given |= {name: value for name, value in loading.items() if value != getattr(plain, name)}
+    if training_args.trust_remote_code:
+        given["trust_remote_code"] = True
+    if training_args.chat_template_kwargs:
+        given["chat_template_kwargs"] = json.dumps(training_args.chat_template_kwargs)
     given["max_completion_length"] = training_args.max_completion_length
     given["output_dir"] = str(Path(str(training_args.output_dir)) / "eval")
     words = [[f"--{name}", *map(str, value if isinstance(value, list) else [value])] for name, value in given.items()]
@@ -329,8 +338,8 @@ def warn_of_idle(
 
 def name_damaged_file(checkpoint: str | bool, output_dir: str, error: Exception) -> None:
     """Raise a `UsageError` if a file of the checkpoint cannot be read: a likely reason that a run does not go on."""
-    directory = last_complete_checkpoint(output_dir) if isinstance(checkpoint, bool) else checkpoint
-    for path in sorted(Path(directory).iterdir()):
+    directory = Path(last_complete_checkpoint(output_dir) if isinstance(checkpoint, bool) else checkpoint)
+    for path in sorted(directory.glob("*")):  # none, if later steps have taken its place
         try:
             if path.suffix in (".pt", ".pth"):
                 torch.load(path, map_location="meta", weights_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from .record import logged_steps, read_metrics, read_step, write_whole
+from .record import evaluated, logged_steps, read_metrics, read_step, write_whole
 
 MAX_TREES = 200  # of a page whose steps are not chosen
 MAX_POINTS = 500  # of a curve
@@ -70,7 +70,8 @@ def _spread(run: Path) -> list[int]:
     steps = logged_steps(run)
     if not steps:
         return []
-    most = max(MAX_TREES // max(len(read_step(run, steps[0])["trees"]), 1), 2)
+    some = {steps[0], steps[len(steps) // 2], steps[-1]}  # with refill, steps have differently many
+    most = max(MAX_TREES // max(*(len(read_step(run, step)["trees"]) for step in some), 1), 2)
     if len(steps) <= most:
         return steps
     return [steps[i * (len(steps) - 1) // (most - 1)] for i in range(most)]
@@ -135,21 +136,34 @@ def charts(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     found = []
     for title, names, spread in CHARTS:
-        curves = [curve for name in names if (curve := _curve(log, name.split(" or ")))]
+        curves = [curve for name in names for curve in _curves(log, name.split(" or "))]
         if curves:
             found.append({"title": title, "curves": curves, "spread": _points(log, spread) if spread else None})
     return found
 
 
-def _curve(log: list[dict[str, Any]], names: list[str]) -> dict[str, Any] | None:
-    """The first of some metrics that was logged."""
-    curves = ({"name": name, "points": _points(log, name)} for name in names)
-    return next((curve for curve in curves if curve["points"]), None)
+def _curves(log: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
+    """The first of some metrics that was logged: a curve, or one for each evaluation set."""
+    of_sets: dict[str | None, list[dict[str, Any]]] = {}
+    for entry in log:
+        of_sets.setdefault(evaluated(entry), []).append(entry)
+    for name in names:
+        found = {of_set: points for of_set, entries in of_sets.items() if (points := _points(entries, name))}
+        if found:
+            return [
+                {"name": name if of_set is None else f"{name} of {of_set}", "points": points}
+                for of_set, points in found.items()
+            ]
+    return []
 
 
 def _points(log: list[dict[str, Any]], name: str) -> list[list[float]]:
     """Steps and values of a metric. Beyond `MAX_POINTS`, each point is the mean over equally many entries."""
-    points = [(entry["step"], entry[name]) for entry in log if math.isfinite(entry.get(name, math.nan))]
+    points = [
+        (entry["step"], entry[name])
+        for entry in log
+        if isinstance(entry.get(name), int | float) and math.isfinite(entry[name])
+    ]
     size = math.ceil(len(points) / MAX_POINTS) or 1
     windows = [points[start : start + size] for start in range(0, len(points), size)]
     return [[window[-1][0], float(f"{sum(value for _, value in window) / len(window):.4g}")] for window in windows]

@@ -41,6 +41,10 @@ SETTINGS = [
 
 # Options whose value is not told to others
 SECRET = re.compile(r"(^|[_-])(token|key|secret|password)$", re.IGNORECASE)
+# The same within a value, such as `model_init_kwargs={"token": "hf_..."}`
+SECRET_INSIDE = re.compile(
+    r"""(\b(?:\w*_)?(?:token|key|secret|password)["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,}]+)""", re.I
+)
 
 QUICK_START = """\
 ```python
@@ -165,6 +169,7 @@ def _difference(change: Change) -> str:
 def _training(trainer: Any, dataset_name: str | None) -> str:
     args, state = trainer.args, trainer.state
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    prompts = args.generation_batch_size // args.num_generations
     weights = trainer.reward_weights.tolist()
     rewards = [
         f"`{name}`" if set(weights) == {1.0} else f"{weight:g} × `{name}`"
@@ -174,15 +179,21 @@ def _training(trainer: Any, dataset_name: str | None) -> str:
         "base model": _base(trainer),
         "dataset": _dataset(trainer, dataset_name),
         "rewards": ", ".join(rewards),
-        "batch of a step": f"{rows / args.num_generations:g} prompts, {args.num_generations} completions each",
+        "generation batch": f"{prompts} prompts, {args.num_generations} rows each",
+        "rows of a step": f"{rows:,}",
         "steps": f"{state.global_step:,} of {state.max_steps:,}, {state.epoch or 0:.2f} epochs",
         "longest completion": f"{args.max_completion_length:,} tokens",
         "learning rate": f"{args.learning_rate:g}",
         "seed": str(args.seed),
         "command": f"`{_command()}`" if _command() else None,
     }
-    lines = "".join(f"| {name} | {value} |\n" for name, value in table.items() if value is not None)
+    lines = "".join(f"| {name} | {_in_cell(value)} |\n" for name, value in table.items() if value is not None)
     return f"### Training run\n\n| | |\n|---|---|\n{lines}".rstrip()
+
+
+def _in_cell(value: Any) -> str:
+    """Text of a table's cell, which a line break or a bar would end."""
+    return " ".join(str(value).splitlines()).replace("|", "\\|")
 
 
 def _command() -> str | None:
@@ -197,9 +208,19 @@ def _command() -> str | None:
     is_secret = False
     for argument in arguments:
         name, _, value = argument.partition("=")
-        words.append("***" if is_secret else f"{name}=***" if value and SECRET.search(name) else argument)
+        shown = concealed(argument)
+        words.append("***" if is_secret else f"{name}=***" if value and SECRET.search(name) else shown)
         is_secret = argument.startswith("-") and not value and bool(SECRET.search(name))
     return shlex.join(words)
+
+
+def concealed(value: Any) -> Any:
+    """A value of a setting without the secrets in it, however deep they are."""
+    if isinstance(value, dict):
+        return {key: "***" if SECRET.search(str(key)) else concealed(of_key) for key, of_key in value.items()}
+    if isinstance(value, list):
+        return [concealed(item) for item in value]
+    return SECRET_INSIDE.sub(r"\1***", value) if isinstance(value, str) else value
 
 
 def _settings(args: FR3EConfig) -> str:

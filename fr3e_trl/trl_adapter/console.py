@@ -14,18 +14,20 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..page.record import FOLDER, METRICS, PAGE
-from .course import VALUE, Change, changes, evaluated
+from ..page.record import FOLDER, METRICS, PAGE, evaluated
+from .course import VALUE, Change, changes
 from .resume import TRAINER_STATE_FILE
 from .stopwatch import Stopwatch
 
-# A line: what is called how, in which format. Of several metrics, the first that was logged
-COLUMNS: list[tuple[str, tuple[str, ...], str]] = [
-    ("length", ("completions/mean_length",), ".0f"),
-    ("tokens", ("fr3e/tokens/generated",), ",.0f"),
-    ("entropy", ("fr3e/entropy", "entropy"), ".3f"),
-    ("kl", ("kl",), ".3g"),
+# A line: what is called how, in which format
+COLUMNS = [
+    ("length", "completions/mean_length", ".0f"),
+    ("tokens", "fr3e/tokens/generated", ",.0f"),
+    ("entropy", "entropy", ".3f"),
+    ("kl", "kl", ".3g"),
 ]
+
+BRANCHED = "fr3e/anchor/count"
 
 # What the user can mend: a metric, when it tells, and what to do. Told once a run
 ALARMS: list[tuple[str, Callable[[float], bool], str]] = [
@@ -41,7 +43,7 @@ ALARMS: list[tuple[str, Callable[[float], bool], str]] = [
         "came later, look at some: a policy that repeats itself has collapsed, and needs a lower learning_rate.",
     ),
     (
-        "fr3e/anchor/count",
+        BRANCHED,
         lambda number: number == 0,
         "no branch was grown. Either completions are too short for one, or no token is as uncertain as "
         "anchor_threshold: lower it, or use 'auto'.",
@@ -96,7 +98,7 @@ class Console(ProgressCallback, PrinterCallback):
         if self.training_bar is not None:
             super().on_step_end(args, state, control, **kwargs)
         elif state.is_world_process_zero and state.global_step == self._first_step + 1 and not control.should_log:
-            self._print(f"{self._place(state)}  {self._time_left(state)}")  # the first log may be long in coming
+            self._print(f"{self._place(state)}  {self._time_left(args, state)}")  # the first log may be long in coming
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any):
         if _has_bars(args):
@@ -105,12 +107,14 @@ class Console(ProgressCallback, PrinterCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs or "train_runtime" in logs:
             return
-        parts = [self._place(state), *parts_of(logs)]
+        parts = [self._place(state), *parts_of(logs, is_exploring=not args.is_plain_grpo)]
         if "loss" in logs and state.global_step > self._first_step:
-            parts.append(self._time_left(state))
+            parts.append(self._time_left(args, state))
         self._print("  ".join(parts))
         for name, tells, remedy in ALARMS:
             value = logs.get(name)
+            if name == BRANCHED and args.num_states == 1:  # no branch was asked for
+                continue
             if name not in self._told and isinstance(value, float | int) and tells(value):
                 self._told.add(name)
                 self._print(highlighted(f"warning: {name} = {value:.3g}: {remedy}"))
@@ -149,9 +153,15 @@ class Console(ProgressCallback, PrinterCallback):
     def _place(self, state: Any) -> str:
         return f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"
 
-    def _time_left(self, state: Any) -> str:
-        seconds = (time.monotonic() - self._began) / (state.global_step - self._first_step)
-        return f"{duration(seconds * (state.max_steps - state.global_step))} left"
+    def _time_left(self, args: Any, state: Any) -> str:
+        """By what an update and a batch have taken so far: the first of a batch's steps has its generation."""
+        steps_of_batch = args.num_iterations * args.steps_per_generation / args.gradient_accumulation_steps
+        steps, whole = (step - self._first_step for step in (state.global_step, state.max_steps))
+        batches, whole_batches = (math.ceil(number / steps_of_batch) for number in (steps, whole))
+        updating = self.trainer.stopwatch.seconds.get("update", 0.0)
+        generating = time.monotonic() - self._began - updating
+        left = updating / steps * (whole - steps) + generating / batches * (whole_batches - batches)
+        return f"{duration(left)} left"
 
     def _print(self, line: str) -> None:
         say(line, print if self.training_bar is None else self.training_bar.write)
@@ -192,21 +202,25 @@ def without_bars() -> Iterator[None]:
         logging.enable_progress_bar()
 
 
-def parts_of(logs: dict[str, Any]) -> list[str]:
+def parts_of(logs: dict[str, Any], is_exploring: bool) -> list[str]:
     """What a line says of a log: of a training step, of an evaluation, or whatever the user has logged."""
     if "eval_loss" in logs or "eval_reward" in logs:
         title = " of ".join(filter(None, ["evaluation", evaluated(logs)]))
         logs = {name.removeprefix("eval_"): value for name, value in logs.items() if name != "loss"}
-        return [title, *_parts("reward", logs)]
-    if "loss" in logs:
-        return _parts("value", logs) if VALUE in logs else _parts("reward", logs)
-    return [f"{name} {_number(value, '.4g')}" for name, value in logs.items() if name not in ("epoch", "total_flos")]
+        return [title, *_parts([("reward", "reward", ".3f"), *COLUMNS], logs)]
+    if "loss" not in logs:
+        return [
+            f"{name} {_number(value, '.4g')}" for name, value in logs.items() if name not in ("epoch", "total_flos")
+        ]
+    if not is_exploring:
+        return _parts([("reward", "reward", ".3f"), *COLUMNS], logs)
+    # TRL's entropy is over the tokens in the loss, and also of steps that generate nothing
+    logs = {**logs, "entropy": logs.get("fr3e/entropy")}
+    return _parts([("value", VALUE, ".3f"), *COLUMNS], logs)
 
 
-def _parts(title: str, logs: dict[str, Any]) -> list[str]:
-    columns = [(title, (VALUE if title == "value" else "reward",), ".3f"), *COLUMNS]
-    found = [(label, next((name for name in names if name in logs), None), form) for label, names, form in columns]
-    return [f"{label} {_number(logs[name], form)}" for label, name, form in found if name is not None]
+def _parts(columns: list[tuple[str, str, str]], logs: dict[str, Any]) -> list[str]:
+    return [f"{label} {_number(logs[name], form)}" for label, name, form in columns if logs.get(name) is not None]
 
 
 def _number(value: Any, form: str) -> str:
@@ -233,9 +247,17 @@ def checkpoint_of(args: Any, state: TrainerState) -> Path | None:
 
 
 def say(line: str, write: Callable[[str], None] = print) -> None:
-    """Print a line. A pipe that nobody reads any more, as after `| head`, ends no run: what follows goes nowhere."""
+    """
+    Print a line. It ends no run.
+
+    A pipe may be read no more, as after `| head`: what follows goes nowhere. Letters that the terminal's encoding lacks
+    become question marks.
+    """
     try:
-        write(line)
+        try:
+            write(line)
+        except UnicodeEncodeError as error:
+            write(line.encode(error.encoding, "replace").decode(error.encoding))
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
