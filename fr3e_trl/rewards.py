@@ -106,14 +106,20 @@ class _Workers:
             replies = list(pool.map(self._ask_one, zip(completions, solutions, strict=True)))
         return [reply for reply, _ in replies], [failure for _, failure in replies]
 
-    def _ask_one(self, answer: tuple[str | list[dict[str, str]], str | None]) -> tuple[Any, str | None]:
+    def _ask_one(self, answer: tuple[str | list[dict[str, Any]], str | None]) -> tuple[Any, str | None]:
         completion, solution = answer
-        content = completion if isinstance(completion, str) else completion[0]["content"]
+        content = completion if isinstance(completion, str) else text_of(completion[-1])  # with tools, the last turn
         worker = self._idle.get()
         try:
             return worker.ask(content, solution, self.time_limit)
         finally:
             self._idle.put(worker)
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """What a message says: its content, or the text parts of it."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
 
 
 class _Worker:
@@ -184,7 +190,7 @@ def math_answers(completions: list[str]) -> list[str | None]:
             Texts.
 
     Returns:
-        `list[str | None]`: The answer of each completion, cut at 500 characters. `None` if it has none.
+        `list[str | None]`: The answer of each completion, cut at 300 characters. `None` if it has none.
     """
     answers, _ = _extraction.ask(completions, [None] * len(completions))
     return answers

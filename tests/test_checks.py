@@ -148,6 +148,17 @@ def test_the_same_in_the_models_own_configuration(name, value, remedy):
     setattr(model.generation_config, name, value)
     with pytest.raises(ValueError, match=re.escape(f"generation_config has {name}={value}") + ".*" + re.escape(remedy)):
         make_trainer(model=model)
+
+
+@pytest.mark.parametrize("name, value", [("min_p", 0.1), ("typical_p", 0.9), ("no_repeat_ngram_size", 2)])
+def test_what_the_models_own_configuration_cuts_off_is_told(name, value, caplog):
+    model = make_model()
+    setattr(model.generation_config, name, value)
+    make_trainer(model=model)
+    assert f"generation_config has {name}={value}: generate samples with it" in caplog.text
+    caplog.clear()
+    make_trainer(model=model, generation_kwargs={name: value})
+    assert "generate samples with it" not in caplog.text
     make_trainer(model=model, num_anchors=0)
 
 

@@ -14,7 +14,7 @@ from datasets import Dataset
 from factory import make_trainer
 from trl.rewards import accuracy_reward
 
-from fr3e_trl.rewards import WORKER, get_math_reward
+from fr3e_trl.rewards import WORKER, get_math_reward, math_answers
 
 ORDINARY = [
     (r"It is \boxed{0.5}.", r"\frac{1}{2}"),
@@ -51,6 +51,22 @@ def test_ordinary_answers_get_what_trl_gives(conversational):
     rewards = get_math_reward(time_limit=60)(messages if conversational else texts, solution=solutions)
     assert rewards == accuracy_reward(messages, solutions)
     assert {1.0, 0.0, None} == set(rewards)
+
+
+def test_the_answer_of_a_dialogue_is_in_its_last_turn():
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    last = [{"type": "text", "text": "So "}, {"type": "text", "text": r"\boxed{4}"}]
+    told = [
+        [call, {"role": "tool", "content": "4"}, {"role": "assistant", "content": said}]
+        for said in (r"\boxed{4}", last)
+    ]
+    assert get_math_reward()([*told, [call]], solution=["4"] * 3) == [1.0, 1.0, 0.0]
+
+
+def test_a_long_answer_of_many_bytes_leaves_the_next_as_it_is():
+    texts = [r"\boxed{\text{" + "𝑥" * 500 + "}}", r"\boxed{7}", r"\boxed{8}"]
+    first, *others = math_answers(texts)
+    assert len(first) == 300 and others == ["7", "8"]
 
 
 def test_hostile_answers_score_0_and_are_counted():

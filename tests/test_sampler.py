@@ -16,7 +16,7 @@ from trees import rollouts_of
 
 from fr3e_trl import Sample, Sampler, SamplingRequest
 from fr3e_trl.generation.sampler import OwnSampler
-from fr3e_trl.generation.vllm_server import in_parallel
+from fr3e_trl.generation.vllm_server import ServerFault, in_parallel
 from fr3e_trl.trl_adapter.samplers import make_sampler
 
 
@@ -187,6 +187,20 @@ def test_branches_are_asked_for_before_further_base_trajectories():
 
     in_parallel(ask, [1, 2, 3], most=1)
     assert [int(item) for item in order] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_nothing_more_is_asked_of_a_server_that_has_failed():
+    """It may hang: each further request would wait for it as long."""
+    order = []
+
+    def ask(item):
+        order.append(item)
+        raise ServerFault("hangs")
+        yield
+
+    with pytest.raises(ServerFault, match="hangs"):
+        in_parallel(ask, range(20), most=4)
+    assert len(order) == 4
 
 
 def test_a_colocated_vllm_with_tensor_parallelism(tmp_path):

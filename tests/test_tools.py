@@ -337,6 +337,32 @@ def test_an_answer_too_long_for_the_budget_ends_the_completion():
     assert CALLS
 
 
+@pytest.mark.parametrize("name", ["key", "kye"])
+def test_a_coroutine_that_is_called_amiss_is_answered_in_the_same_order(name, monkeypatch):
+    """By an error, at once, and before a function that is called beside it. Otherwise after it."""
+
+    def both(*args, **kwargs):
+        message = parse_response(*args, **kwargs)
+        for call in message.get("tool_calls") or []:
+            key = call["function"]["arguments"]["key"]
+            calls = [("look_later", {name: key}), ("look", {"key": key})]
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": tool, "arguments": arguments}} for tool, arguments in calls
+            ]
+            break
+        return message
+
+    monkeypatch.setattr("trl.trainer.grpo_trainer.parse_response", both)
+    monkeypatch.setattr("fr3e_trl.trl_adapter.tools.parse_response", both)
+    trainer = make_trainer(tools=[look, look_later], max_completion_length=200)
+    branched = [rollout for trees, _ in explored(trainer) for _, state, rollout in rollouts_of(trees) if state.position]
+    turns = [rollout.dialogue.messages for rollout in branched if len(rollout.dialogue.messages) > 3]
+    assert turns
+    for messages in turns:
+        names = [message["name"] for message in messages if message["role"] == "tool"]
+        assert names[:2] == (["look_later", "look"] if name == "kye" else ["look", "look_later"])
+
+
 def test_coroutines():
     trainer = make_trainer(tools=[named_look(look_later)])
     steps = explored(trainer)

@@ -60,3 +60,30 @@ def test_a_quantized_model_is_not_merged_for_a_colocated_engine():
     generation.mode, generation.model = "colocate", SimpleNamespace(is_loaded_in_4bit=True)
     with pytest.raises(ValueError, match=r"vllm_mode='colocate' is not possible with a quantized model.*'server'"):
         generation._init_vllm()
+
+
+@pytest.mark.parametrize(
+    ("lora", "obstacle"),
+    [
+        ({}, None),
+        ({"rank_pattern": {"q_proj": 4}}, "vLLM knows no rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 4}}, "no alpha_pattern"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changes the model's own weights"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora' changes"),
+        ({"r": 64}, "the adapter's rank is 64"),
+    ],
+    ids=str,
+)
+def test_an_adapter_that_a_server_would_compute_otherwise_is_not_sent_alone(lora, obstacle):
+    trainer = make_trainer(peft_config=LoraConfig(**{"target_modules": ["q_proj"]} | lora))
+    generation = object.__new__(FR3EVLLMGeneration)
+    generation.model, generation.processing_class = trainer.model, trainer.processing_class
+    generation.fr3e_args = trainer.args
+    server = SimpleNamespace(
+        config={"lora_config": {"max_lora_rank": 32}, "parallel_config": {"data_parallel_size": 1}},
+        environment={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True},
+        base_url="http://localhost:8000",
+        start_command="vllm serve",
+    )
+    told = generation._obstacle_to_adapter_sync(server)
+    assert told is None if obstacle is None else obstacle in told

@@ -8,19 +8,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
 from trl import is_conversational
 
+from ..trl_adapter.checks import NEUTRAL
 from ..trl_adapter.decoding import contiguous_at_head
-
-# What a model's own generation config may change of its distribution, and the values that change nothing
-NEUTRAL = {
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-}
 
 
 @dataclass(frozen=True)

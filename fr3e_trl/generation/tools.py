@@ -140,6 +140,8 @@ class _Rollout:
             Whether it could not go on from its prefix.
         num_retold (`int`):
             Calls that were not made again.
+        num_failed_again (`int`):
+            Those of them that TRL counts as failed once more.
     """
 
     request: SamplingRequest
@@ -151,6 +153,7 @@ class _Rollout:
     snapshots: list[Any] = field(default_factory=list)
     is_broken: bool = False
     num_retold: int = 0
+    num_failed_again: int = 0
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.request.prefix_ids) - self.request.num_sampled_before
@@ -224,8 +227,18 @@ class _Rollout:
         retold = self._retold(tool, answers)
 
         @functools.wraps(tool)
-        async def retold_later(**arguments: Any) -> Any:
-            return retold()
+        def retold_later(**arguments: Any) -> Any:
+            try:
+                tool(**arguments).close()  # which does not begin. Wrong arguments fail at once, as they did
+            except Exception:
+                self.num_failed_again += 1
+                retold()
+                raise
+
+            async def told() -> Any:
+                return retold()
+
+            return told()
 
         return retold_later
 
@@ -418,7 +431,8 @@ class ToolCallingSampler:
         )
         num_refused_before = sum(rollout.num_refused_before for rollout in rollouts if rollout.branch_turn)
         self.num_calls += num_calls - sum(rollout.num_retold for rollout in rollouts) - num_refused_before
-        self.num_failures += num_failures - num_refused_before
+        num_failed_again = sum(rollout.num_failed_again for rollout in rollouts)
+        self.num_failures += num_failures - num_refused_before - num_failed_again
         for rollout, ids in zip(rollouts, completion_ids, strict=True):
             if len(rollout.turns) <= rollout.branch_turn and not rollout.is_broken:
                 self._give_up(rollout, ids)  # an answer too long for the budget has ended it before
@@ -447,6 +461,13 @@ class ToolCallingSampler:
         assert rollout.request.dialogue is not None
         end = rollout.turns[-1][1]
         start, _ = rollout.request.dialogue.turns[len(rollout.turns)]
+        if hasattr(rollout.instance.environment, "_fork") and not rollout.request.dialogue.snapshots:
+            raise EnvironmentFailure(
+                f"The environment {type(rollout.instance.environment).__name__} has a _fork, but its copy is in "
+                "another process: a prompt's rows lie in several. Have per_device_train_batch_size times "
+                "steps_per_generation be a multiple of num_generations; or set replay_mismatch='skip', with which "
+                "such rollouts are given up."
+            )
         raise EnvironmentFailure(
             f"The environment {type(rollout.instance.environment).__name__} answered the same actions with "
             f"{self._text(completion_ids[end:])!r} where it had answered {self._text(rollout.given[end:start])!r}. A "

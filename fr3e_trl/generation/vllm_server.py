@@ -380,7 +380,8 @@ class VLLMServer:
 def in_parallel(action: Callable[[Any], Iterable[Any]], items: Sequence[Any], most: int) -> None:
     """
     Call `action` on every item, and on those that it gives while it goes on, up to `most` at a time, and raise what the
-    first that failed raised. What it gives comes before other items: the server may still have a branch's prefix.
+    first that failed raised. After a failure nothing more is begun. What it gives comes before other items: the server
+    may still have a branch's prefix.
 
     The threads are daemons: an interrupt ends the program at once, not when the server has answered.
     """
@@ -397,8 +398,8 @@ def in_parallel(action: Callable[[Any], Iterable[Any]], items: Sequence[Any], mo
         except Exception as error:
             outcomes.put(error)
 
-    while todo or num_open:
-        while todo and num_open < most:
+    while num_open or (todo and not errors):
+        while todo and not errors and num_open < most:
             threading.Thread(target=work, args=[todo.popleft()], daemon=True, name="fr3e-vllm-request").start()
             num_open += 1
         outcome = outcomes.get()

@@ -62,6 +62,18 @@ HARMLESS_KWARGS = (("do_sample", True), ("num_beams", 1), ("num_return_sequences
 # Those that generation is always given anew, whatever a model's own configuration says
 OVERRIDDEN_KWARGS = ("max_new_tokens", "max_length", "temperature", "do_sample")
 
+# What a model's own generation config may change of its distribution, and the values that change nothing
+NEUTRAL = {
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+}
+
 # Columns that TRL takes images from, the first that there is
 IMAGE_COLUMNS = ("images", "image")
 
@@ -125,6 +137,17 @@ def _check_generation_config(of_model: Any, chosen: Any) -> None:
             raise ValueError(
                 f"The model's generation_config has {name}={value}, and rollouts must be independent samples that go "
                 f"on from any prefix. Set {remedy}, or num_anchors=0 for plain GRPO."
+            )
+    for name, neutral in NEUTRAL.items():
+        value = getattr(of_model, name, None)
+        if value not in (None, neutral) and getattr(chosen, name, None) is None:
+            logger.warning(
+                "The model's generation_config has %s=%s: generate samples with it, and the loss knows nothing of it. "
+                "Set generation_kwargs={%r: %s} to sample from the policy itself.",
+                name,
+                value,
+                name,
+                neutral,
             )
 
 

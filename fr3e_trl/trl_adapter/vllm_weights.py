@@ -121,8 +121,9 @@ class FR3EVLLMGeneration(VLLMGeneration):
             self._sync_adapter()
             return
         super().sync_weights()
-        if self.server is not None:
-            self.server.expect_no_restart()
+        if self.mode == "server":
+            server = self.server  # the main process has it, and all end if it fails
+            on_main_process(self.accelerator, lambda: server.expect_no_restart())  # type: ignore[union-attr]
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """
@@ -217,6 +218,12 @@ class FR3EVLLMGeneration(VLLMGeneration):
         others = [name for name in trained if self.model.prefix not in name]
         if others:
             return f"the policy also trains weights that are no part of a LoRA adapter, such as {others[0]}."
+        config = self.model.peft_config[self.model.active_adapter]
+        if getattr(config, "rank_pattern", None) or getattr(config, "alpha_pattern", None):
+            return "vLLM knows no rank_pattern and no alpha_pattern."
+        begun = str(getattr(config, "init_lora_weights", True)).lower()
+        if begun.startswith(("pissa", "olora", "corda", "loftq")):
+            return f"init_lora_weights={begun!r} changes the model's own weights, which the server has as they were."
         lora = server.config["lora_config"]
         if lora is None or not server.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]:
             return f"the vLLM server at {server.base_url} takes no adapters. Start it with:\n{server.start_command}"
@@ -234,7 +241,7 @@ class FR3EVLLMGeneration(VLLMGeneration):
 
     def _adapter_rank(self) -> int:
         config = self.model.peft_config[self.model.active_adapter]
-        return max(getattr(config, "r", 0), *getattr(config, "rank_pattern", {}).values(), 0)
+        return getattr(config, "r", 0)
 
     # The adapter
 
