@@ -39,7 +39,7 @@ from .processes import in_every_process
 from .trl_adapter import card, checks, console, decoding, images, logprobs, loss, prompts, resume, shared_forward
 from .trl_adapter.assemble import assemble
 from .trl_adapter.exploring import Exploring
-from .trl_adapter.logs import log_metrics, log_spread
+from .trl_adapter.logs import log_metrics, note_evaluation
 from .trl_adapter.old_logprobs import score_leftovers
 from .trl_adapter.samplers import make_sampler
 from .trl_adapter.setup import (
@@ -195,6 +195,7 @@ class FR3ETrainer(GRPOTrainer):
         self.share_prefixes(bool(args.share_prefixes))
         self.trees: list[Tree] = []
         self.stopwatch = Stopwatch()
+        self.evaluations: list[list[tuple[float, float]]] = []  # see `note_evaluation`
         self.sampler = make_sampler(self)
         self.has_own_sampler = sampler is not None
         self._value_tracker = ValueTracker() if args.value_tracker else None
@@ -241,7 +242,10 @@ class FR3ETrainer(GRPOTrainer):
         try:
             if self.args.is_plain_grpo or not self.model.training:
                 with time_limit(self), decoding.generating_in_its_mode(self):
-                    return super()._generate_and_score_completions(inputs)
+                    batch = super()._generate_and_score_completions(inputs)
+                if not self.model.training:
+                    note_evaluation(self)
+                return batch
             return self._explore_and_assemble(inputs)
         except (VLLMServerError, EnvironmentFailure) as error:
             resume.save_before(self, error)
@@ -351,11 +355,6 @@ class FR3ETrainer(GRPOTrainer):
         return metrics
 
     # The update
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if not self.args.is_plain_grpo:
-            log_spread(self)
-        super().log(logs, start_time)
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """The only change is that rows that are not in the loss are left out, and out of what TRL divides by."""

@@ -165,6 +165,11 @@ def test_processes_that_fail(tmp_path):
         cli.main(["cost", "processes", f"--policy={tmp_path / 'nowhere'}", "--num_turns=1", "--num_steps=1"])
 
 
+def test_an_engine_whose_completions_are_all_as_long(capsys):
+    cli.main(["cost", "engine", "--spread=0", "--num_steps=1", "--mean_length=20", "--longest=40", "--max_running=4"])
+    assert "by rule" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "argument", ["--num_turns=0", "--num_steps=-1", "--num_prompts=x", "--max_completion_length=0"]
 )

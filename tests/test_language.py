@@ -16,6 +16,7 @@ from fr3e_trl.bench import compare, make_policy
 from fr3e_trl.bench.language import policy as language_policy
 from fr3e_trl.bench.language import pretrained
 from fr3e_trl.bench.language.families import FAMILIES, share_right
+from fr3e_trl.bench.policies import made_once
 from fr3e_trl.commands import eval as evaluation
 from fr3e_trl.commands import train
 from fr3e_trl.commands.data import get_reward
@@ -66,6 +67,13 @@ def test_no_problem_is_in_two_splits(family):
     assert not questions["policy"] & questions["train"]
     assert not questions["test"] & (questions["policy"] | questions["train"])
     assert len(questions["train"]) > 590
+
+
+def test_words_are_plural(family):
+    """Of all that is counted, so that there is never one of it."""
+    rows = family.examples("train", 0, 1000)
+    texts = [rows["prompt"][i][0]["content"] + rows["completion"][i][0]["content"] for i in range(1000)]
+    assert not [text for text in texts if re.search(r"(?<![\d.])1 (of the )?[a-z]", text)]
 
 
 def test_levels_are_all_there(family):
@@ -171,6 +179,34 @@ def test_what_cannot_be(tmp_path, monkeypatch):
     (tmp_path / "full" / "a").touch()
     with pytest.raises(UsageError, match="has files, and no policy's config"):
         make_policy.main(["--task=words", f"--output_dir={tmp_path / 'full'}"])
+
+
+def test_a_policy_of_other_arguments_is_not_taken_for_the_one_that_is_asked_for(tmp_path):
+    def make(directory):
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "scratch")
+    for name in ("new", "link"):
+        directory = tmp_path / name
+        assert made_once(directory, make, {"task": "words", "num_examples": 480}) == directory
+        assert made_once(directory, pytest.fail, {"task": "words", "num_examples": 480}) == directory
+        with pytest.raises(UsageError, match="has a policy of other arguments: num_examples was 480 and is 2000"):
+            made_once(directory, make, {"task": "words", "num_examples": 2000})
+    assert (tmp_path / "scratch" / "config.json").exists()
+
+
+def test_a_policy_that_is_made_where_the_directory_cannot_be_replaced_is_not_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(16, "Device or resource busy")))
+
+    def make(directory):
+        (directory / "data").mkdir(parents=True)
+        (directory / "config.json").write_text("{}")
+
+    (tmp_path / "mount").mkdir()
+    assert made_once(tmp_path / "mount", make, {}) == tmp_path / "mount"
+    assert {path.name for path in (tmp_path / "mount").iterdir()} == {"data", "config.json", "made_of.json"}
 
 
 def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):

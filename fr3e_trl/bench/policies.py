@@ -4,6 +4,7 @@ import functools
 import hashlib
 import os
 import random
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,11 +15,12 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from ..commands.outputs import check_directory
+from ..commands.outputs import check_directory, differing, read_object, write_json
 from ..commands.usage import UsageError
 from .tasks import Task
 
 SEED = 0  # of the problems, the demonstrator's slips and the training
+MADE_OF = "made_of.json"  # in a policy's directory: the arguments that it was made by
 NUM_DIGESTED = 64  # demonstrations that the name of a directory depends on
 
 
@@ -55,33 +57,52 @@ def starting_policy(task: Task, directory: Path | None = None) -> Path:
     Raises:
         UsageError: There is something else, a file or another directory.
     """
-    return made_once(directory or _cached(task), functools.partial(_make, task))
+    return made_once(directory or _cached(task), functools.partial(_make, task), {"task": task.name})
 
 
-def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
+def made_once(directory: Path, make: Callable[[Path], None], made_of: dict[str, Any]) -> Path:
     """
     The directory of a model. If it is not there, `make` puts it into a directory of another name, so that it is there
     whole or not at all.
 
+    Args:
+        directory (`Path`):
+            Where it is, or is put.
+        make (`Callable`):
+            Puts it into a directory that is not there yet.
+        made_of (`dict[str, Any]`):
+            Arguments that it depends on. Those that are `None` are whatever they were, where it is there.
+
     Raises:
-        UsageError: There is something else, a file or another directory.
+        UsageError: There is something else: a file, another directory, or a model of other arguments.
     """
     check_directory(directory)
     if (directory / "config.json").is_file():
+        told = directory / MADE_OF
+        asked = {name: value for name, value in made_of.items() if value is not None}
+        differences = differing(read_object(told), asked) if told.exists() else ""
+        if differences:
+            raise UsageError(
+                f"output_dir={str(directory)!r} has a policy of other arguments: {differences}. Name another directory."
+            )
         return directory
     if directory.exists() and any(directory.iterdir()):
         raise UsageError(
             f"output_dir={str(directory)!r} has files, and no policy's config.json. Name an empty or a new directory."
         )
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as partial:
+    place = directory.resolve()  # a link stays where it is
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as partial:
         made = Path(partial) / "policy"
         make(made)
+        write_json(made / MADE_OF, made_of)
         try:
-            made.rename(directory)
+            made.rename(place)
         except OSError:
-            if not (directory / "config.json").is_file():  # or else another process was faster: its policy is the same
-                raise
+            if (place / "config.json").is_file():  # another process was faster: its policy is the same
+                return directory
+            for path in sorted(made.iterdir(), key=lambda path: path.name == "config.json"):  # last: it is then whole
+                shutil.move(path, place / path.name)  # the directory itself cannot be replaced, as a mounted one
     return directory
 
 

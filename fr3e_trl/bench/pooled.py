@@ -69,8 +69,6 @@ def name_of(path: Path) -> str:
 
 def means_of(comparison: Path) -> dict[str, dict[int, float]]:
     """The mean of pass@1 along each run of a comparison, by arm and seed."""
-    if not comparison.exists():
-        raise UsageError(f"There is no {comparison}. Name the directory of a comparison, or a file kept of one.")
     is_kept = comparison.is_file()
     path = comparison if is_kept else comparison / "results.json"
     if not path.is_file():

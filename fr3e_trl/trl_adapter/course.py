@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import Any
 
 from transformers import TrainerState
@@ -12,7 +12,6 @@ from transformers import TrainerState
 from ..page.record import evaluated
 
 VALUE = "fr3e/value/S0"
-SPREAD = "eval_fr3e/reward_std"
 MOST_LOGS = 10  # at either end
 FEWEST_FOR_NOISE = 5
 
@@ -53,8 +52,13 @@ class Change:
 def changes(trainer: Any) -> list[Change]:
     """From where to where the run has come: in evaluation, if there was one, and while training."""
     datasets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {None: trainer.eval_dataset}
+    logged = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+    # A run that was resumed has logs of evaluations that were before
+    batches = {
+        id(entry): of_one for entry, of_one in zip(reversed(logged), reversed(trainer.evaluations), strict=False)
+    }
     found = [
-        change_in_evaluation(trainer.state, len(dataset) if hasattr(dataset, "__len__") else None, name)
+        change_in_evaluation(trainer.state, len(dataset) if hasattr(dataset, "__len__") else None, batches, name)
         for name, dataset in datasets.items()
     ]
     return [change for change in [*found, change_of_value(trainer.state)] if change is not None]
@@ -85,9 +89,15 @@ def change_of_value(state: TrainerState) -> Change | None:
     )
 
 
-def change_in_evaluation(state: TrainerState, num_prompts: int | None, name: str | None = None) -> Change | None:
+def change_in_evaluation(
+    state: TrainerState,
+    num_prompts: int | None,
+    batches: dict[int, list[tuple[float, float]]],
+    name: str | None = None,
+) -> Change | None:
     """
-    The change of the mean reward in evaluation, from the first to the last. `name` is that of one of several sets.
+    The change of the mean reward in evaluation, from the first to the last. `name` is that of one of several sets, and
+    `batches` has the means and deviations in those of evaluations, by the id of the log.
 
     Its noise is that of drawing the prompts, as if all completions of a prompt had the same reward: at most too wide.
     """
@@ -97,7 +107,7 @@ def change_in_evaluation(state: TrainerState, num_prompts: int | None, name: str
     if not entries:
         return None
     first, last = entries[0], entries[-1]
-    deviations = [entry[SPREAD] for entry in (first, last) if SPREAD in entry]
+    deviations = [deviation_of(batches[id(entry)]) for entry in (first, last) if id(entry) in batches]
     return Change(
         "eval_reward" if name is None else f"eval_reward of {name}",
         f"steps {first['step']} and {last['step']}" if len(entries) > 1 else f"step {last['step']}",
@@ -105,6 +115,13 @@ def change_in_evaluation(state: TrainerState, num_prompts: int | None, name: str
         last["eval_reward"],
         NormalDist().inv_cdf(0.975) * max(deviations) / math.sqrt(num_prompts) if deviations and num_prompts else None,
     )
+
+
+def deviation_of(batches: Sequence[tuple[float, float]]) -> float:
+    """The standard deviation of all rewards, of batches of one size with such means and deviations."""
+    known = [(mean, 0.0 if math.isnan(deviation) else deviation) for mean, deviation in batches if not math.isnan(mean)]
+    square = fmean(mean**2 + deviation**2 for mean, deviation in known)
+    return math.sqrt(max(square - fmean(mean for mean, _ in known) ** 2, 0.0))
 
 
 def noise_of_logs(values: Sequence[float]) -> float | None:

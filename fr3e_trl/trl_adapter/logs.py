@@ -1,9 +1,7 @@
 """What TRL logs."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import fmean
 from typing import Any
 
 # Means over the tokens of a micro-batch that are in the loss, beside clip_ratio/...
@@ -39,20 +37,15 @@ def without_window(trainer: Any) -> Iterator[None]:
         trainer._metrics["train"]["entropy_coef"][-1:] = before[:1]
 
 
-def log_spread(trainer: Any) -> None:
+def note_evaluation(trainer: Any) -> None:
     """
-    Have an evaluation log the standard deviation of all its rewards. TRL's `reward_std` is that of each batch, on
-    average: next to 0 where a batch is one prompt, whose completions do alike.
+    Keep the mean reward of a batch of an evaluation, and the deviation in it, in a list for each evaluation. TRL logs
+    their averages, which do not tell by how much prompts differ: a batch may be one prompt.
     """
     metrics = trainer._metrics["eval"]
-    batches = [
-        (mean, 0.0 if math.isnan(deviation) else deviation)
-        for mean, deviation in zip(metrics.get("reward", []), metrics.get("reward_std", []), strict=True)
-        if not math.isnan(mean)
-    ]
-    if batches:
-        square = fmean(mean**2 + deviation**2 for mean, deviation in batches)
-        metrics["fr3e/reward_std"] = [math.sqrt(max(square - fmean(mean for mean, _ in batches) ** 2, 0.0))]
+    if len(metrics["reward"]) == 1:
+        trainer.evaluations.append([])
+    trainer.evaluations[-1].append((metrics["reward"][-1], metrics["reward_std"][-1]))
 
 
 def log_metrics(trainer: Any, metrics: dict[str, float]) -> None:

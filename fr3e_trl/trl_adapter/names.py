@@ -206,6 +206,11 @@ METHODS = [
 ]
 
 FUNCTIONS = [
+    Name(
+        "accelerate.optimizer.AcceleratedOptimizer",
+        "watching.py",
+        "the bench measures how long an optimizer step takes",
+    ),
     Name("trl.trainer.grpo_trainer", "rewards.py shared_forward.py vllm_weights.py", "some of its names are replaced"),
     Name(UTILS, "logprobs.py shared_forward.py", "some of its names are replaced"),
     Name("trl.trainer.grpo_trainer.EnvironmentFactory", "setup.py", "a type of the constructor"),

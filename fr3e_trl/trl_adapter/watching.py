@@ -4,6 +4,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from trl import GRPOTrainer
 
 from . import decoding, prompts, rewards
@@ -22,6 +23,7 @@ PARTS: list[tuple[type | ModuleType, str, str]] = [
     (GRPOTrainer, "_compute_loss", "loss"),
     (GRPOTrainer, "_generate_and_score_completions", "TRL"),
     (GRPOTrainer, "training_step", "TRL"),
+    (AcceleratedOptimizer, "step", "TRL"),
     (decoding, "unwrap_model_for_generation", "TRL"),
     (prompts, "tokenize", "TRL"),
     (rewards, "decode", "TRL"),

@@ -37,6 +37,8 @@ def main(argv: list[str]) -> None:
     if options.num_processes is not None and options.num_processes < 1:
         raise UsageError(f"--num_processes {options.num_processes} must be at least 1.")
     options.devices = "" if options.use_cpu else os.environ.get("CUDA_VISIBLE_DEVICES")
+    if options.devices is not None and options.devices.startswith("-"):  # CUDA takes -1 for none
+        options.devices = ""
     os.environ["CUDA_VISIBLE_DEVICES"] = "0" if options.devices is None else options.devices.split(",")[0]
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with which matrices are multiplied alike each time
     results: list[Result] = []

@@ -97,7 +97,9 @@ def train_again(trainer: Any, **arguments: Any) -> None:
 
 
 def hold_equal(expected: list[Any], found: list[Any], again: Callable[[], list[Any]]) -> None:
-    """Raise unless both are equal. If what is expected differs from itself, nothing can be told."""
+    """Raise unless both are equal, and finite. If what is expected differs from itself, nothing can be told."""
+    if not all(math.isfinite(number) for step in [*expected, *found] for number in step):
+        raise Wrong(f"loss, norm of the gradient and reward of each step are not finite: {expected} and {found}")
     if found == expected:
         return
     control = again()

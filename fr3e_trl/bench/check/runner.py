@@ -23,6 +23,7 @@ from ...commands.usage import one_line
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
 END_SECONDS = 5  # for a process to end by itself
+LAUNCHER_SECONDS = 2  # for a launcher to end its processes
 
 LOG_CHARACTERS = 3000  # of what was printed before a failure
 
@@ -127,10 +128,12 @@ class Worker:
         return replace(result, log=f"{result.log}\n{text[-LOG_CHARACTERS:]}")
 
     def kill(self) -> None:
-        """End the process and those that it started, whatever they do."""
+        """End the process and those that it started, whatever they do. A launcher that is told to end ends its own."""
+        for end, seconds in ((signal.SIGTERM, LAUNCHER_SECONDS), (signal.SIGKILL, 0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid or 0, end)
+                time.sleep(seconds)
         self.process.kill()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid or 0, signal.SIGKILL)
 
     def end(self) -> None:
         """Have the process end by itself, or else kill it."""

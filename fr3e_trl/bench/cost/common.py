@@ -1,6 +1,7 @@
 """What the measurements of cost have in common."""
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -49,6 +50,17 @@ def make_parser(description: str | None, **counts: tuple[int, str]) -> argparse.
     for name, (default, meaning) in counts.items():
         parser.add_argument(f"--{name}", type=count, default=default, help=f"{meaning} (default: {default})")
     return parser
+
+
+def positive(text: str) -> float:
+    """A number above 0, of the command line."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
+    return number
 
 
 def count(text: str) -> int:

@@ -94,6 +94,8 @@ class Lengths:
 
     def draw(self, longer_than: int = 0) -> int:
         """Of a completion that is known to be longer than so many tokens."""
+        if self.spread == 0:
+            return max(min(round(math.exp(self.location)), self.longest), longer_than + 1)
         if longer_than == 0:
             quantile = self.rng.random()
         else:

@@ -34,7 +34,7 @@ from ...commands.data import load_tokenizer
 from ...commands.usage import usage_errors
 from ...generation.vllm import NUM_LOGPROBS, entropies_of
 from ...method.anchors import AboveThreshold, eligible_positions, next_threshold, uncertainty
-from .common import make_parser, make_table
+from .common import count, make_parser, make_table, positive
 
 VOCABULARY = 150_000
 LENGTHS = (1024, 4096)
@@ -177,9 +177,9 @@ def main(argv: list[str] | None = None) -> None:
         max_completion_length=(256, "tokens of a completion at most"),
     )
     parser.add_argument("--model_name_or_path", help="a language model, whose entropies are compared")
-    parser.add_argument("--billions", type=float, default=7.0, help="parameters of a policy, in 1e9 (default: 7)")
-    parser.add_argument("--tflops", type=float, default=300.0, help="of a GPU in a forward pass (default: 300)")
-    parser.add_argument("--num_gpus", type=int, default=8, help="that share it (default: 8)")
+    parser.add_argument("--billions", type=positive, default=7.0, help="parameters of a policy, in 1e9 (default: 7)")
+    parser.add_argument("--tflops", type=positive, default=300.0, help="of a GPU in a forward pass (default: 300)")
+    parser.add_argument("--num_gpus", type=count, default=8, help="that share it (default: 8)")
     options = parser.parse_args(argv)
     table = make_table("Tokens, and log-probs of each", "MB", "reading, ms", "entropies, ms", "forward, ms")
     for num_tokens in LENGTHS:

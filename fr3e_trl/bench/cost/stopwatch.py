@@ -106,12 +106,12 @@ def measure(
 def peak_memory(trainer: Any) -> int:
     """Most bytes of tensors of a step, beside those that there were before it: on the GPU if there is one."""
     trainer.args.max_steps = 1
+    gc.collect()  # what is freed below was made below
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         trainer.train()
         return torch.cuda.max_memory_allocated() - before
-    gc.collect()  # what is freed below was made below
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         trainer.train()
     events = profiler.profiler.kineto_results.events()

@@ -104,7 +104,7 @@ class Words(Family):
         return PATTERNS, HELDOUT_PATTERNS
 
     def problem(self, pattern: Pattern, level: int, rng: random.Random) -> tuple[str, str, str]:
-        who, total = rng.choice(patterns.NAMES), rng.randint(3, 12)
+        who, total = rng.choice(patterns.NAMES), rng.randint(4, 12)
         story = [pattern.start.format(who=who, n=total)]
         worked = [rng.choice(patterns.OPENINGS).format(a=total, things=pattern.things)]
         for kind in rng.sample([*patterns.STEPS], level):
@@ -112,7 +112,7 @@ class Words(Family):
             if kind == "more":
                 total += numbers["n"]
             elif kind == "fewer":
-                numbers["n"] = rng.randint(1, min(total - 1, 9))
+                numbers["n"] = rng.randint(2, min(total - 2, 9))  # neither is 1: words are plural
                 total -= numbers["n"]
             elif kind == "groups":
                 numbers["n"] = rng.randint(2, 4)

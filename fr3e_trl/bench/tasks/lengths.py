@@ -14,7 +14,7 @@ class Lengths(ModularChain):
     """
     A [`ModularChain`] of 2 to 24 operations, five in the median, lognormal.
 
-    A completion has 2 tokens for an operation and 3 for the answer: a quarter of them have fewer than 10, and a quarter
+    A completion has 2 tokens for an operation and 3 for the answer: a third of them have fewer than 10, and a quarter
     more than 19.
     """
 
