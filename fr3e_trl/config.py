@@ -731,7 +731,7 @@ MOST_DISTINCT = 10  # of 12 the weights take a tenth of a second for each anchor
 # values. "active": then too, unless nothing of FR3E is on
 CHECKS: dict[str, tuple[Check, ...]] = {
     "given": (
-        _is("num_generations", integer(least=1), "8"),
+        _is("num_generations", integer(least=2), "8"),
         _is("num_anchors", or_none(integer()), "3"),  # `share_rows` says which numbers fit
         _is("num_base_trajectories", or_none(integer()), "2"),
         _is("anchor_threshold", THRESHOLD, "0.3"),

@@ -160,8 +160,8 @@ def test_there_is_a_prior_where_it_fits():
             )
             for value in (1.5, True, "3")
         ),
-        ({"num_generations": 0}, ["num_generations=0", "at least 1", "8"]),
-        ({"num_generations": 0, "num_anchors": 0}, ["num_generations=0", "at least 1", "8"]),
+        ({"num_generations": 0}, ["num_generations=0", "at least 2", "8"]),
+        ({"num_generations": 0, "num_anchors": 0}, ["num_generations=0", "at least 2", "8"]),
         ({"num_generations": 1}, ["at least 2"]),
         *(
             ({name: value}, [f"{name}={value!r}", "above 0"])

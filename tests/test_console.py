@@ -71,7 +71,8 @@ def test_a_log_is_a_line_and_the_end_says_what_came_of_it(capsys):
     assert re.fullmatch(expected, rows["value at the prompt"])
     for name in ("checkpoint", "trees", "all metrics"):
         assert Path(rows[name]).exists()
-    assert rows["next"] == "fr3e eval --model_name_or_path output/checkpoint-6 --dataset_name DATASET"
+    command = "fr3e eval --model_name_or_path output/checkpoint-6 --dataset_name DATASET --reward_funcs REWARD"
+    assert rows["next"] == f"{command} --max_completion_length {trainer.args.max_completion_length}"
 
 
 def test_without_exploration_the_line_has_the_reward(capsys):
@@ -266,7 +267,7 @@ def test_a_step_that_generates_nothing_says_nothing_of_what_was_generated(capsys
     train(FR3ETrainer, num_iterations=2)
     first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step "))
     assert "  value " in first and "  entropy " in first
-    assert second == "step 2/2  0 s left"
+    assert second == "step 2/2  same batch  0 s left"
 
 
 def test_the_first_step_of_a_batch_is_not_taken_for_all(monkeypatch):
@@ -298,10 +299,9 @@ def test_the_noise_of_an_evaluation_is_that_of_its_prompts(per_batch):
         per_device_eval_batch_size=per_batch,
     )
     trainer.evaluate()
-    entry = trainer.state.log_history[-1]
-    assert entry["eval_fr3e/reward_std"] == pytest.approx(0.5, abs=0.01)
-    assert (entry["eval_reward_std"] == 0) == (per_batch == 8)
-    assert course.change_in_evaluation(trainer.state, 4).noise == pytest.approx(1.96 * 0.5 / 2, abs=0.01)
+    assert (trainer.state.log_history[-1]["eval_reward_std"] == 0) == (per_batch == 8)
+    (change,) = course.changes(trainer)
+    assert change.noise == pytest.approx(1.96 * 0.5 / 2, abs=0.01)
 
 
 def test_the_command_that_evaluates_says_what_the_recipe_said():

@@ -10,6 +10,7 @@ from trl.rewards import accuracy_reward
 
 from fr3e_trl.commands import data
 from fr3e_trl.commands.data import FR3EScriptArguments
+from fr3e_trl.commands.recipe import beside
 from fr3e_trl.commands.usage import UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -180,3 +181,22 @@ def test_answer_without_separator():
 def test_arguments_that_go_together(name, needed):
     with pytest.raises(ValueError, match=f"{name}='x' does nothing without {needed}"):
         FR3EScriptArguments(**{name: "x"})
+
+
+def test_a_reward_that_takes_not_all_that_it_is_given_is_told_so():
+    dataset = Dataset.from_dict({"prompt": ["1+1="], "solution": ["2"]})
+    rewards = {"prompts": lambda completions: [1.0], "solution": lambda prompts, completions, completion_ids: [1.0]}
+    for given, reward in rewards.items():
+        with pytest.raises(UsageError, match=rf"reward_funcs='mine' is given '{given}' too. Add \*\*kwargs"):
+            data.check_reward_columns({"mine": reward}, dataset)
+    data.check_reward_columns({"mine": lambda completions, **kwargs: [1.0]}, dataset)
+
+
+def test_a_file_beside_the_recipe_comes_before_one_of_that_name_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my_run").mkdir()
+    for folder in (".", "my_run"):
+        Path(folder, "data.jsonl").touch()
+    assert beside("data.jsonl", Path("my_run")) == "my_run/data.jsonl"
+    Path("my_run/data.jsonl").unlink()
+    assert beside("data.jsonl", Path("my_run")) == "data.jsonl"

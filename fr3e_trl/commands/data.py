@@ -141,13 +141,18 @@ def import_file(path: str) -> Any:
 
 
 def check_reward_columns(rewards: dict[str, Callable[..., Any]], dataset: Dataset | IterableDataset) -> None:
-    """Raise a `UsageError` if a reward function takes a column that the dataset has not."""
+    """Raise a `UsageError` if a reward function takes what the dataset has not, or takes not all that it is given."""
     columns = {*next(iter(dataset))}
     for name, reward in rewards.items():
         try:
             parameters = inspect.signature(reward).parameters.values()
         except (TypeError, ValueError):
             continue  # of what is not written in Python
+        taken = {parameter.name for parameter in parameters}
+        missing = [given for given in ("prompts", "completions", "completion_ids") if given not in taken]
+        missing += sorted(columns - taken - {"prompt"})
+        if missing and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            raise UsageError(f"reward_funcs={name!r} is given {missing[0]!r} too. Add **kwargs to its parameters.")
         for parameter in parameters:
             is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             if is_variable or parameter.default is not parameter.empty or parameter.name in GIVEN_TO_REWARDS | columns:

@@ -17,7 +17,7 @@ from .completions import Completion, complete, sampling_config
 from .data import model_argument
 from .eval_arguments import EvalArguments
 from .outputs import read_object
-from .usage import usage_errors
+from .usage import UsageError, usage_errors
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ Sampler = Callable[[list[Key], list[list[int]]], Iterator[Batch]]
 
 def local_sampler(args: EvalArguments, model_args: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Sampler:
     """Completions of a model that is loaded here, by transformers' `generate`."""
+    refuse_lost_base(model_args)
     with usage_errors(model_argument(model_args), "Use the directory or the id of a model or an adapter.", OSError):
         model = AutoModelForCausalLM.from_pretrained(
             model_args.model_name_or_path,
@@ -55,6 +56,17 @@ def local_sampler(args: EvalArguments, model_args: ModelConfig, tokenizer: PreTr
             done += len(batch)
 
     return sample
+
+
+def refuse_lost_base(model_args: ModelConfig) -> None:
+    """Raise a `UsageError` if an adapter's base model is a directory that is not there from here."""
+    path = Path(str(model_args.model_name_or_path), "adapter_config.json")
+    base = str(read_object(path).get("base_model_name_or_path")) if path.is_file() else ""
+    if base.startswith((".", "/", "~")) and not Path(base).exists():
+        raise UsageError(
+            f"{model_argument(model_args)} is an adapter of {base!r}, which is not there. Run this from the folder "
+            f"that it was trained in, or mend base_model_name_or_path in {path}."
+        )
 
 
 def seed_of(seed: int, problem: int, sample: int) -> int:

@@ -23,15 +23,16 @@ prompt_column: question
 system_prompt: Think briefly. End with the number alone.
 reward_funcs: [rewards.py:last_number]
 
-# Rollouts: 8 prompts a step, 8 rows each
-num_generations: 8
+# Rollouts: 8 prompts a batch, 4 rows each
+num_generations: 4
 max_completion_length: 128
 
-# Training
-per_device_train_batch_size: 16
+# Training: four steps on each batch
+per_device_train_batch_size: 8
 gradient_accumulation_steps: 4
+num_iterations: 4
 learning_rate: 1.0e-5
-max_steps: 20
+max_steps: 40
 logging_steps: 1
 report_to: none
 output_dir: {output_dir}

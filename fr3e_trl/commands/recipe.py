@@ -100,14 +100,14 @@ def extended(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def beside(value: Any, folder: Path) -> Any:
-    """The name of a file, or of several, with that of the recipe's folder where the file is only there."""
+    """The name of a file, or of several, with that of the recipe's folder where the file is there."""
     if isinstance(value, list):
         return [beside(name, folder) for name in value]
     if not isinstance(value, str):
         return value
     path, is_reward, _ = value.partition(".py:")
     path += ".py" if is_reward else ""
-    return str(folder / value) if path and not Path(path).exists() and (folder / path).exists() else value
+    return str(folder / value) if path and (folder / path).exists() else value
 
 
 def parse_arguments(parser: TrlParser, argv: list[str] | None) -> tuple[Any, ...]:

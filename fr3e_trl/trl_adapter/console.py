@@ -145,7 +145,8 @@ class Console(ProgressCallback, PrinterCallback):
         elif checkpoint is not None:
             rows.append(("all metrics", str(checkpoint / TRAINER_STATE_FILE)))
         if self.tells_next and checkpoint is not None:
-            rows.append(("next", f"fr3e eval --model_name_or_path {checkpoint} --dataset_name DATASET"))
+            what = f"--dataset_name DATASET --reward_funcs REWARD --max_completion_length {args.max_completion_length}"
+            rows.append(("next", f"fr3e eval --model_name_or_path {checkpoint} {what}"))
         elif self.tells_next:
             rows.append(("next", f"trainer.save_model({args.output_dir!r}): nothing is saved yet"))
         return rows
@@ -214,6 +215,8 @@ def parts_of(logs: dict[str, Any], is_exploring: bool) -> list[str]:
         ]
     if not is_exploring:
         return _parts([("reward", "reward", ".3f"), *COLUMNS], logs)
+    if VALUE not in logs:
+        return ["same batch", *_parts(COLUMNS[-1:], logs)]
     # TRL's entropy is over the tokens in the loss, and also of steps that generate nothing
     logs = {**logs, "entropy": logs.get("fr3e/entropy")}
     return _parts([("value", VALUE, ".3f"), *COLUMNS], logs)

@@ -140,7 +140,7 @@ CASES = [
     Case(
         "pooled empty run", "pooled one", ("one/results.json is damaged", "cost"), files={"one/results.json": NO_RUNS}
     ),
-    Case("pooled file", "pooled data.jsonl", ("data.jsonl has no results.json",)),
+    Case("pooled file", "pooled data.jsonl", ("data.jsonl is damaged",)),
     Case(
         "pooled without the reference",
         "pooled one --reference prior_4",
