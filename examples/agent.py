@@ -81,12 +81,11 @@ class AgentScriptArguments:
 
 
 def is_right(completions: list[list[dict[str, Any]]], answer: list[str], **kwargs: Any) -> list[float]:
-    """Reward: 1 for completions whose last message, behind its last equals sign, is the answer, else 0."""
-    rewards = []
-    for messages, name in zip(completions, answer, strict=True):
-        _, sign, said = messages[-1]["content"].rpartition("=")
-        rewards.append(float(messages[-1]["role"] == "assistant" and sign == "=" and said.strip() == name))
-    return rewards
+    """Reward: 1 where the last message, behind its last equals sign if there is one, is the answer, else 0."""
+    return [
+        float(messages[-1]["role"] == "assistant" and messages[-1]["content"].rpartition("=")[2].strip() == name)
+        for messages, name in zip(completions, answer, strict=True)
+    ]
 
 
 def questions(split: str, seed: int, size: int, system_prompt: str | None) -> Dataset:

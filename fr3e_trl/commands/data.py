@@ -347,9 +347,9 @@ def source_of(args: FR3EScriptArguments) -> dict[str, Any]:
 
 def data_files(dataset_name: str | None) -> list[Path]:
     """The files of a local dataset. None of one on the hub."""
-    path = Path(dataset_name or "")
     if dataset_name is None:
         return []
+    path = Path(dataset_name)
     return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in FORMATS)
 
 

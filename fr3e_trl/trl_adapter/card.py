@@ -217,7 +217,7 @@ def _command() -> str | None:
 def concealed(value: Any) -> Any:
     """A value of a setting without the secrets in it, however deep they are."""
     if isinstance(value, dict):
-        return {key: "***" if SECRET.search(str(key)) else concealed(of_key) for key, of_key in value.items()}
+        return {key: concealed(of_key) for key, of_key in value.items() if not SECRET.search(str(key))}
     if isinstance(value, list):
         return [concealed(item) for item in value]
     return SECRET_INSIDE.sub(r"\1***", value) if isinstance(value, str) else value

@@ -215,7 +215,7 @@ def parts_of(logs: dict[str, Any], is_exploring: bool) -> list[str]:
         ]
     if not is_exploring:
         return _parts([("reward", "reward", ".3f"), *COLUMNS], logs)
-    if VALUE not in logs:
+    if "fr3e/tokens/generated" not in logs:
         return ["same batch", *_parts(COLUMNS[-1:], logs)]
     # TRL's entropy is over the tokens in the loss, and also of steps that generate nothing
     logs = {**logs, "entropy": logs.get("fr3e/entropy")}
