@@ -12,7 +12,7 @@ import signal
 import sys
 
 MEMORY_LIMIT = 4 * 2**30  # bytes
-MAX_ANSWER = 300  # characters, of 12 bytes at most: a reply is read in one piece of 4,096
+MAX_ANSWER = 500  # characters
 
 
 def main() -> None:

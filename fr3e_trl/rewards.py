@@ -9,6 +9,7 @@ import selectors
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -164,10 +165,18 @@ class _Worker:
 
 
 def _read(process: Any, time_limit: float) -> bytes | None:
-    """A line that the worker wrote in one piece. It is empty if the worker died, and `None` if time ran out."""
+    """A line that the worker wrote. It is empty if the worker died, and `None` if time ran out."""
+    ends, line = time.monotonic() + time_limit, b""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        return os.read(process.stdout.fileno(), 4096) if selector.select(time_limit) else None
+        while not line.endswith(b"\n"):
+            if not selector.select(ends - time.monotonic()):
+                return None
+            piece = os.read(process.stdout.fileno(), 4096)
+            if not piece:
+                return b""
+            line += piece
+    return line
 
 
 def _stop(process: Any) -> None:
@@ -190,7 +199,7 @@ def math_answers(completions: list[str]) -> list[str | None]:
             Texts.
 
     Returns:
-        `list[str | None]`: The answer of each completion, cut at 300 characters. `None` if it has none.
+        `list[str | None]`: The answer of each completion, cut at 500 characters. `None` if it has none.
     """
     answers, _ = _extraction.ask(completions, [None] * len(completions))
     return answers

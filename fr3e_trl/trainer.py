@@ -280,8 +280,10 @@ class FR3ETrainer(GRPOTrainer):
         if has_dropped:
             loss.weigh_dropped(self, batch)
         if self._tree_log is not None:
-            placed = {id(row) for row in rows}
-            shown = [replace(row, in_loss=row.in_loss and id(row) in placed) for row in explored]
+            shown = explored
+            if self._refill is not None:  # some may have found no place
+                placed = {id(row) for row in rows}
+                shown = [replace(row, in_loss=row.in_loss and id(row) in placed) for row in explored]
             self._tree_log.write(self.trees, shown, self.args, self.state.global_step + 1)
         log_metrics(self, self._metrics_of_step(rows) | metrics)
         if self._refill is not None:

@@ -221,16 +221,16 @@ def test_ctrl_c_says_how_to_go_on(fr3e):
     assert "Traceback" not in told
 
 
-def test_a_process_that_a_signal_ends_is_told_of(fr3e):
+@pytest.mark.parametrize("name, reason", [("SIGKILL", "memory does not suffice"), ("SIGABRT", "has told above")])
+def test_a_process_that_a_signal_ends_is_told_of(name, reason, fr3e):
     furnish()
     Path("rewards.py").write_text(
-        "import os, signal\n\ndef score(**kwargs):\n    os.kill(os.getpid(), signal.SIGABRT)\n"
+        f"import os, signal\n\ndef score(**kwargs):\n    os.kill(os.getpid(), signal.{name})\n"
     )
     process = fr3e(f"{TRAIN} --num_processes=1 --reward_funcs=rewards.py:score")
     _, told = process.communicate(timeout=240)
     assert process.returncode == 2
-    (line,) = (line for line in told.splitlines() if "error: Process 0 was ended" in line)
-    assert "by SIGABRT, and has told above what it could" in line
+    assert f"error: Process 0 was ended by {name}" in told.splitlines()[-1] and reason in told.splitlines()[-1]
 
 
 def test_a_pipe_that_nobody_reads_ends_no_run(fr3e):

@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +18,8 @@ from models import model_on_disk
 from fr3e_trl.bench.compare_arguments import CompareArguments
 from fr3e_trl.bench.own_task import OwnTask
 from fr3e_trl.commands import cli
+
+ROOT = Path(__file__).parent.parent
 
 REWARDS = """
 import os
@@ -143,6 +147,24 @@ def wait_for(*patterns):
     while not all(list(Path().glob(pattern)) for pattern in patterns):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_killed_comparison_goes_on_as_the_uncut_one(uncut):
+    write_task()
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fr3e_trl.commands.cli", "compare", *command(**CUT)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+    )
+    wait_for("out/runs/*.json")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    finished = {path: path.stat().st_mtime_ns for path in Path("out").glob("runs/*.json")}
+    assert 1 <= len(finished) < 4
+    assert run(**CUT)["runs"] == uncut["runs"]
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished  # not run again
 
 
 def test_ctrl_c_ends_workers_of_a_gpu_each(request, monkeypatch, capsys):

@@ -377,6 +377,10 @@ def test_texts_of_tokens_make_the_text(make, text):
     for cut in range(len(token_ids)):
         (pieces,) = token_texts(tokenizer, [(token_ids[:cut], token_ids[cut:])])
         assert pieces == of_whole[cut:]
+        prefix = tokenizer.decode(token_ids[:cut])
+        if "\ufffd" in prefix[-1:]:
+            continue
+        assert len(pieces) == len(token_ids) - cut and prefix + "".join(pieces) == whole
 
 
 def test_bytes_that_are_no_character_are_shown_as_such():

@@ -58,9 +58,13 @@ def _execute_in_workers(runs: "list[Run]", num_workers: int, devices: list[str],
     pool = ProcessPoolExecutor(num_workers, context, start, (reports, own_devices))
     left = iter(runs)
     names: dict[Future[None], str] = {}  # of what is under way: the pool would not take back what it was given
-    try:
-        for run in islice(left, num_workers):
+
+    def begin(number: int) -> None:
+        for run in islice(left, number):
             names[pool.submit(execute_run, run)] = Path(run.path).stem
+
+    try:
+        begin(num_workers)
         pool.submit(int)  # the pool looks whose end to wait for before it starts the last worker (Python 3.11)
         while names:
             done, _ = wait(names, POLL_SECONDS, FIRST_COMPLETED)
@@ -69,8 +73,7 @@ def _execute_in_workers(runs: "list[Run]", num_workers: int, devices: list[str],
             for future in done:
                 future.result()
                 progress.finish(names.pop(future))
-                for run in islice(left, 1):
-                    names[pool.submit(execute_run, run)] = Path(run.path).stem
+                begin(1)
     except BaseException as error:
         for process in multiprocessing.active_children():
             process.terminate()  # each goes on from its last evaluation

@@ -33,7 +33,7 @@ from ..page.callback import ends_no_run
 from ..page.record import METRICS, append_log, write_logs
 from ..trainer import FR3ETrainer
 from ..trl_adapter import console
-from ..trl_adapter.card import SECRET, concealed
+from ..trl_adapter.card import concealed
 from ..trl_adapter.checks import check_dataset
 from ..trl_adapter.resume import TRAINER_STATE_FILE, checkpoints, is_complete, last_complete_checkpoint
 from ..trl_adapter.vllm_weights import end_engine
@@ -228,7 +228,7 @@ def train(
 
 def write_recipe(path: Path, given: dict[str, Any]) -> None:
     """Write the arguments as a recipe, without secrets such as `hub_token`."""
-    settings = {name: concealed(value) for name, value in as_json(given).items() if not SECRET.search(name)}
+    settings = concealed(as_json(given))
     path.parent.mkdir(parents=True, exist_ok=True)
     again = f"fr3e train --config {shlex.quote(str(path))} --output_dir OTHER"
     head = f"# What this run was given, recipes and options together: {again}\n"

@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from .record import evaluated, logged_steps, read_metrics, read_step, write_whole
+from .record import evaluated, is_number, logged_steps, read_metrics, read_step, write_whole
 
 MAX_TREES = 200  # of a page whose steps are not chosen
 MAX_POINTS = 500  # of a curve
@@ -159,11 +159,7 @@ def _curves(log: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]
 
 def _points(log: list[dict[str, Any]], name: str) -> list[list[float]]:
     """Steps and values of a metric. Beyond `MAX_POINTS`, each point is the mean over equally many entries."""
-    points = [
-        (entry["step"], entry[name])
-        for entry in log
-        if isinstance(entry.get(name), int | float) and math.isfinite(entry[name])
-    ]
+    points = [(entry["step"], entry[name]) for entry in log if is_number(entry.get(name))]
     size = math.ceil(len(points) / MAX_POINTS) or 1
     windows = [points[start : start + size] for start in range(0, len(points), size)]
     return [[window[-1][0], float(f"{sum(value for _, value in window) / len(window):.4g}")] for window in windows]

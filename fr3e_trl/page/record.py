@@ -233,6 +233,11 @@ def _line(log: dict[str, Any]) -> str:
     return json.dumps(finite, default=str) + "\n"
 
 
+def is_number(value: Any) -> bool:
+    """Whether a logged value is one to count with or to draw. TRL logs `None` where a window has no score."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def evaluated(entry: dict[str, Any]) -> str | None:
     """Which of several evaluation sets a log is of. TRL's metrics, such as `eval_reward`, do not say it."""
     names = [re.fullmatch("eval_(.+)_runtime", name) for name in entry]

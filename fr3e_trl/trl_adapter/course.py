@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainerState
 
-from ..page.record import evaluated
+from ..page.record import evaluated, is_number
 
 VALUE = "fr3e/value/S0"
 MOST_LOGS = 10  # at either end
@@ -72,7 +72,7 @@ def change_of_value(state: TrainerState) -> Change | None:
     """
     is_exploring = any(VALUE in entry for entry in state.log_history)
     name = VALUE if is_exploring else "reward"
-    values = [entry[name] for entry in state.log_history if _is_number(entry.get(name))]
+    values = [entry[name] for entry in state.log_history if is_number(entry.get(name))]
     if not values:
         return None
     number = min(max(len(values) // 4, 1), MOST_LOGS)
@@ -101,9 +101,7 @@ def change_in_evaluation(
 
     Its noise is that of drawing the prompts, as if all completions of a prompt had the same reward: at most too wide.
     """
-    entries = [
-        entry for entry in state.log_history if _is_number(entry.get("eval_reward")) and evaluated(entry) == name
-    ]
+    entries = [entry for entry in state.log_history if is_number(entry.get("eval_reward")) and evaluated(entry) == name]
     if not entries:
         return None
     first, last = entries[0], entries[-1]
@@ -139,7 +137,3 @@ def noise_of_logs(values: Sequence[float]) -> float | None:
     z = NormalDist().inv_cdf(0.975)
     quantile = z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
     return quantile * math.sqrt(variance)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
