@@ -52,6 +52,7 @@ from .trl_adapter.setup import (
     sharding,
     tokenizer_of,
 )
+from .trl_adapter.shared_attention import without_cudnn
 from .trl_adapter.stopwatch import Stopwatch
 from .trl_adapter.tools import TRLToolLoop, time_limit
 from .trl_adapter.vllm_weights import adapter_sync, awake_engine
@@ -402,7 +403,8 @@ class FR3ETrainer(GRPOTrainer):
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = resume.last_complete_checkpoint(self.args.output_dir)
-        with resume.exact_resume(self), shared_forward.kept_together(self), console.without_bars():
+        together = shared_forward.kept_together(self)
+        with resume.exact_resume(self), together, console.without_bars(), without_cudnn():
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def begin(self) -> None:

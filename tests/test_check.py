@@ -141,6 +141,12 @@ def test_a_kernel_that_is_not_there(setup):
     assert outcome == FAILED and "flash" in told.lower()
 
 
+def test_an_engine_that_transformers_has_not_for_a_kernel(setup):
+    of_flex = replace(setup, attn_implementation="flex_attention")
+    outcome, told = result_of("trees by continuous batching", of_flex)
+    assert outcome == NOT_RUN and told == "transformers has no such engine for flex_attention"
+
+
 class Uniform:
     """Draws tokens that the policy would not."""
 

@@ -9,6 +9,7 @@ import argparse
 import functools
 import math
 
+import factory
 import pytest
 import torch
 from test_prefix_sharing import FAMILIES, assert_same, make_family, make_trainer, padded, score
@@ -17,7 +18,9 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils
 from transformers.integrations import flash_attention, flex_attention, sdpa_attention
 
+from fr3e_trl import FR3ETrainer
 from fr3e_trl.bench.cost.tensors import in_layer_shared, make_trie
+from fr3e_trl.bench.measures import MeasuredGRPOTrainer
 from fr3e_trl.trl_adapter import shared_attention
 
 FLASH = ("flash_attention_2", "kernels-community/vllm-flash-attn3")
@@ -193,6 +196,30 @@ def test_queries_in_blocks(family, implementation, block, monkeypatch):
     rows, apart = scored_apart(family)
     monkeypatch.setattr(shared_attention, "BLOCK", block)
     assert_same(score(trainer_with(family, implementation), *rows, share=True), apart)
+
+
+@pytest.mark.parametrize("trainer_class", [FR3ETrainer, MeasuredGRPOTrainer])
+@pytest.mark.parametrize("was_on", [True, False])
+def test_cudnn_is_left_out_where_gradients_are_computed(trainer_class, was_on):
+    """Its kernel runs on GPUs alone, where it was seen to give gradients of NaN: here, whether sdpa may take it."""
+    seen = []
+
+    def reward(completions, **kwargs):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        if len(seen) == 2:
+            raise KeyError("of the second step")
+        return [float(len(completion)) for completion in completions]
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(was_on)
+    try:
+        trainer = factory.make_trainer(trainer_class, reward_funcs=reward, max_steps=2, num_generations=4)
+        with pytest.raises(KeyError, match="of the second step"):
+            trainer.train()
+        assert torch.backends.cuda.cudnn_sdp_enabled() == was_on
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+    assert seen == [False, False]
 
 
 @pytest.mark.parametrize("flash", [False, True], ids=["sdpa", "flash"])

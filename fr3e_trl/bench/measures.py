@@ -21,6 +21,7 @@ from ..method.tree import Tree
 from ..trainer import FR3ETrainer
 from ..trl_adapter.logs import last_metric, last_rewards
 from ..trl_adapter.resume import exact_resume
+from ..trl_adapter.shared_attention import without_cudnn
 from ..trl_adapter.watching import WatchedMixin
 
 
@@ -110,10 +111,10 @@ class MeasuredMixin(WatchedMixin):
 
 
 class MeasuredGRPOTrainer(MeasuredMixin, GRPOTrainer):
-    """[`~trl.GRPOTrainer`], measured. From a checkpoint it goes on as exactly as [`FR3ETrainer`]."""
+    """[`~trl.GRPOTrainer`], measured. It goes on from a checkpoint, and leaves cuDNN out, as [`FR3ETrainer`] does."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        with exact_resume(self):
+        with exact_resume(self), without_cudnn():
             return super().train(*args, **kwargs)
 
     def begin(self) -> None:

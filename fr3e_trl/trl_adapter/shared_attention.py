@@ -13,9 +13,10 @@ That is causal attention with fewer queries than keys, aligned at the last of bo
 No tensor grows with the square of a row's length. `eager` keeps the scores of all blocks for the backward pass.
 """
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +42,22 @@ FLEX_RECOMPILATIONS = 64
 VARLEN_TORCH = (2, 13)
 
 Attention = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def without_cudnn() -> Iterator[None]:
+    """
+    Have `sdpa` leave cuDNN's kernel out, and take torch's own.
+
+    On Hopper GPUs it gives gradients of NaN where rows are padded to 64 beyond a multiple of 128, from torch 2.11 on
+    (https://github.com/pytorch/pytorch/issues/196678). `fr3e check` met them on an H200, in `GRPOTrainer` too.
+    """
+    was_on = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_on)
 
 
 def share(model: nn.Module, implementation: str) -> bool:

@@ -229,6 +229,10 @@ def continuous(setup: Setup) -> str:
         return grow(setup, **settings, bf16=True)
     except ImportError as error:  # of an older transformers
         raise NotRun(str(error)) from None
+    except ValueError as error:
+        if "paged|" not in str(error):
+            raise
+        raise NotRun(f"transformers has no such engine for {setup.attn_implementation}") from None
 
 
 def vllm_colocate(setup: Setup) -> str:
