@@ -324,7 +324,7 @@ class FR3ETrainer(GRPOTrainer):
         with self.stopwatch.part("generation"):
             uncertainties = explore(
                 trees,
-                self.args.plan,
+                replace(self.args.plan, temperature=self.temperature),  # of the loss, whatever a callback sets
                 self.sampler,
                 exploring.score,
                 self.token_statistics,

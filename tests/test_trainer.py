@@ -18,6 +18,7 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 from transformers import (
     BitsAndBytesConfig,
+    TrainerCallback,
     set_seed,
 )
 from trees import rollouts_of
@@ -260,6 +261,24 @@ def test_every_completion_is_scored_once(settings):
             rows = [state.prefix_ids + rollout.token_ids for state, rollout in sampled]
             generated.update(tuple(ids) for ids in rows)  # but not what is thrown away
     assert scored == generated
+
+
+class Warmer(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        args.temperature = 2.0
+
+
+def test_a_callback_that_sets_the_temperature_changes_neither_samples_nor_loss():
+    """As with TRL, whose loss has the temperature that the trainer began with."""
+    trainer = make_trainer(temperature=0.6, max_steps=2, learning_rate=0.0, anchor_score="entropy")
+    trainer.add_callback(Warmer())
+    trainer.train()
+    (_, first), (_, second) = trainer.batches
+    for trees in (first, second):
+        rows = [(t.prompt_ids + s.prefix_ids, r) for t, s, r in rollouts_of(trees) if r.copy_of is None]
+        statistics = trainer.token_statistics([prefix for prefix, _ in rows], [r.token_ids for _, r in rows])
+        for (_, rollout), (logprobs, _) in zip(rows, statistics, strict=True):
+            torch.testing.assert_close(torch.tensor(rollout.logprobs), logprobs, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
