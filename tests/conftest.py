@@ -1,3 +1,4 @@
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test may reach for the hub
@@ -5,9 +6,25 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is: with more threads, the s
 
 import pytest
 from hypothesis import settings
+from swift import keep_imports, read_metadata_once
 
 settings.register_profile("reproducible", deadline=None, derandomize=True)
 settings.load_profile("reproducible")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """With no garbage looked for while test files are imported."""
+    read_metadata_once()
+    gc.disable()
+    result = yield
+    gc.enable()
+    keep_imports()
+    return result
+
+
+def pytest_runtest_logfinish():
+    keep_imports()
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ Scripts in several processes, by `accelerate launch`.
 Each process is forked from one that has imported what all need, which takes a fresh one seven seconds.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -11,6 +12,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+
+from swift import read_metadata_once
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -57,6 +60,8 @@ def run(arguments: list[str], directory: Path, log: Path) -> None:
     from accelerate.commands import launch as accelerate_launch
     from torch.distributed import run as torchrun
 
+    gc.freeze()  # or each `train()` looks for garbage in what was imported
+    read_metadata_once()
     os.setsid()
     os.chdir(directory)
     with log.open("w") as file:
