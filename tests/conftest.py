@@ -12,6 +12,22 @@ settings.register_profile("reproducible", deadline=None, derandomize=True)
 settings.load_profile("reproducible")
 
 
+# Each takes half a minute. At the end, one of them would leave all workers but its own with nothing to do
+LONGEST = (
+    "test_check.py::test_on_a_cpu",
+    "test_check.py::test_it_prints",
+    "test_cost.py::test_bookkeeping",
+    "test_cost.py::test_processes",
+    "test_device.py",
+    "test_failures.py::test_of_several_processes",
+    "test_hub.py",
+    "test_language.py::test_smollm2",
+    "test_one_file.py::test_it_learns",
+    "test_recipes.py::test_smoke_recipe_is_launched",
+    "test_resume.py::test_kill_9",
+)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """With no garbage looked for while test files are imported."""
@@ -21,6 +37,10 @@ def pytest_collection():
     gc.enable()
     keep_imports()
     return result
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not any(name in item.nodeid for name in LONGEST))
 
 
 def pytest_runtest_logfinish():
