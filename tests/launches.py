@@ -1,16 +1,21 @@
 """
-Scripts in several processes, by `accelerate launch`.
+Scripts in several processes, by `accelerate launch`, or in one.
 
 Each process is forked from one that has imported what all need, which takes a fresh one seven seconds.
 """
 
+import gc
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
+
+from swift import read_metadata_once
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -58,10 +63,8 @@ def run(arguments: list[str], directory: Path, log: Path) -> None:
     from torch.distributed import run as torchrun
 
     os.setsid()
-    os.chdir(directory)
     with log.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+        begin(directory, file.fileno(), file.fileno())
     get_parser = torchrun.get_args_parser
 
     def forking_parser():
@@ -73,3 +76,31 @@ def run(arguments: list[str], directory: Path, log: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parent))  # as a script has it
     sys.argv = ["accelerate launch", *arguments]
     accelerate_launch.main()
+
+
+def start_script(script: Path, *arguments: str):
+    """A process that runs a script here, with what it prints as `stdout`, and its errors in a file `stderr`."""
+    reader, writer = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=run_script, args=(script, arguments, Path.cwd(), writer))
+    process.start()
+    writer.close()
+    process.stdout = os.fdopen(os.dup(reader.fileno()))
+    return process
+
+
+def run_script(script: Path, arguments: tuple[str, ...], directory: Path, output: Connection) -> None:
+    with open(directory / "stderr", "w") as errors:
+        begin(directory, output.fileno(), errors.fileno())
+    output.close()
+    sys.path.insert(0, str(script.parent))
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def begin(directory: Path, stdout: int, stderr: int) -> None:
+    """Of a forked process: as one that was started there, whose output goes to these files."""
+    gc.freeze()  # or each `train()` looks for garbage in what was imported
+    read_metadata_once()
+    os.chdir(directory)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)

@@ -6,26 +6,36 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from hub_stand_in import running_hub
 from huggingface_hub import ModelCard
 
-REPO = "someone/tiny-model"
-
-# What a user of the model runs, who has not got fr3e_trl
+# What a user of the models runs, who has not got fr3e_trl
 LOAD = """
 import contextlib, io, json, re, sys
 sys.modules["fr3e_trl"] = None
-if {card}:
-    from huggingface_hub import ModelCard
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec(*re.findall(r"```python\\n(.*?)```", ModelCard.load({repo!r}).text, flags=re.DOTALL))
+from huggingface_hub import ModelCard
+from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
-if {lora}:
-    from peft import AutoPeftModelForCausalLM as AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained({repo!r}).eval()
-inputs = AutoTokenizer.from_pretrained({repo!r})("12+3=", return_tensors="pt")
-print(json.dumps(model.generate(**inputs, max_new_tokens=8, do_sample=False).tolist()))
+
+def load(repo, has_own_card, is_adapter):
+    if has_own_card:
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(*re.findall(r"```python\\n(.*?)```", ModelCard.load(repo).text, flags=re.DOTALL), {})
+    model = (AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM).from_pretrained(repo).eval()
+    inputs = AutoTokenizer.from_pretrained(repo)("12+3=", return_tensors="pt")
+    return model.generate(**inputs, max_new_tokens=8, do_sample=False).tolist()
+
+print(json.dumps([load(*arguments) for arguments in json.loads(sys.argv[1])]))
 """
+
+# What trains, by the repository that it is pushed to
+RUNS = {
+    "tiny-grpo": ("grpo",),
+    "tiny-model": ("fr3e",),
+    "tiny-saves": ("fr3e", "every_save"),
+    "tiny-adapter": ("fr3e", "lora"),
+}
 
 
 def run(hub, directory: Path, *command: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
@@ -48,36 +58,41 @@ def run(hub, directory: Path, *command: str, check: bool = True, **environment: 
     return completed
 
 
-def train(hub, directory: Path, method: str, what: str = "", **options) -> subprocess.CompletedProcess:
-    return run(hub, directory, str(Path(__file__).with_name("hub_train.py")), method, what, **options)
+def train(hub, directory: Path, runs: dict, **options) -> subprocess.CompletedProcess:
+    script, arguments = Path(__file__).with_name("hub_train.py"), [[name, *run] for name, run in runs.items()]
+    return run(hub, directory, str(script), json.dumps(arguments), **options)
+
+
+def load(hub, directory: Path, *arguments: tuple[str, bool, bool]) -> list:
+    return last_line(run(hub, directory, "-c", LOAD, json.dumps(arguments)))
 
 
 def last_line(completed: subprocess.CompletedProcess) -> list:
     return json.loads(completed.stdout.splitlines()[-1])
 
 
-def test_what_is_pushed_is_what_grpo_trainer_pushes_and_loads_without_this_package(tmp_path):
-    pushed = {}
-    for method in ("grpo", "fr3e"):
-        (tmp_path / method).mkdir()
-        has_own_card = method == "fr3e"  # TRL's asks the pipeline for a chat
-        with running_hub() as hub:
-            trained = last_line(train(hub, tmp_path / method, method))
-            pushed[method] = hub.repos[REPO]
-            assert hub.commits[REPO] == ["End of training"]
-            loaded = last_line(
-                run(
-                    hub,
-                    tmp_path,
-                    "-c",
-                    LOAD.format(lora=False, card=has_own_card, repo=REPO),
-                    HF_HOME=str(tmp_path / method),
-                )
-            )
-            assert loaded == trained
-    assert pushed["fr3e"].keys() == pushed["grpo"].keys() >= {"model.safetensors", "tokenizer.json", "README.md"}
-    assert pushed["fr3e"]["model.safetensors"] != pushed["grpo"]["model.safetensors"]
-    check_card(pushed["fr3e"]["README.md"].decode(), pushed["grpo"]["README.md"].decode())
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The hub with what each run pushed, and what its model generates, before and after it was loaded."""
+    with running_hub() as hub:
+        directory = tmp_path_factory.mktemp("trained")
+        before = dict(zip(RUNS, last_line(train(hub, directory, RUNS)), strict=True))
+        # TRL's card asks the pipeline for a chat
+        loaded = [("tiny-grpo", False, False), ("tiny-model", True, False), ("tiny-adapter", True, True)]
+        after = load(hub, directory, *((f"someone/{name}", *how) for name, *how in loaded))
+        yield hub, before, {name: outputs for (name, *_), outputs in zip(loaded, after, strict=True)}
+
+
+def test_what_is_pushed_is_what_grpo_trainer_pushes_and_loads_without_this_package(trained):
+    hub, before, after = trained
+    grpo, fr3e = (hub.repos[f"someone/{name}"] for name in ("tiny-grpo", "tiny-model"))
+    for name in ("tiny-grpo", "tiny-model"):
+        assert hub.commits[f"someone/{name}"] == ["End of training"]
+        assert after[name] == before[name]
+    assert fr3e.keys() == grpo.keys() >= {"model.safetensors", "tokenizer.json", "README.md"}
+    assert fr3e["model.safetensors"] != grpo["model.safetensors"]
+    theirs = grpo["README.md"].decode().replace("tiny-grpo", "tiny-model")  # its name, in the title
+    check_card(fr3e["README.md"].decode(), theirs)
 
 
 def check_card(text: str, of_grpo: str) -> None:
@@ -93,34 +108,32 @@ def check_card(text: str, of_grpo: str) -> None:
     assert "trained with FR3E" in card.text
     assert "title = {{First Return, Entropy-Eliciting Explore}}" in " ".join(card.text.split())
     assert "prompts of [sums/of-digits](https://huggingface.co/datasets/sums/of-digits)" in " ".join(card.text.split())
-    assert f'pipeline("text-generation", model="{REPO}", device_map="auto")' in card.text
+    assert 'pipeline("text-generation", model="someone/tiny-model", device_map="auto")' in card.text
 
 
-def test_every_save_is_pushed(tmp_path):
-    with running_hub() as hub:
-        train(hub, tmp_path, "fr3e", "every_save")
-        assert any("step" in message for message in hub.commits[REPO])
-        assert "fr3e" in ModelCard(hub.repos[REPO]["README.md"].decode()).data.tags
+def test_every_save_is_pushed(trained):
+    hub, _, _ = trained
+    assert any("step" in message for message in hub.commits["someone/tiny-saves"])
+    assert "fr3e" in ModelCard(hub.repos["someone/tiny-saves"]["README.md"].decode()).data.tags
 
 
-def test_an_adapter_loads_with_plain_peft(tmp_path):
-    with running_hub() as hub:
-        trained = last_line(train(hub, tmp_path, "fr3e", "lora"))
-        assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= hub.repos[REPO].keys()
-        assert "model.safetensors" not in hub.repos[REPO]
-        assert last_line(run(hub, tmp_path, "-c", LOAD.format(lora=True, card=True, repo=REPO))) == trained
+def test_an_adapter_loads_with_plain_peft(trained):
+    hub, before, after = trained
+    pushed = hub.repos["someone/tiny-adapter"]
+    assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= pushed.keys()
+    assert "model.safetensors" not in pushed
+    assert after["tiny-adapter"] == before["tiny-adapter"]
 
 
 def test_a_hub_that_fails_says_so_and_the_model_is_kept(tmp_path):
     with running_hub() as hub:
         hub.broken = True
-        failed = train(hub, tmp_path, "fr3e", check=False)
+        failed = train(hub, tmp_path, {"tiny-model": ("fr3e",)}, check=False)
         assert failed.returncode != 0 and "500" in failed.stderr
-        loaded = run(hub, tmp_path, "-c", LOAD.format(lora=False, card=False, repo=str(tmp_path / "tiny-model")))
-        assert len(last_line(loaded)) == 1
+        assert len(*load(hub, tmp_path, (str(tmp_path / "tiny-model"), False, False))) == 1
 
 
 def test_a_wrong_token_is_refused(tmp_path):
     with running_hub() as hub:
-        failed = train(hub, tmp_path, "fr3e", check=False, HF_TOKEN="wrong")
+        failed = train(hub, tmp_path, {"tiny-model": ("fr3e",)}, check=False, HF_TOKEN="wrong")
         assert failed.returncode != 0 and "401" in failed.stderr and not hub.repos

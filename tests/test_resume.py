@@ -12,7 +12,7 @@ from pathlib import Path
 import factory
 import pytest
 import torch
-from launches import launch
+from launches import launch, start_script
 from models import make_dataset, make_model
 from peft import LoraConfig
 from resume_train import letters, parity
@@ -345,10 +345,12 @@ def test_nothing_to_resume_from(tmp_path):
         make_trainer().train(resume_from_checkpoint=True)
 
 
+SCRIPT = Path(__file__).with_name("resume_train.py")
+
+
 def start(*arguments):
     """A run in a process of its own, when it begins to train."""
-    command = [sys.executable, Path(__file__).with_name("resume_train.py"), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start_script(SCRIPT, *arguments)
     line_of(process, "training")
     return process
 
@@ -358,14 +360,14 @@ def line_of(process, beginning: str) -> str:
     for line in process.stdout:
         if line.startswith(beginning):
             return line
-    raise AssertionError(process.stderr.read())
+    raise AssertionError(Path("stderr").read_text())
 
 
-def finish(process) -> str:
-    digest = line_of(process, "digest")
-    process.communicate(timeout=200)
-    assert process.returncode == 0
-    return digest
+def resume(*arguments) -> str:
+    """The digest of a run that goes on in a fresh process, which orders sets in its own way."""
+    done = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return next(line for line in done.stdout.splitlines(keepends=True) if line.startswith("digest"))
 
 
 @pytest.mark.timeout(900)
@@ -376,7 +378,7 @@ def test_kill_9_at_random_moments(num_kills, arguments):
     began = time.monotonic()
     whole = line_of(process, "digest")
     seconds = time.monotonic() - began
-    process.communicate(timeout=200)
+    process.join(200)
     print("uncut:", whole, end="")
     for kill in range(num_kills):
         shutil.rmtree("output", ignore_errors=True)
@@ -384,8 +386,8 @@ def test_kill_9_at_random_moments(num_kills, arguments):
         moment = random.random() * seconds
         time.sleep(moment)
         process.kill()
-        process.communicate()
+        process.join()
         saved = sorted(path.name for path in Path("output").glob("checkpoint-*"))
-        resumed = finish(start(*arguments))
+        resumed = resume(*arguments)
         print(f"kill {kill + 1} after {moment:.2f} of {seconds:.2f} s, {saved}: {resumed}", end="", flush=True)
         assert resumed == whole

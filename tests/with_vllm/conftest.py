@@ -1,7 +1,14 @@
 """One server for all tests."""
 
+import os
+import sys
+
 import pytest
 from servers import Server
+
+# uv leaves what it installs uncompiled, and a process that keeps nothing compiles for five seconds before it begins
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.fixture(scope="session")
