@@ -30,6 +30,7 @@ from ...generation.vllm_server import VLLMServer
 from ...trainer import FR3ETrainer
 from ...trl_adapter import shared_forward, sharing_probe
 from ...trl_adapter.setup import computed_in
+from ...trl_adapter.shared_attention import without_cudnn
 from ...trl_adapter.watching import WatchedMixin
 from ..cost.stopwatch import PARTS, measure, peak_memory
 from ..measures import MeasuredFR3ETrainer, MeasuredGRPOTrainer
@@ -86,12 +87,13 @@ def losses(setup: Setup) -> str:
 
 
 def train_again(trainer: Any, **arguments: Any) -> None:
-    """Train by one seed, with kernels that compute the same each time as far as there are any."""
+    """Train by one seed, with kernels that compute the same each time as far as there are any, and those of FR3E."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         set_seed(0)
-        trainer.train(**arguments)
+        with without_cudnn():
+            trainer.train(**arguments)
     finally:
         torch.use_deterministic_algorithms(before)
 
@@ -152,7 +154,8 @@ def scored(trainer: Any, batch: dict[str, Any], share: bool) -> tuple[torch.Tens
     trainer.share_prefixes(share)
     trainer.model.train()
     trainer.model.zero_grad()
-    trainer.compute_loss(trainer.model, dict(batch)).backward()
+    with without_cudnn():
+        trainer.compute_loss(trainer.model, dict(batch)).backward()
     gradients = [p.grad.float().flatten() for p in trainer.model.parameters() if p.grad is not None]
     prompts, completions = (
         [ids[mask.bool()].cpu().numpy() for ids, mask in zip(batch[f"{part}_ids"], batch[f"{part}_mask"], strict=True)]

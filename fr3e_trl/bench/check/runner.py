@@ -80,13 +80,10 @@ class Result:
 
 def run_line(line: Line, setup: Any) -> Result:
     """Run a line here. Whatever it raises is its result."""
-    from ...trl_adapter.shared_attention import without_cudnn  # which takes torch: this process runs lines
-
     began = time.monotonic()
     module, _, name = line.function.partition(":")
     try:
-        with without_cudnn():  # as where FR3E trains, GRPO too
-            told = getattr(importlib.import_module(module, __package__), name)(setup)
+        told = getattr(importlib.import_module(module, __package__), name)(setup)
     except NotRun as reason:
         return Result(line.name, NOT_RUN, str(reason), time.monotonic() - began)
     except Exception as error:

@@ -7,8 +7,6 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from reasoning_gym.games.countdown import CountdownConfig, CountdownDataset
-
 from .task import Task
 
 NUM_NUMBERS = 3
@@ -18,12 +16,18 @@ MIN_TARGET, MAX_TARGET = 5, 60
 
 INSIGHT = 0.3  # chance that the demonstrator sees which operations leave the target within reach
 
-SCORER = CountdownDataset(CountdownConfig(seed=0, size=1))
-
 STEP = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)")
 
 # An operation: left operand, sign, right operand, result
 Operation = tuple[int, str, int, int]
+
+
+@functools.cache
+def scorer() -> Any:
+    """What reasoning-gym scores by. Importing it imports all of its tasks, which takes a second."""
+    from reasoning_gym.games.countdown import CountdownConfig, CountdownDataset
+
+    return CountdownDataset(CountdownConfig(seed=0, size=1))
 
 
 def apply(left: int, sign: str, right: int) -> int:
@@ -89,7 +93,7 @@ class Countdown(Task):
 
     def is_right(self, completion: str, problem: dict[str, Any]) -> bool:
         expression = as_expression(completion, problem["numbers"])
-        return SCORER.score_answer(expression, {"metadata": problem}) == 1
+        return scorer().score_answer(expression, {"metadata": problem}) == 1
 
 
 def as_expression(completion: str, numbers: list[int]) -> str | None:
