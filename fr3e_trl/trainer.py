@@ -403,8 +403,12 @@ class FR3ETrainer(GRPOTrainer):
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = resume.last_complete_checkpoint(self.args.output_dir)
-        together = shared_forward.kept_together(self)
-        with resume.exact_resume(self), together, console.without_bars(), without_cudnn():
+        with (
+            resume.exact_resume(self),
+            shared_forward.kept_together(self),
+            console.without_bars(),
+            without_cudnn(),
+        ):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def begin(self) -> None:

@@ -379,6 +379,7 @@ def test_kill_9_at_random_moments(num_kills, arguments):
     whole = line_of(process, "digest")
     seconds = time.monotonic() - began
     process.join(200)
+    assert process.exitcode == 0  # it has ended
     print("uncut:", whole, end="")
     for kill in range(num_kills):
         shutil.rmtree("output", ignore_errors=True)
