@@ -20,7 +20,7 @@ R = TypeVar("R")
 def on_main_process(accelerator: Accelerator, function: Callable[[], R]) -> R:
     """Call `function` in the main process. Every process returns its result, or raises its error."""
     result, error = _attempt(function) if accelerator.is_main_process else (None, None)
-    outcome: list[Any] = [result, _portable(error)]
+    outcome: list[Any] = [result, error and portable(error)]
     broadcast_object_list(outcome, from_process=0)
     if error or outcome[1]:
         raise error or outcome[1]
@@ -53,7 +53,8 @@ def through_main_process(
     if accelerator.is_main_process:
         results, error = _attempt(lambda: iter(function([item for of_process in of_processes for item in of_process])))
         outcomes = [
-            ([next(results) for _ in of_process] if results else None, _portable(error)) for of_process in of_processes
+            ([next(results) for _ in of_process] if results else None, error and portable(error))
+            for of_process in of_processes
         ]
     outcome: list[Any] = [None]
     dist.scatter_object_list(outcome, outcomes if accelerator.is_main_process else None)
@@ -92,7 +93,7 @@ def in_every_process(function: Callable[[], R]) -> list[R]:
     If it raises anywhere, every process raises: its own error, or the first of the others' errors.
     """
     result, error = _attempt(function)
-    results, errors = zip(*gather_object([(result, _portable(error))]), strict=True)
+    results, errors = zip(*gather_object([(result, error and portable(error))]), strict=True)
     if any(errors):
         raise error or next(filter(None, errors))
     return list(results)
@@ -105,7 +106,7 @@ def _attempt(function: Callable[[], R]) -> tuple[R | None, Exception | None]:
         return None, error
 
 
-def _portable(error: Exception | None) -> Exception | None:
+def portable(error: Exception) -> Exception:
     """The error, in a form that other processes can be sent."""
     try:
         pickle.loads(pickle.dumps(error))
@@ -146,13 +147,17 @@ class Turns:
             self._tell(error)
         elif error is None:
             while self._tell(False):
-                self.join()
+                try:
+                    self.join()
+                except Exception as failure:
+                    self._tell(failure)
+                    raise
 
     def _tell(self, what: Any) -> bool:
         """Tell the others that this process makes a call (or not, or failed). Returns whether any process makes one."""
         if self.is_alone:
             return False
-        told = gather_object([_portable(what) if isinstance(what, Exception) else what])
+        told = gather_object([portable(what) if isinstance(what, Exception) else what])
         errors = [of_process for of_process in told if isinstance(of_process, Exception)]
         if errors and not isinstance(what, Exception):
             self._has_failed = True

@@ -270,6 +270,13 @@ def test_a_process_that_raises_ends_all(tmp_path):
         assert (tmp_path / "run" / f"{i}.error").read_text() == "OSError: the reward model is gone"
 
 
+def test_what_fails_in_one_process_is_raised_in_all(tmp_path):
+    """A server in an evaluation, where TRL asks it; and in a turn that one process alone takes."""
+    script = Path(__file__).with_name("failing_together.py")
+    first, second = launch(tmp_path / "run", 2, {}, script=script)
+    assert first == second == dict.fromkeys(["generate", "take_turns"], "VLLMServerError('the server is gone')")
+
+
 @given(st.integers(1, 9), st.integers(0, 80))
 def test_rows_are_dealt_out_in_order_and_evenly(num_processes, num_rows):
     deals = [RowSharding(num_rows, num_processes, process) for process in range(num_processes)]

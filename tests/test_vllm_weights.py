@@ -70,6 +70,7 @@ def test_a_quantized_model_is_not_merged_for_a_colocated_engine():
         ({"alpha_pattern": {"q_proj": 4}}, "no alpha_pattern"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changes the model's own weights"),
         ({"init_lora_weights": "olora"}, "init_lora_weights='olora' changes"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights='lora_ga' changes"),
         ({"r": 64}, "the adapter's rank is 64"),
     ],
     ids=str,

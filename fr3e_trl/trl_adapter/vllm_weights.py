@@ -5,10 +5,11 @@ import logging
 import shutil
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import is_peft_model
@@ -20,7 +21,7 @@ from trl.trainer import grpo_trainer
 
 from ..config import FR3EConfig
 from ..generation.vllm_server import VLLMServer, VLLMServerError
-from ..processes import on_main_process
+from ..processes import on_main_process, portable
 from .overriding import overridden
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,32 @@ def end_engine(trainer: Any) -> None:
         trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """In the place of a batch's completions: raises `error` in every process that takes its own of them."""
+
+    error: Exception
+
+    def __getitem__(self, _: Any) -> NoReturn:
+        raise self.error
+
+
+def _with_failures(generate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """
+    A client's `generate` that answers with a [`_Failure`] where it would raise.
+
+    TRL calls it in the main process alone, and the others wait for the completions.
+    """
+
+    def answer(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            return generate(*args, **kwargs)
+        except Exception as error:
+            return {"prompt_ids": [], "completion_ids": _Failure(portable(error)), "logprobs": None}
+
+    return answer
+
+
 class FR3EVLLMGeneration(VLLMGeneration):
     """
     [`~trl.generation.vllm_generation.VLLMGeneration`] that can give a server the LoRA adapter alone.
@@ -85,6 +112,9 @@ class FR3EVLLMGeneration(VLLMGeneration):
         self.syncs_adapter = False
         self._num_syncs = 0
         super().__init__(*args, **kwargs)
+        if self.mode == "server" and self.accelerator.is_main_process:
+            client: Any = self.vllm_client
+            client.generate = _with_failures(client.generate)
 
     def _init_vllm(self) -> None:
         if self.mode != "server":
@@ -222,7 +252,7 @@ class FR3EVLLMGeneration(VLLMGeneration):
         if getattr(config, "rank_pattern", None) or getattr(config, "alpha_pattern", None):
             return "vLLM knows no rank_pattern and no alpha_pattern."
         begun = str(getattr(config, "init_lora_weights", True)).lower()
-        if begun.startswith(("pissa", "olora", "corda", "loftq")):
+        if begun.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
             return f"init_lora_weights={begun!r} changes the model's own weights, which the server has as they were."
         lora = server.config["lora_config"]
         if lora is None or not server.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]:
