@@ -293,6 +293,17 @@ def test_a_batch_that_was_drawn_with_other_settings_is_dropped(settings):
     assert log["clip_ratio/region_mean"] == 0 and "fr3e/value/S0" in log
 
 
+def test_rows_left_over_from_other_settings_are_dropped():
+    """Theirs too are old log-probs at another temperature."""
+    settings = {"max_refills": 3} | REJECTING
+    whole = make_trainer(**settings)
+    whole.train()
+    step = next(entry["step"] for entry in whole.state.log_history if num_left_over_before(entry) > 0)
+    resumed = make_trainer(**settings, temperature=0.5, max_steps=step, output_dir="resumed")
+    resumed.train(resume_from_checkpoint=f"output/checkpoint-{step - 1}")
+    assert num_left_over_before(resumed.state.log_history[step - 1]) == 0
+
+
 def test_the_same_settings_are_not_told_of(caplog):
     make_trainer(max_steps=2).train()
     make_trainer(max_steps=3, output_dir="resumed", logging_steps=2).train(resume_from_checkpoint="output/checkpoint-2")

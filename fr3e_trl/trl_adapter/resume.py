@@ -162,6 +162,8 @@ class _Resume:
             _begin_new_batch(trainer, state["sizes"])
         if _warn_of_settings(trainer, state.get("settings", {})):
             trainer._buffered_inputs = None  # its old log-probs, say, are at another temperature
+            if trainer._refill is not None:
+                trainer._refill.leftovers = []
         if trainer.args.sync_ref_model:
             _warn(
                 trainer,
