@@ -12,13 +12,14 @@ import torch
 from factory import logged
 from tool_policy import ForkingWalk
 
+from fr3e_trl.generation.generate import _DistinctTokens
 from fr3e_trl.generation.tools import ToolCallingSampler
 from fr3e_trl.generation.vllm import RequestQueue
 from fr3e_trl.method.anchors import AboveThreshold
 from fr3e_trl.method.credit.tree import masses_of, set_weights
 from fr3e_trl.method.metrics import tree_metrics
 from fr3e_trl.method.sampling import Branching, Sample, SamplingRequest
-from fr3e_trl.method.tree import Rollout, Score, State, Tree
+from fr3e_trl.method.tree import Rollout, Score, State, Tree, as_ids
 
 SETTINGS = {"distinct_branches": True, "num_generations": 4, "max_steps": 4, "reward_funcs": factory.letters}
 SHAPES = {
@@ -348,6 +349,17 @@ def test_masses_by_hand():
         state.rollouts[0].chances = None
     assert masses_of(tree) == [2, 1, 1, 1]
     assert "fr3e/branches/mass/mean" not in tree_metrics([tree], torch.ones(3), 4)
+
+
+def test_a_base_trajectorys_token_that_fell_out_of_the_nucleus():
+    """Rounding can do that where its distribution is computed again."""
+    request = SamplingRequest(as_ids([1, 2, 3]), 1, 4, 1.0, distinct_from=2)
+    draw = _DistinctTokens([request], [3])
+    logits = torch.tensor([[0.0, 1.0, -torch.inf, -torch.inf, 2.0]])
+    draw(torch.ones(1, 3, dtype=torch.long), logits.clone())
+    of_base, chance = draw.chances[0]
+    assert of_base > 0
+    assert set_weights([of_base, chance]) == pytest.approx([(1 - chance) / (2 - chance), 1 / (2 - chance)])
 
 
 def test_weights_sum_to_one_whatever_the_chances():

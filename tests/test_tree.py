@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -324,6 +325,18 @@ def test_metrics_by_hand():
         "fr3e/advantage/std": 0.3,
     }
     assert metrics == pytest.approx(expected, abs=1e-6)
+
+
+def test_metrics_of_base_trajectories_leave_out_other_rows():
+    """A tool's tokens are not the policy's; a row that S_0 got for a missing anchor is no base trajectory."""
+    bases = [rollout(0.0, 4), Rollout([1] * 4, None, Score([0.0], 0.0), mask=np.array([True, False, False, False]))]
+    tree = Tree([1], 9, bases, mean_entropies=[0.5, 1.0])
+    tree.states[0].rollouts = [*bases, rollout(1.0)]
+    tree.branch(0, {1: 1.5})
+    tree.states[1].rollouts = [rollout(1.0)]
+    metrics = tree_metrics([tree], torch.tensor([0.3]), 4)
+    assert metrics["fr3e/entropy"] == pytest.approx((4 * 0.5 + 1 * 1.0) / 5)
+    assert metrics["fr3e/prompts/rescued"] == 1 and metrics["fr3e/value/S0"] == 0
 
 
 def test_metrics_without_an_instance_are_left_out():

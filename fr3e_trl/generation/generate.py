@@ -352,7 +352,8 @@ class _DistinctTokens(LogitsProcessor):
             chances = probs[others].tolist()
             if chances[-1] == 0:
                 continue
-            of_base = probs[token].item()
+            # Computed again, it may have fallen out of what top_p or min_p keep. It was drawn, and so is not 0
+            of_base = max(probs[token].item(), torch.finfo(torch.float32).tiny)
             rows = torch.arange(first, first + num_rows, device=scores.device)
             scores[rows] = -torch.inf
             scores[rows, others] = 0.0

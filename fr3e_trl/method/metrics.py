@@ -33,10 +33,10 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
     masses = [mass for tree in trees for mass in _distinct_masses(tree)]
     outcomes = [_outcomes(state.rollouts) for state in states]
     of_prompts = [_outcomes([r for state in tree.states for r in state.rollouts]) for tree in trees]
-    failed = [tree for tree in trees if not any(rollout.score.reward > 0 for rollout in tree.states[0].rollouts)]
+    failed = [tree for tree in trees if not any(rollout.score.reward > 0 for rollout in _sampled(tree))]
     num_generated = sum(_num_generated(tree) for tree in trees)
     metrics = {
-        "fr3e/value/S0": _mean(_mean_reward(tree) for tree in trees),
+        "fr3e/value/S0": _mean(_mean(rollout.score.reward for rollout in _sampled(tree)) for tree in trees),
         "fr3e/value/anchors": _mean(state.value for state in anchors),
         "fr3e/value_gain": _mean(
             state.value - tree.states[state.parent].value
@@ -78,27 +78,26 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
-def _mean_reward(tree: Tree) -> float:
+def _sampled(tree: Tree) -> list[Rollout]:
     """
-    Mean reward of completions that were sampled from the prompt, those that are cut off too. Rows that S_0 got because
-    a base trajectory was too short for an anchor are left out: they would count short ones more.
+    Completions that were sampled from the prompt, those that are cut off too. Rows that S_0 got because a base
+    trajectory was too short for an anchor are left out: they would count short ones more.
     """
     bases = {id(base) for base in tree.bases}
     sampled = tree.states[0].rollouts
-    kept = [rollout for rollout in sampled if id(rollout) in bases] or sampled  # or the bases were thrown away
-    return _mean(rollout.score.reward for rollout in kept)
+    return [rollout for rollout in sampled if id(rollout) in bases] or sampled  # or the bases were thrown away
 
 
 def _mean_over_tokens(trees: list[Tree]) -> float:
-    """Mean entropy over all tokens of the base trajectories."""
+    """Mean entropy over all tokens that the policy wrote of the base trajectories."""
     of_bases = [
-        (mean, base.length)
+        (mean, base.num_written)
         for tree in trees
         for mean, base in zip(tree.mean_entropies, tree.bases, strict=True)
         if not math.isnan(mean)
     ]
-    num_tokens = sum(length for _, length in of_bases)
-    return sum(mean * length for mean, length in of_bases) / num_tokens if num_tokens else math.nan
+    num_tokens = sum(number for _, number in of_bases)
+    return sum(mean * number for mean, number in of_bases) / num_tokens if num_tokens else math.nan
 
 
 def _num_generated(tree: Tree) -> int:

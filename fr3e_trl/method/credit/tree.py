@@ -16,10 +16,11 @@ path: what GRPO has for as many rows. Its mean is the number of rows of a tree, 
 expected reward, under three conditions.
     - Where to branch is decided without looking ahead: whether a row leaves before a token may depend on the tokens
       before it, but not on it or what comes after. So are the first positions whose entropy is over a threshold, and
-      random ones; the most uncertain ones of a whole trajectory are not, nor are branches of trajectories that were
-      chosen by their reward. Then neither |T|, nor |U|, nor the rewards of U depend on the token, and any baseline of
-      them is legitimate. When anchors look ahead, |T| depends on the token, and so even the error of β, which
-      otherwise is no more than noise, becomes a bias.
+      positions that were drawn before the trajectory; the most uncertain ones of a whole trajectory are not, nor are
+      random ones of it, which depend on its length, nor branches of trajectories that were chosen by their reward. Then
+      neither |T|, nor |U|, nor the rewards of U depend on the token, and any baseline of them is legitimate. When
+      anchors look ahead, |T| depends on the token, and so even the error of β, which otherwise is no more than noise,
+      becomes a bias.
     - Every tree has as many rows. Where a trajectory ends before all of its branches have left, it stands for those
       too: they would have left at its end, and be its copies. See `copies`.
     - What the loss is divided by does not depend on the rows.
