@@ -10,6 +10,7 @@ import os
 import random
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -282,8 +283,8 @@ def sampled(monkeypatch):
             lengths.extend(len(sample.token_ids) for sample in [drawn, *left])
         return samples
 
-    def reward_and_count(self, completions, right, completion_ids=None, trainer_state=None, **kwargs):
-        if count_scored and trainer_state is not None:
+    def reward_and_count(self, completions, right, completion_ids, trainer_state, **kwargs):
+        if count_scored and trainer_state.max_steps > 0:  # in training
             lengths.extend(map(len, completion_ids))
         return reward(self, completions, right)
 
@@ -888,6 +889,23 @@ def test_kept_file_of_another_comparison(overrides, message):
     assert not Path("second").exists()
 
 
+def test_runs_from_another_policy_are_not_taken_for_this_one():
+    """Of one name, elsewhere or trained on; or from the task's own."""
+    policy, name = Path(model_on_disk()), "a/policy"
+    shutil.copytree(policy, name)
+    settings = {"arms": {"grpo": GRPO}, "generated_tokens": 100}
+    run(**settings, policy=name, output_dir="first")
+    os.utime(next(Path(name).glob("*.safetensors")))
+    with pytest.raises(UsageError, match="has results of other arguments: weights was "):
+        run(**settings, policy=name, output_dir="first")
+    head, *lines = gzip.decompress(Path("first/kept.jsonl.gz").read_bytes()).decode().splitlines()
+    head = json.loads(head)
+    head["arguments"]["policy"] = None
+    Path("own.jsonl.gz").write_bytes(gzip.compress("\n".join([json.dumps(head), *lines]).encode()))
+    with pytest.raises(UsageError, match="has runs from the task's own policy, and policy='a/policy' is another"):
+        run(**settings, policy=name, kept="own.jsonl.gz", output_dir="second")
+
+
 def test_kept_file_that_is_damaged(capsys):
     Path("cut.jsonl.gz").write_bytes(gzip.compress(b'{"arms": {'))
     with pytest.raises(SystemExit):
@@ -1020,6 +1038,13 @@ def test_pooled_differences_that_cannot_be(arguments, message, capsys):
         ({"arms": {"grpo": GRPO | {"num_generations": -4}}}, "num_generations=-4 must be a whole number of at least 1"),
         ({"arms": {"grpo": GRPO | {"per_device_train_batch_size": -4}}}, "per_device_train_batch_size=-4 must be"),
         ({"arms": {"grpo": GRPO | {"learning_rate": -1e-3}}}, "learning_rate=-0.001 must be a number of at least 0"),
+        (
+            {"arms": {"grpo": GRPO | {"warmup_steps": 0.1}}},
+            r"warmup_steps=0\.1 is a share of the steps.*a number of steps",
+        ),
+        ({"arms": {"grpo": GRPO | {"max_steps": 9}}}, "max_steps=9 cannot end a run.*generated_tokens"),
+        ({"task": "chain", "policy": None, "use_peft": True}, "use_peft=True is of a task of your own.*task='chain'"),
+        ({"task": "chain", "policy": None, "reward_funcs": ["x"]}, r"reward_funcs=\['x'\] is of a task of your own"),
     ],
 )
 def test_arguments_that_cannot_be(overrides, message):
@@ -1065,6 +1090,18 @@ def test_recipe_extends_another():
         "base": {"a": 1, "b": 2},
         "arms": {"x": {}},
     }
+
+
+def test_the_environment_of_a_recipe_that_is_extended(monkeypatch):
+    """The recipe's own comes first, and is TRL's to set."""
+    for name in ("OF_BOTH", "OF_BASE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    settings = {"task": "chain", "generated_tokens": 9, "base": BASE, "arms": {"grpo": GRPO}}
+    Path("low.yaml").write_text(yaml.safe_dump(settings | {"env": {"OF_BOTH": "low", "OF_BASE": 1}}))
+    Path("recipe.yaml").write_text("extends: low.yaml\nenv: {OF_BOTH: own}\n")
+    RecipeParser([CompareArguments]).parse_args_and_config(["--config", "recipe.yaml"])
+    assert os.environ["OF_BOTH"] == "own" and os.environ["OF_BASE"] == "1"
 
 
 @pytest.mark.parametrize(

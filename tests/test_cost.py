@@ -81,6 +81,9 @@ def test_step(settings, capsys):
 def test_step_of_a_task_of_ones_own(tmp_path, capsys):
     own = [f"--dataset_name={RECIPES / 'smoke.jsonl'}", f"--reward_funcs={RECIPES / 'smoke_reward.py'}:answer_reward"]
     sizes = ["--num_turns=1", "--num_steps=1", "--num_prompts=2", "--num_generations=4", "--max_completion_length=8"]
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join((RECIPES / "smoke.jsonl").read_text().splitlines()[:3]))
+    own[0] = f"--dataset_name={few}"
     policy = RECIPES.parent / "examples" / "demo_policy"
     full = ["--min_completion_length=8", "--dtype=bfloat16", "--use_peft"]
     cli.main(["cost", "step", f"--model_name_or_path={policy}", *own, *sizes, *full])

@@ -307,7 +307,7 @@ def test_conversational_prompts_and_an_adapter(capsys):
         ({"training_rows": 5}, "One of generated_tokens, training_rows, train_seconds ends the runs, and 2 are set"),
         ({"generated_tokens": None, "train_seconds": -1}, "train_seconds=-1.0 must be above 0"),
         ({"generated_tokens": None, "training_rows": 9, "tuning_tokens": 5}, "tuning_tokens=5 are part of generated"),
-        ({"task": "chain"}, "task='chain' has a dataset and a model"),
+        ({"task": "chain"}, "dataset_name='data.jsonl' is of a task of your own. Leave it out, or task='chain'"),
         ({"policy": "x"}, "policy='x' is of a task of the bench"),
         ({"base": json.dumps(BASE | {"use_vllm": True})}, "keeps its memory when a run is over"),
         (

@@ -83,8 +83,8 @@ class ArmsArguments(FR3EScriptArguments, ModelConfig):
             self._complete_own()
         elif self.task not in TASKS:
             raise ValueError(f"task={self.task!r} must be one of {', '.join(TASKS)}.")
-        elif self.dataset_name is not None or self.model_name_or_path is not None:
-            raise ValueError(f"task={self.task!r} has a dataset and a model. Leave it out for a task of your own.")
+        else:
+            self._check_of_bench()
         self.base = read_settings(self.base, "base")
         arms = read_settings(self.arms, "arms")
         self.arms = {name: read_settings(settings, f"arms.{name}") for name, settings in arms.items()}
@@ -97,6 +97,17 @@ class ArmsArguments(FR3EScriptArguments, ModelConfig):
             raise ValueError(
                 "arms is empty. Name at least one, for example {'grpo': {'trainer': 'grpo', 'num_generations': 8}}."
             )
+
+    def _check_of_bench(self) -> None:
+        """Raise a `ValueError` if something is told of a task that has it already."""
+        plain = FR3EScriptArguments(), ModelConfig()
+        own = {name: value for default in plain for name, value in vars(default).items()} | {"eval_dataset_name": None}
+        for name, default in own.items():
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is of a task of your own. Leave it out, or task={self.task!r}, "
+                    "which has a dataset, rewards and a model, of which all weights are trained."
+                )
 
     def _complete_own(self) -> None:
         """Lay what is told of a task of the user's own over what it is by default."""

@@ -102,7 +102,9 @@ def compare(args: CompareArguments, command: str) -> None:
         args.num_heldout = min(args.num_heldout, there_are)
     fixed = {name: value for name, value in asdict(args).items() if name not in FREE} | {"policy": policy.name}
     if isinstance(task, OwnTask):
-        fixed |= {"weights": weight_files(str(args.model_name_or_path)), "files": task.digests(output_dir)}
+        fixed |= {"files": task.digests(output_dir)}
+    if isinstance(task, OwnTask) or args.policy is not None:
+        fixed |= {"weights": weight_files(str(policy))}
     assert isinstance(args.arms, dict)
     forget_idle_arms(output_dir, args.arms)
     has_runs = any(output_dir.glob("*/*.json")) or any((output_dir / UNDER_WAY).glob(f"*/*/{MEASURED}"))
@@ -197,6 +199,10 @@ class Comparison:
             raise UsageError(f"kept={str(path)!r} is no file. Name the {KEPT} of a comparison.")
         kept = read_kept(path)
         given = kept.arguments.get("policy")  # None where the policy is the task's own
+        if given is None and self.args.policy is not None:
+            raise UsageError(
+                f"kept={str(path)!r} has runs from the task's own policy, and policy={self.args.policy!r} is another."
+            )
         earlier = kept.arguments | {"policy": fixed["policy"] if given is None else Path(given).name}
         differences = differing(earlier, fixed, growing="arms")
         if differences:

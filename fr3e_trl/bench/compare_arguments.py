@@ -221,6 +221,17 @@ class CompareArguments(ArmsArguments):
             raise ValueError(
                 "learning_rate is not set. Set it in every arm or in the base, or set learning_rates to try."
             )
+        for setting in ("max_steps", "num_train_epochs"):
+            if setting in settings:
+                raise ValueError(
+                    f"{setting}={settings[setting]!r} cannot end a run. Leave it out, and set one of "
+                    f"{', '.join(BUDGETS)}."
+                )
+        if 0 < settings.get("warmup_steps", 0) < 1:
+            raise ValueError(
+                f"warmup_steps={settings['warmup_steps']!r} is a share of the steps, and a run ends by its tokens. Use "
+                "a number of steps, for example 10."
+            )
         if settings.get("lr_scheduler_type", "constant") not in ("constant", "constant_with_warmup"):
             raise ValueError(
                 f"lr_scheduler_type={settings['lr_scheduler_type']!r} needs to know the number of steps, and a "

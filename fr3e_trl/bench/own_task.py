@@ -77,11 +77,13 @@ class OwnTask:
     def splits(self) -> dict[str, Dataset]:
         """All examples for training, and all that are held out."""
         args = self.args
-        train = load_examples(args, args.dataset_train_split, self.tokenizer)
+        assert isinstance(args.base, dict)
+        template = args.base.get("chat_template_kwargs")
+        train = load_examples(args, args.dataset_train_split, self.tokenizer, template)
         if not self.num_heldout:
             return {"train": train}
         if args.eval_dataset_name is not None or Path(args.dataset_name or "").suffix not in FORMATS:
-            return {"train": train, "heldout": load_held_out(args, self.tokenizer)}
+            return {"train": train, "heldout": load_held_out(args, self.tokenizer, template)}
         order = train.shuffle(seed=HELDOUT_SEED)
         heldout = order.select(range(min(self.num_heldout, len(train) // HELDOUT_SHARE)))
         prompts = {json.dumps(prompt) for prompt in heldout["prompt"]}

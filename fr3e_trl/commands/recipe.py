@@ -1,5 +1,6 @@
 """Recipes: files of arguments, which may extend each other."""
 
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -61,7 +62,11 @@ class RecipeParser(TrlParser):
         raise UsageError(f"{message}. See --help.")
 
     def set_defaults_with_config(self, **settings: Any) -> list[str]:
-        unknown = super().set_defaults_with_config(**with_preset(extended(settings, self._folder)))
+        settings = with_preset(extended(settings, self._folder))
+        # Of the recipe itself, the parser has set it; of what it extends, nobody has
+        for name, value in settings.pop("env", {}).items():
+            os.environ.setdefault(name, str(value))
+        unknown = super().set_defaults_with_config(**settings)
         if unknown:  # before what is set is checked
             found = [nearest_option(name, self._option_string_actions) for name in unknown[::2]]
             meant = " ".join(option.removeprefix("--") for option in found if option is not None)

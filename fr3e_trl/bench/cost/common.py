@@ -95,7 +95,8 @@ def task_of(options: argparse.Namespace) -> tuple[Any, Any]:
     names = ("model_name_or_path", "dataset_name", "reward_funcs", "dtype", "use_peft")
     own = {name: value for name in names if (value := getattr(options, name, None)) is not None}
     if own:
-        return ArmsArguments(**own).task_and_policy(num_heldout=0)
+        any_arm = {"num_prompts": 1}  # measurements have their own
+        return ArmsArguments(**own, base=any_arm).task_and_policy(num_heldout=0)
     return TASKS[options.task], Path(policy_of(options))
 
 
