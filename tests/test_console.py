@@ -326,8 +326,9 @@ def test_secrets_within_settings_are_concealed(tmp_path):
         "model_init_kwargs": {"token": "hf_1", "dtype": "float32"},
         "config": '{"api_key": "hf_2"}',
         "hub_token": "hf_3",
+        "resume_from_checkpoint": "true",  # which a run that begins anew cannot
     }
     write_recipe(tmp_path / "resolved.yaml", nested)
     text = (tmp_path / "resolved.yaml").read_text()
-    assert "hf_" not in text and "float32" in text
+    assert "hf_" not in text and "resume" not in text and "float32" in text
     assert concealed("--kwargs={'token': 'hf_4', 'max_tokens': 3}") == "--kwargs={'token': ***, 'max_tokens': 3}"

@@ -114,6 +114,16 @@ def test_long_prompts_are_dropped(prompt_column, kept, tmp_path):
     assert [prompt if prompt_column is None else prompt[0]["content"] for prompt in prompts] == kept
 
 
+def test_what_the_chat_template_is_told_counts(tmp_path):
+    """As Qwen3's does, with `enable_thinking: false`."""
+    Dataset.from_dict({"question": ["12", "1234"]}).to_json(tmp_path / "data.jsonl")
+    args = FR3EScriptArguments(dataset_name=str(tmp_path / "data.jsonl"), prompt_column="question", max_prompt_length=7)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template += "{{ '=' if thinks is false }}"
+    assert len(data.load_examples(args, "train", tokenizer)) == 2
+    assert data.load_examples(args, "train", tokenizer, {"thinks": False})["question"] == ["12"]
+
+
 def test_rewards_by_name_and_by_path():
     assert data.get_reward("accuracy_reward") is accuracy_reward
     smoke_reward = data.get_reward("recipes.smoke_reward.answer_reward")
@@ -185,7 +195,11 @@ def test_arguments_that_go_together(name, needed):
 
 def test_a_reward_that_takes_not_all_that_it_is_given_is_told_so():
     dataset = Dataset.from_dict({"prompt": ["1+1="], "solution": ["2"]})
-    rewards = {"prompts": lambda completions: [1.0], "solution": lambda prompts, completions, completion_ids: [1.0]}
+    rewards = {
+        "prompts": lambda completions: [1.0],
+        "trainer_state": lambda prompts, completions, completion_ids, solution: [1.0],
+        "solution": lambda prompts, completions, completion_ids, trainer_state, log_extra, log_metric: [1.0],
+    }
     for given, reward in rewards.items():
         with pytest.raises(UsageError, match=rf"reward_funcs='mine' is given '{given}' too. Add \*\*kwargs"):
             data.check_reward_columns({"mine": reward}, dataset)

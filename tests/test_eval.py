@@ -37,7 +37,9 @@ def odd_ones(completions, **kwargs):
     return [float("nan") if "1" in str(kwargs["solution"][i]) else None if "2" in str(kwargs["solution"][i]) else 1.0
             for i in range(len(completions))]
 
-async def length(completions, completion_ids, **kwargs):
+async def length(completions, completion_ids, trainer_state, log_extra, log_metric, **kwargs):
+    log_extra("ids", completion_ids)
+    log_metric("step", trainer_state.global_step)
     return [None if len(ids) == 99 else len(ids) / 10 for ids in completion_ids]
 """
 

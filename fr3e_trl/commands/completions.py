@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase, TrainerState
 from trl import is_conversational
 
 from ..trl_adapter.checks import NEUTRAL
@@ -110,9 +110,9 @@ def texts_of(completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBa
 
 def reward_arguments(
     examples: Sequence[dict[str, Any]], completions: Sequence[Completion], texts: Sequence[str]
-) -> dict[str, list[Any]]:
+) -> dict[str, Any]:
     """
-    Arguments of a reward function, as TRL's trainers give them.
+    Arguments of a reward function, as TRL's trainers give them. Nothing is trained, and so nothing is logged.
 
     Args:
         examples (`Sequence[dict[str, Any]]`):
@@ -126,6 +126,9 @@ def reward_arguments(
         "prompts": [example["prompt"] for example in examples],
         "completions": [[{"role": "assistant", "content": text}] if conversational else text for text in texts],
         "completion_ids": [completion.token_ids for completion in completions],
+        "trainer_state": TrainerState(),
+        "log_extra": lambda column, values: None,
+        "log_metric": lambda name, value: None,
     }
 
 

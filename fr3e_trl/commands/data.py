@@ -30,16 +30,8 @@ REWARDS = {
     "think_format_reward": "trl.rewards.think_format_reward",
 }
 
-# What reward functions are given beside the columns of the dataset
-GIVEN_TO_REWARDS = {
-    "prompts",
-    "completions",
-    "completion_ids",
-    "environments",
-    "log_extra",
-    "log_metric",
-    "trainer_state",
-}
+# What TRL gives all reward functions, beside the columns of the dataset
+GIVEN_TO_REWARDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 # Formats of a local dataset, by the suffix of its file
 FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -149,13 +141,14 @@ def check_reward_columns(rewards: dict[str, Callable[..., Any]], dataset: Datase
         except (TypeError, ValueError):
             continue  # of what is not written in Python
         taken = {parameter.name for parameter in parameters}
-        missing = [given for given in ("prompts", "completions", "completion_ids") if given not in taken]
+        missing = [given for given in GIVEN_TO_REWARDS if given not in taken]
         missing += sorted(columns - taken - {"prompt"})
         if missing and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             raise UsageError(f"reward_funcs={name!r} is given {missing[0]!r} too. Add **kwargs to its parameters.")
         for parameter in parameters:
             is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            if is_variable or parameter.default is not parameter.empty or parameter.name in GIVEN_TO_REWARDS | columns:
+            is_given = parameter.name in {*GIVEN_TO_REWARDS, "environments", *columns}
+            if is_variable or is_given or parameter.default is not parameter.empty:
                 continue
             remedy = "Name the one with the answer as answer_column" if parameter.name == "solution" else "Add it"
             raise UsageError(
@@ -231,9 +224,21 @@ def final_answer(answer: Any, separator: str | None) -> str:
 
 
 def load_examples(
-    args: FR3EScriptArguments, split: str, tokenizer: PreTrainedTokenizerBase
+    args: FR3EScriptArguments, split: str, tokenizer: PreTrainedTokenizerBase, template: dict[str, Any] | None = None
 ) -> Dataset | IterableDataset:
-    """A split of the dataset, with the columns that the trainer and the rewards need."""
+    """
+    A split of the dataset, with the columns that the trainer and the rewards need.
+
+    Args:
+        args ([`FR3EScriptArguments`]):
+            Which dataset, and what is taken of it.
+        split (`str`):
+            The split.
+        tokenizer (`PreTrainedTokenizerBase`):
+            By which prompts have a length.
+        template (`dict[str, Any]`, *optional*):
+            What the chat template is told beside the messages.
+    """
     remedy = (
         f"Use a local file ({', '.join(FORMATS)}), a directory with one for each split, or the id of a dataset on the "
         "hub."
@@ -255,7 +260,8 @@ def load_examples(
     dataset = without_empty_prompts(dataset, args)
     if args.max_prompt_length is not None:
         dataset = dataset.filter(
-            has_short_prompt, fn_kwargs={"tokenizer": tokenizer, "max_length": args.max_prompt_length}
+            has_short_prompt,
+            fn_kwargs={"tokenizer": tokenizer, "max_length": args.max_prompt_length, "template": template or {}},
         )
     example = next(iter(dataset), None)
     if example is None:
@@ -274,18 +280,20 @@ def load_examples(
     return dataset
 
 
-def load_held_out(args: Any, tokenizer: PreTrainedTokenizerBase) -> Dataset | IterableDataset:
-    """The examples of `eval_dataset_name`, or of the dataset's test split."""
+def load_held_out(
+    args: Any, tokenizer: PreTrainedTokenizerBase, template: dict[str, Any] | None = None
+) -> Dataset | IterableDataset:
+    """The examples of `eval_dataset_name`, or of the dataset's test split; see [`load_examples`]."""
     if args.eval_dataset_name is None:
         try:
-            return load_examples(args, args.dataset_test_split, tokenizer)
+            return load_examples(args, args.dataset_test_split, tokenizer, template)
         except UsageError as error:
             if "Unknown split" in str(error):
                 error.add_note(WITH_TEST_SPLIT)
             raise
     other = copy.copy(args)
     other.dataset_name, other.dataset_config = args.eval_dataset_name, None
-    return load_examples(other, test_split(other), tokenizer)
+    return load_examples(other, test_split(other), tokenizer, template)
 
 
 def without_empty_prompts(dataset: Dataset | IterableDataset, args: FR3EScriptArguments) -> Dataset | IterableDataset:
@@ -396,9 +404,11 @@ def check_lines(args: FR3EScriptArguments) -> None:
                 ) from error
 
 
-def has_short_prompt(example: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int) -> bool:
-    """Whether the prompt has at most `max_length` tokens."""
-    prompt = maybe_apply_chat_template({"prompt": example["prompt"]}, tokenizer)["prompt"]
+def has_short_prompt(
+    example: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int, template: dict[str, Any]
+) -> bool:
+    """Whether the prompt has at most `max_length` tokens, with what the chat template adds."""
+    prompt = maybe_apply_chat_template({"prompt": example["prompt"]}, tokenizer, **template)["prompt"]
     return len(tokenizer(prompt).input_ids) <= max_length
 
 

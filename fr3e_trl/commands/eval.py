@@ -95,7 +95,8 @@ def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict
     require_argument(args, "dataset_name", RECIPE)
     tokenizer = load_tokenizer(model_args, args.trust_remote_code)
     rewards = {name: get_reward(name) for name in args.reward_funcs}
-    dataset = load_examples(args, test_split(args), tokenizer)
+    template: Any = args.chat_template_kwargs
+    dataset = load_examples(args, test_split(args), tokenizer, template)
     check_reward_columns(rewards, dataset)
     examples = list(islice(dataset, args.limit))
     output_dir = Path(args.output_dir)

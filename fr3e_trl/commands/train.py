@@ -170,12 +170,13 @@ def train(
     tokenizer = load_tokenizer(model_args, training_args.trust_remote_code)
     rewards = [get_reward(name) for name in script_args.reward_funcs]
     refuse_adapter(model_args)
-    train_dataset = load_examples(script_args, script_args.dataset_train_split, tokenizer)
+    template = training_args.chat_template_kwargs
+    train_dataset = load_examples(script_args, script_args.dataset_train_split, tokenizer, template)
     check_reward_columns(dict(zip(script_args.reward_funcs, rewards, strict=True)), train_dataset)
     if not training_args.is_plain_grpo:
         check_dataset(train_dataset, training_args)
     evaluates = training_args.eval_strategy != "no"
-    eval_dataset = load_held_out(script_args, tokenizer) if evaluates else None
+    eval_dataset = load_held_out(script_args, tokenizer, template) if evaluates else None
     warn_of_idle(script_args, training_args, model_args, given or {})
     if script_args.dry_run:
         from .dry_run import print_plan
@@ -227,8 +228,9 @@ def train(
 
 
 def write_recipe(path: Path, given: dict[str, Any]) -> None:
-    """Write the arguments as a recipe, without secrets such as `hub_token`."""
+    """Write the arguments as a recipe that begins anew, without secrets such as `hub_token`."""
     settings = concealed(as_json(given))
+    settings.pop("resume_from_checkpoint", None)
     path.parent.mkdir(parents=True, exist_ok=True)
     again = f"fr3e train --config {shlex.quote(str(path))} --output_dir OTHER"
     head = f"# What this run was given, recipes and options together: {again}\n"
