@@ -212,6 +212,7 @@ class FR3ETrainer(GRPOTrainer):
         checks.check_model(self.model)
         checks.check_tokenizer(self)
         checks.refuse_unsupported_setup(self)
+        self.eos_token_ids = checks.ends_of(self)
         self.obstacle_to_images = checks.obstacle_to_images(self)
         example = None if self.train_dataset is None else next(iter(self.train_dataset))
         checks.check_images([] if example is None else [example], self.obstacle_to_images)
@@ -456,8 +457,6 @@ class FR3ETrainer(GRPOTrainer):
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None):
         """Write TRL's model card, and have it tell what was trained, on what, how, and what came of it."""
-        if self.args.is_plain_grpo:
-            return super().create_model_card(model_name, dataset_name, tags)
         super().create_model_card(model_name, card.on_hub(dataset_name), tags)
-        if self.is_world_process_zero():
+        if not self.args.is_plain_grpo and self.is_world_process_zero():
             card.complete(Path(self.args.output_dir) / "README.md", self, dataset_name)

@@ -301,7 +301,41 @@ def test_the_noise_of_an_evaluation_is_that_of_its_prompts(per_batch):
     trainer.evaluate()
     assert (trainer.state.log_history[-1]["eval_reward_std"] == 0) == (per_batch == 8)
     (change,) = course.changes(trainer)
-    assert change.noise == pytest.approx(1.96 * 0.5 / 2, abs=0.01)
+    assert change.noise == pytest.approx(course.quantile(3) * 0.5 / 3**0.5, rel=0.02)
+    assert course.quantile(3) == pytest.approx(3.182, rel=0.04)  # by the tables
+
+
+def test_the_noise_of_rewards_that_are_all_the_same_is_not_known():
+    dataset = make_dataset(4)
+    trainer = make_trainer(
+        FR3ETrainer, dataset=dataset, eval_dataset=dataset, reward_funcs=lambda prompts, **_: [0.0] * len(prompts)
+    )
+    trainer.evaluate()
+    (change,) = course.changes(trainer)
+    assert (change.last, change.noise) == (0, None)
+
+
+def test_the_best_weights_are_said_to_be_those():
+    """transformers loads them after the last log."""
+    dataset = make_dataset()
+    saved = {"model": model_on_disk(), "dataset": dataset, "save_strategy": "steps", "learning_rate": 0.02}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "step", "greater_is_better": False}
+    trainer = make_trainer(FR3ETrainer, **saved, **EVALUATION | {"eval_steps": 1, "save_steps": 1}, **best, max_steps=2)
+    evaluate = trainer.evaluate
+    trainer.evaluate = lambda **given: evaluate(**given) | {"eval_step": trainer.state.global_step}
+    trainer.train()
+    trainer.save_model()
+    text = Path("output/README.md").read_text()
+    assert "| weights | of step 1, the best by `step` |" in text and "| steps | 2 of 2" in text
+
+
+def test_the_card_of_a_resumed_run_has_the_learning_rate_that_it_kept():
+    saved = {"model": model_on_disk(), "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
+    make_trainer(FR3ETrainer, **saved, max_steps=1, learning_rate=0.02).train()
+    trainer = make_trainer(FR3ETrainer, **saved, max_steps=2, learning_rate=1e-5)
+    trainer.train(resume_from_checkpoint=True)
+    trainer.save_model()
+    assert "| learning rate | 0.02 |" in Path("output/README.md").read_text()
 
 
 def test_the_command_that_evaluates_says_what_the_recipe_said():
@@ -311,6 +345,7 @@ def test_the_command_that_evaluates_says_what_the_recipe_said():
     for option, value in (
         ("--chat_template_kwargs", '{"enable_thinking": false}'),
         ("--load_in_4bit", "True"),
+        ("--use_bnb_nested_quant", "True"),
         ("--dtype", "bfloat16"),
         ("--trust_remote_code", "True"),
     ):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from models import make_dataset, make_model
-from transformers import set_seed
+from transformers import TrainerCallback, set_seed
 from trees import rollouts_of
 from trl.trainer.utils import RepeatSampler
 
@@ -223,6 +223,40 @@ def test_a_stream_goes_on_where_it_was():
     assert [again.draw(5) for _ in range(3)] == drawn[2:]
     assert again.num_drawn == 25
     assert PromptStream(lambda: range(7)).draw(9) == [0, 1, 2, 3, 4, 5, 6, 0, 1]
+
+
+def test_prompts_of_a_step_that_failed_come_again():
+    """A checkpoint that is saved on the way out is of the step before."""
+    trainer = make_trainer(make_dataset(16), max_refills=1)
+    trainer.begin()
+    drawn = []
+
+    def fail(indices):
+        drawn.append(indices)
+        raise OSError("the server is gone")
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="the server is gone"):
+            trainer._refill.fill(fail, 4, 32)
+    assert drawn[0] == drawn[1] and trainer.state_to_resume()["num_drawn"] == 0
+
+
+class LooksAtTheData(TrainerCallback):
+    def on_step_end(self, args, state, control, train_dataloader=None, **kwargs):
+        assert len(self.trainer.get_train_dataloader()) > 0
+
+
+def test_a_callback_that_looks_at_the_data_changes_nothing():
+    runs = []
+    for callback in (None, LooksAtTheData()):
+        trainer = make_trainer(make_dataset(16), max_refills=1)
+        if callback is not None:
+            callback.trainer = trainer
+            trainer.add_callback(callback)
+        set_seed(0)
+        trainer.train()
+        runs.append([tree.prompt_ids.tolist() for _, trees in trainer.batches for tree in trees])
+    assert runs[0] == runs[1]
 
 
 def test_the_first_prompts_are_those_of_the_data_loader():

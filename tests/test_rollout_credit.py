@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from fr3e_trl.method.credit.prior import Prior, state_values
 from fr3e_trl.method.credit.rollout import (
+    compared_rewards,
     compute_advantages,
     degenerate_states,
     modulation_factors,
@@ -18,6 +20,7 @@ from fr3e_trl.method.credit.rollout import (
     row_baselines,
     weighted_rewards,
 )
+from fr3e_trl.method.tree import Rollout, Score, Tree
 
 pytestmark = pytest.mark.fast
 
@@ -38,6 +41,17 @@ def assert_close(actual: torch.Tensor, expected: list[float], atol: float = 5e-5
 
 
 # By hand
+
+
+@pytest.mark.parametrize("given", [[0.5], [0.5, 1.0]])
+def test_an_environments_own_reward_has_a_weight_of_one(given):
+    """TRL adds it to `reward_weights`, and `get_reward` to the functions."""
+    tree = Tree([1], 9)
+    scores = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
+    tree.states[0].rollouts = [Rollout([1], None, Score(rewards, sum(rewards))) for rewards in scores]
+    compared = compared_rewards([tree], SimpleNamespace(normalization="each", reward_weights=given))
+    # Each function's are ±.5 / .577 about their mean; weighed, -.25, .25, .75 and -.75 of that, of deviation .645
+    assert_close(compared, [-0.3873, 0.3873, 1.1619, -1.1619], atol=1e-3)
 
 
 def test_a_chain_of_three():

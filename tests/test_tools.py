@@ -86,10 +86,10 @@ def test_branches_go_on_amid_a_dialogue(settings):
             turns = rollout.dialogue.turns
             # By hand: the policy ends with <eos>, and the tool says "<|tool|>", its answer, <eos> and "<|assistant|>"
             expected = [True] * len(completion)
-            for (_, end), (start, _) in pairwise(turns):
-                told, asked = completion[end:start], completion[:end]
+            for (begin, end), (start, _) in pairwise(turns):
+                told, asked = completion[end:start], completion[begin:end]
                 assert TOKENIZER.decode(told[:1]) == "<|tool|>" and TOKENIZER.decode(told[-1:]) == "<|assistant|>"
-                keys = re.findall(r"<call>(\d+)</call>", TOKENIZER.decode(asked).rpartition("<|assistant|>")[2])
+                keys = re.findall(r"<call>(\d+)</call>", TOKENIZER.decode(asked))
                 answers = re.findall(r"<\|tool\|>(\d+)<eos>", TOKENIZER.decode(told))
                 assert answers == [look(key) for key in keys] or "error" in TOKENIZER.decode(told)
                 expected[end:start] = [False] * (start - end)
@@ -345,7 +345,7 @@ def test_a_coroutine_that_is_called_amiss_is_answered_in_the_same_order(name, mo
         message = parse_response(*args, **kwargs)
         for call in message.get("tool_calls") or []:
             key = call["function"]["arguments"]["key"]
-            calls = [("look_later", {name: key}), ("look", {"key": key})]
+            calls = [("look_later", {name: key}), ("look", {"key": key}), ("nothing", {"key": key})]
             message["tool_calls"] = [
                 {"type": "function", "function": {"name": tool, "arguments": arguments}} for tool, arguments in calls
             ]
@@ -360,7 +360,24 @@ def test_a_coroutine_that_is_called_amiss_is_answered_in_the_same_order(name, mo
     assert turns
     for messages in turns:
         names = [message["name"] for message in messages if message["role"] == "tool"]
-        assert names[:2] == (["look_later", "look"] if name == "kye" else ["look", "look_later"])
+        first = ["look_later", "look", "nothing"] if name == "kye" else ["look", "nothing", "look_later"]
+        assert names[:3] == first
+
+
+class Quiz:
+    """Has no tools: it asks, and scores."""
+
+    def reset(self, **kwargs):
+        return "1+1="
+
+    def get_reward(self, completion):
+        return 1.0
+
+
+def test_an_environment_without_tools_is_refused():
+    with pytest.raises(NotImplementedError, match=r"environments without tools.*num_anchors=0"):
+        make_trainer(environment_factory=Quiz)
+    make_trainer(environment_factory=Quiz, num_anchors=0)
 
 
 def test_coroutines():

@@ -815,3 +815,13 @@ def test_the_value_at_the_prompt_is_that_of_whatever_was_sampled_from_it(setting
         lengths = [[base.length for base in tree.bases] for tree in trees]
         assert 0 < value < 1
         assert value == pytest.approx(fmean(fmean(length < 12 for length in of_tree) for of_tree in lengths))
+
+
+def test_a_stop_token_of_ones_own_ends_a_completion():
+    """Such a completion is not cut off: rows are learned from, and TRL's metric does not count it."""
+    stops = list(range(5, 30))
+    settings = {"generation_kwargs": {"eos_token_id": [1, *stops]}, "reward_funcs": letters}
+    trainer = train(**settings, mask_truncated_completions=True)
+    assert trainer.eos_token_ids == [1, *stops]
+    for entry in trainer.state.log_history[:-1]:
+        assert entry["completions/clipped_ratio"] < 0.5 and entry["fr3e/rows/informative"] > 0

@@ -246,7 +246,8 @@ def evaluation_command(script_args: FR3EScriptArguments, training_args: FR3EConf
         given |= {"dataset_name": script_args.eval_dataset_name, "dataset_config": None}
     given = {name: value for name, value in given.items() if value != getattr(default, name, None)}
     plain = ModelConfig()
-    loading = {name: getattr(model_args, name) for name in ("dtype", "load_in_8bit", "load_in_4bit")}
+    names = ["dtype", *(f.name for f in fields(ModelConfig) if "bit" in f.name or "bnb" in f.name)]
+    loading = {name: getattr(model_args, name) for name in names}
     given |= {name: value for name, value in loading.items() if value != getattr(plain, name)}
     if training_args.trust_remote_code:
         given["trust_remote_code"] = True

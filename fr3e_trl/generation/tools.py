@@ -188,7 +188,11 @@ class _Rollout:
         for message in self.request.dialogue.messages:
             if message["role"] != "tool":
                 calls = sorted(message.get("tool_calls") or [], key=self._is_answered_later)
-            elif self._reaches_tool(calls.pop(0)):
+                continue
+            # A coroutine's call that fails at once is answered before its turn
+            call = next((call for call in calls if self._name_of(call) == message["name"]), calls[0])
+            calls.remove(call)
+            if self._reaches_tool(call):
                 answers.setdefault(message["name"], deque()).append(message["content"])
         return answers
 
@@ -200,6 +204,11 @@ class _Rollout:
         return isinstance(function["arguments"], dict) and any(
             function["name"] in tools for tools in self.instance.tools
         )
+
+    @staticmethod
+    def _name_of(call: dict[str, Any]) -> str:
+        """The name by which the loop answers a call."""
+        return call["function"]["name"] if call["type"] == "function" else call.get("name", "unknown")
 
     def _is_answered_later(self, call: dict[str, Any]) -> bool:
         """Whether a call's answer comes after all that are no coroutine's."""

@@ -127,6 +127,16 @@ class Refill:
         Returns:
             `tuple[list[Row], dict[str, float]]`: The batch, and what to log of it. `leftovers` are then this step's.
         """
+        num_drawn = self.prompts.num_drawn
+        try:
+            return self._fill(explore, num_prompts, num_rows)
+        except Exception:
+            self.prompts.go_to(num_drawn)  # a checkpoint that is saved now is of the step before
+            raise
+
+    def _fill(
+        self, explore: Callable[[list[int]], list[Row]], num_prompts: int, num_rows: int
+    ) -> tuple[list[Row], dict[str, float]]:
         rows = explore(self.prompts.draw(num_prompts))
         num_explored, num_rounds = num_prompts, 0
         while num_rounds < self.max_rounds:

@@ -86,7 +86,7 @@ def _packed(tree: dict[str, Any]) -> str:
 def _summaries(trees: list[dict[str, Any]], step_of: list[int]) -> list[dict[str, Any]]:
     """The entries of the page's list of trees."""
     prompts = ["".join(tree["prompt"] or ["(in another process)"]) for tree in trees]
-    # What all prompts begin with, such as a system prompt, does not tell them apart
+    # What all prompts begin with does not tell them apart
     common = _common_length(prompts) if len(set(prompts)) > 1 else 0
     first_of: dict[str, int] = {}  # the first tree of each prompt
     number_in_step: dict[int, int] = {}
@@ -117,9 +117,10 @@ def _advantages(tree: dict[str, Any]) -> list[float]:
 
 
 def _common_length(texts: list[str]) -> int:
-    """How many characters all of `texts` begin with."""
+    """How many characters all of `texts` begin with, such as a system prompt, up to a word that is whole in all."""
     first, last = min(texts), max(texts)
-    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return max(first.rfind(space, 0, common) for space in " \n") + 1
 
 
 def charts(log: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -175,6 +175,8 @@ def _training(trainer: Any, dataset_name: str | None) -> str:
         f"`{name}`" if set(weights) == {1.0} else f"{weight:g} × `{name}`"
         for name, weight in zip(trainer.reward_func_names, weights, strict=True)
     ]
+    best = state.best_global_step if args.load_best_model_at_end else None
+    rate = args.learning_rate if trainer.optimizer is None else trainer.optimizer.param_groups[0].get("initial_lr")
     table = {
         "base model": _base(trainer),
         "dataset": _dataset(trainer, dataset_name),
@@ -182,8 +184,9 @@ def _training(trainer: Any, dataset_name: str | None) -> str:
         "generation batch": f"{prompts} prompts, {args.num_generations} rows each",
         "rows of a step": f"{rows:,}",
         "steps": f"{state.global_step:,} of {state.max_steps:,}, {state.epoch or 0:.2f} epochs",
+        "weights": f"of step {best:,}, the best by `{args.metric_for_best_model}`" if best else None,
         "longest completion": f"{args.max_completion_length:,} tokens",
-        "learning rate": f"{args.learning_rate:g}",
+        "learning rate": f"{args.learning_rate if rate is None else rate:g}",  # a run that is resumed keeps its own
         "seed": str(args.seed),
         "command": f"`{_command()}`" if _command() else None,
     }

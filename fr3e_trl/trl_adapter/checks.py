@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -125,6 +126,20 @@ def refuse_unsupported_setup(trainer: Any) -> None:
         )
     if not trainer.use_vllm:
         _check_generation_config(trainer.model.generation_config, trainer.generation_config)
+    if trainer.environment_factories is not None and not trainer.tools:
+        raise NotImplementedError(
+            "environment_factory makes environments without tools: they have no public method beside reset and "
+            "get_reward. FR3ETrainer explores environments by their tools. Have the dataset give the prompts and "
+            "reward_funcs the rewards, or set num_anchors=0 to train with plain GRPO."
+        )
+
+
+def ends_of(trainer: Any) -> list[int]:
+    """The tokens that end a completion: TRL's, and those that `generation_kwargs` add."""
+    given = trainer.args.generation_kwargs or {}
+    added = [given.get("eos_token_id") or [], given.get("stop_token_ids") or []]
+    lists = [[ids] if isinstance(ids, int) else ids for ids in added]
+    return list(dict.fromkeys([*trainer.eos_token_ids, *chain.from_iterable(lists)]))
 
 
 def _check_generation_config(of_model: Any, chosen: Any) -> None:

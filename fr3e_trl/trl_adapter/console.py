@@ -135,6 +135,8 @@ class Console(ProgressCallback, PrinterCallback):
         ]
         if not args.is_plain_grpo and self.trainer.stopwatch.seconds:
             rows.append(("time of the steps", str(self.trainer.stopwatch)))
+        if args.load_best_model_at_end and state.best_global_step:
+            rows.append(("weights", f"of step {state.best_global_step:,}, the best by {args.metric_for_best_model}"))
         output, checkpoint = Path(args.output_dir), checkpoint_of(args, state)
         if checkpoint is not None:
             rows.append(("checkpoint", str(checkpoint)))

@@ -100,18 +100,20 @@ def change_in_evaluation(
     `batches` has the means and deviations in those of evaluations, by the id of the log.
 
     Its noise is that of drawing the prompts, as if all completions of a prompt had the same reward: at most too wide.
+    `None` where all rewards are the same, which does not tell how they spread.
     """
     entries = [entry for entry in state.log_history if is_number(entry.get("eval_reward")) and evaluated(entry) == name]
     if not entries:
         return None
     first, last = entries[0], entries[-1]
-    deviations = [deviation_of(batches[id(entry)]) for entry in (first, last) if id(entry) in batches]
+    deviation = max((deviation_of(batches[id(entry)]) for entry in (first, last) if id(entry) in batches), default=0)
+    degrees = (num_prompts or 1) - 1
     return Change(
         "eval_reward" if name is None else f"eval_reward of {name}",
         f"steps {first['step']} and {last['step']}" if len(entries) > 1 else f"step {last['step']}",
         first["eval_reward"] if len(entries) > 1 else None,
         last["eval_reward"],
-        NormalDist().inv_cdf(0.975) * max(deviations) / math.sqrt(num_prompts) if deviations and num_prompts else None,
+        quantile(degrees) * deviation / math.sqrt(degrees) if deviation and degrees else None,
     )
 
 
@@ -127,13 +129,16 @@ def noise_of_logs(values: Sequence[float]) -> float | None:
     Half of the 95% interval of a single log, by how much neighbouring logs differ, which a slow trend hardly changes.
 
     Their mean squared difference is twice the variance (von Neumann), with 2(n - 1)² / (3n - 4) degrees of freedom.
-    Student's quantile is that of Abramowitz and Stegun, 26.7.5. `None` with fewer than five logs.
+    `None` with fewer than five logs.
     """
     n = len(values)
     if n < FEWEST_FOR_NOISE:
         return None
     variance = sum((b - a) ** 2 for a, b in pairwise(values)) / (2 * (n - 1))
-    degrees = 2 * (n - 1) ** 2 / (3 * n - 4)
+    return quantile(2 * (n - 1) ** 2 / (3 * n - 4)) * math.sqrt(variance)
+
+
+def quantile(degrees: float) -> float:
+    """Student's, of a 95% interval, as by Abramowitz and Stegun, 26.7.5: 4% too small with 3 degrees of freedom."""
     z = NormalDist().inv_cdf(0.975)
-    quantile = z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
-    return quantile * math.sqrt(variance)
+    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)

@@ -91,7 +91,6 @@ class _Resume:
     # The order of the data. TRL's sampler shuffles by one random generator, which each epoch moves on.
 
     def get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        self.trainer.begin()
         self._train_sampler = self._get_train_sampler(*args, **kwargs)
         return self._train_sampler
 
@@ -101,6 +100,7 @@ class _Resume:
         epochs_trained, steps_trained_in_epoch = self._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs
         )
+        self.trainer.begin()
         if self.trainer.state.global_step >= max_steps:
             return num_train_epochs, 0  # transformers would train one step more
         for _ in range(epochs_trained):

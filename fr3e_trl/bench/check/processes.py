@@ -21,6 +21,8 @@ def main(setup: Setup) -> None:
     digests = in_every_process(lambda: hashlib.sha256(weights.numpy().tobytes()).hexdigest())
     if len(set(digests)) > 1:
         raise RuntimeError(f"after {len(logged(trainer))} steps the weights of the {len(digests)} processes differ")
+    if not weights.isfinite().all():
+        raise RuntimeError(f"after {len(logged(trainer))} steps not all weights are finite")
     if trainer.is_world_process_zero():
         backend = torch.distributed.get_backend()
         print(f"{len(digests)} processes, by {backend}: equal weights after {len(logged(trainer))} steps")

@@ -71,7 +71,8 @@ def compared_rewards(trees: Sequence[Tree], plan: Plan) -> torch.Tensor:
     if plan.normalization == "sum":
         return normalized_rewards(rewards.unsqueeze(1), prompts, len(trees)).squeeze(1)
     per_func = torch.tensor([rollout.score.rewards for rollout in rollouts], dtype=torch.float64)
-    weights = torch.tensor(plan.reward_weights or [1.0] * per_func.size(1), dtype=torch.float64)
+    weights = torch.ones(per_func.size(1), dtype=torch.float64)  # that of an environment's own reward is 1
+    weights[: len(plan.reward_weights or [])] = torch.tensor(plan.reward_weights or [], dtype=torch.float64)
     rewards = weighted_rewards(normalized_rewards(per_func, prompts, len(trees)), weights)
     scorable = rewards[~rewards.isnan()]
     return rewards / (scorable.std() + 1e-4) if len(scorable) > 1 else rewards
