@@ -85,6 +85,7 @@ def test_share_right_by_hand():
     solution = ["pens:12 rulers:3 folders:8 erasers:40"]
     text = "pens: 9 + 3, and that is 12\nrulers: 3\nfolders: counting 9 - 2 gives 7\nerasers: from 8 we come to 4"
     assert share_right([text], solution) == [0.5]
+    assert share_right(["pens: 10 - 22 = -12\nrulers: 1.3\nfolders: 8."], solution) == [0.25]
     assert share_right(["", "pens: 12\npens: 13\nrulers 3"], solution * 2) == [0.0, 0.25]  # its first line counts
 
 

@@ -329,6 +329,8 @@ def test_tokens_that_turns_of_trees_read():
     branch = Rollout([7] * 5, mask=np.array([1, 1, 0, 0, 1], bool), dialogue=Dialogue([], turns))
     tree = Tree([1, 2, 3, 4], 20, bases=[base], states=[State(rollouts=[base]), State(6, rollouts=[branch])])
     assert _tree_tokens([tree]) == (5 + 3, (4 + 9) + (10 + 14))
+    tree.states[0].rollouts.append(replace(tree.states[0].rollouts[0], copy_of=0))  # which nothing was sampled for
+    assert _tree_tokens([tree]) == (5 + 3, (4 + 9) + (10 + 14))
 
 
 def test_trees_are_counted_by_what_is_sampled_and_called(policy, tmp_path):

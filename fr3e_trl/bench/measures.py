@@ -207,7 +207,7 @@ def _tree_tokens(trees: list[Tree]) -> tuple[int, int]:
         kept = {id(rollout) for state in tree.states for rollout in state.rollouts}
         thrown_away = [base for base in tree.bases if id(base) not in kept]
         for position, rollouts in [(0, thrown_away), *((state.position, state.rollouts) for state in tree.states)]:
-            for rollout in rollouts:
+            for rollout in (rollout for rollout in rollouts if rollout.copy_of is None):
                 turns = [] if rollout.dialogue is None else rollout.dialogue.turns
                 starts = [position, *(start for start, _ in turns if start > position)]
                 sampled += rollout.num_written

@@ -179,7 +179,7 @@ def share_right(completions: list[Any], solution: list[str], **kwargs: Any) -> l
         right = dict(pair.split(":") for pair in of_one.split())
         told: dict[str, str] = {}
         for line in text.splitlines():
-            numbers = re.findall(r"\d+", line)
+            numbers = re.findall(r"-?\d+(?:\.\d+)?", line)
             if numbers:
                 told.setdefault(line.split(":")[0].strip(), numbers[-1])
         rewards.append(sum(told.get(things) == n for things, n in right.items()) / len(right))
