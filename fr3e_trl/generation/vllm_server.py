@@ -132,10 +132,13 @@ class VLLMServer:
         Raises:
             VLLMServerError: The server refuses it.
         """
-        if self.adapter_name is not None:
-            self.unload_adapter()
+        self.unload_adapter()
         self.adapter_name, self.adapter_path = name, str(path)
-        self._retry(self._load_adapter)
+        try:
+            self._retry(self._load_adapter)
+        except VLLMServerError:
+            self.adapter_name = self.adapter_path = None  # the model may be merged and sent in its place
+            raise
 
     def expect_no_restart(self) -> None:
         """From now on, take a restart for an error: the server has weights that nothing can load into it again."""
@@ -143,7 +146,9 @@ class VLLMServer:
         self._instance_with_weights = self.config["instance_id"]
 
     def unload_adapter(self) -> None:
-        """Have the server forget the adapter, if it still can be asked to."""
+        """Have the server forget the adapter, if there is one and it still can be asked to."""
+        if self.adapter_name is None:
+            return
         with contextlib.suppress(requests.RequestException):
             requests.post(f"{self.base_url}/v1/unload_lora_adapter", json={"lora_name": self.adapter_name}, timeout=5)
 

@@ -122,13 +122,15 @@ class VLLMCorrection:
         _check_same_policy(self.trainer, batch)
         if not self.is_truncated:
             return
+        # Where a row may yet be dropped, others may be learned from for that
+        may_drop = self.trainer.vllm_importance_sampling_mode == "sequence_mask"
         as_sampled = batch["old_per_token_logps"]
         batch["old_per_token_logps"] = as_sampled.clone()
         fill_in(
             self.trainer,
             batch["old_per_token_logps"],
             *_tokens(batch),
-            [row.in_loss for row in self.rows],
+            [row.in_loss or (may_drop and row.rollout.copy_of is None) for row in self.rows],
             **images_in(batch),
         )
         batch["sampling_per_token_logps"] += batch["old_per_token_logps"] - as_sampled
