@@ -139,14 +139,19 @@ def test_resuming_with_other_processes(tmp_path):
 
 def test_rows_left_over_are_kept_with_other_sizes():
     """They are whole, whatever the size of the batch that they come into."""
+    mine, theirs = resumed_where_rows_are_left_over(per_device_train_batch_size=32)
+    assert mine == theirs
+
+
+def resumed_where_rows_are_left_over(**others):
+    """How many rows a step finds that resumes with other settings, and in the whole run, where there are some."""
     settings = {"max_refills": 3} | REJECTING
     whole = make_trainer(**settings)
     whole.train()
     step = next(entry["step"] for entry in whole.state.log_history if num_left_over_before(entry) > 0)
-    resumed = make_trainer(**settings, per_device_train_batch_size=32, max_steps=step, output_dir="resumed")
+    resumed = make_trainer(**settings, **others, max_steps=step, output_dir="resumed")
     resumed.train(resume_from_checkpoint=f"output/checkpoint-{step - 1}")
-    mine, theirs = (num_left_over_before(run.state.log_history[step - 1]) for run in (resumed, whole))
-    assert mine == theirs
+    return [num_left_over_before(run.state.log_history[step - 1]) for run in (resumed, whole)]
 
 
 def num_left_over_before(entry):
@@ -295,13 +300,8 @@ def test_a_batch_that_was_drawn_with_other_settings_is_dropped(settings):
 
 def test_rows_left_over_from_other_settings_are_dropped():
     """Theirs too are old log-probs at another temperature."""
-    settings = {"max_refills": 3} | REJECTING
-    whole = make_trainer(**settings)
-    whole.train()
-    step = next(entry["step"] for entry in whole.state.log_history if num_left_over_before(entry) > 0)
-    resumed = make_trainer(**settings, temperature=0.5, max_steps=step, output_dir="resumed")
-    resumed.train(resume_from_checkpoint=f"output/checkpoint-{step - 1}")
-    assert num_left_over_before(resumed.state.log_history[step - 1]) == 0
+    mine, _ = resumed_where_rows_are_left_over(temperature=0.5)
+    assert mine == 0
 
 
 def test_the_same_settings_are_not_told_of(caplog):

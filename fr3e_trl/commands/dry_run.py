@@ -96,7 +96,7 @@ def sizes(args: FR3EConfig, num_examples: int | None) -> Table:
         ("generation batch", f"{args.generation_batch_size} rows of {prompts} prompts"),
         ("optimizer updates a generation batch", number(updates)),
         ("most tokens generated a generation batch", f"{most_tokens(args):,}"),
-        ("most tokens generated an update, on average", f"{math.ceil(most_tokens(args) / updates):,}"),
+        ("most tokens an update, on average", f"{math.ceil(most_tokens(args) / updates):,}"),
     ]
     steps = num_steps(args, num_examples)
     if num_examples is None or steps is None:
