@@ -45,6 +45,7 @@ from transformers import (
     set_seed,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from vllm_on_cpu import keep_weights_plain
 
 import fr3e_trl
 from fr3e_trl import FR3EConfig, FR3ETrainer
@@ -292,9 +293,7 @@ def train(name: str, directory: Path, checkpoint: str | None = None) -> None:
     if name == "fsdp2":  # accelerate asks for a device other than the CPU before it shards
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     if name == "vllm":
-        import vllm._custom_ops
-
-        vllm._custom_ops._supports_onednn = False  # which packs weights, after which none can be loaded
+        keep_weights_plain()
         os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     texts: list[str] = []
     trainer = make_trainer(name, str(directory / f"output_{name}"), texts)

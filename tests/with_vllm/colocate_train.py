@@ -2,24 +2,23 @@
 Train with vLLM in this process, or in each of several, and print what happened as JSON. A script: the engine makes the
 process its own.
 
-On a CPU, vLLM packs the weights for oneDNN, after which none can be loaded into it; without oneDNN it leaves them as
-they are. It has no sleep mode there: what would be called is recorded, around the real engine.
+On a CPU, vLLM has no sleep mode: what would be called is recorded, around the real engine.
 """
 
 import json
 import os
 
-import vllm._custom_ops
 from policies import SIZES, make_trainer
 from servers import ENVIRONMENT
 from trees import rollouts_of
+from vllm_on_cpu import keep_weights_plain
 
 from fr3e_trl.trl_adapter.vllm_weights import end_engine
 
 
 def main() -> None:
     os.environ.update(ENVIRONMENT)
-    vllm._custom_ops._supports_onednn = False
+    keep_weights_plain()
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
     sizes = SIZES | {"per_device_train_batch_size": SIZES["per_device_train_batch_size"] // num_processes}
     sizes |= {"max_steps": 4, "anchor_threshold": None}  # anchors in every step, and so two rounds
