@@ -21,7 +21,6 @@ EXTRAS = {
     "reasoning_gym": "bench",
     "rich": "bench",
     "sentencepiece": "lm",
-    "vllm": "vllm",
 }
 
 # Packages whose refusals are of what the user set, such as lora_r=0

@@ -41,7 +41,7 @@ class VLLMServer:
     Client of a vLLM server.
 
     A request that fails because the server cannot be reached, takes too long, or reports an error of its own is sent
-    again once the server is up, at most 5 times, with growing pauses. An answer that was streamed goes on from where it
+    again once the server is up, at most 4 times, with growing pauses. An answer that was streamed goes on from where it
     broke. A server that was restarted gets the adapter again.
 
     Args:

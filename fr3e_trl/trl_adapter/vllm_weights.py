@@ -210,6 +210,7 @@ class FR3EVLLMGeneration(VLLMGeneration):
         url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
         self.server = VLLMServer(url, self._start_command(), self.server_timeout, self.fr3e_args.vllm_request_timeout)
         self._check_tokenizer(self.server)
+        self._warn_of_logprobs(self.server)
         obstacle = self._obstacle_to_adapter_sync(self.server)
         if obstacle is None:
             self._make_adapter_dir()
@@ -224,6 +225,17 @@ class FR3EVLLMGeneration(VLLMGeneration):
             return f"""{command} --weight-transfer-config '{{"backend": "nccl"}}'"""
         served_rank = next((rank for rank in SERVED_RANKS if rank >= self._adapter_rank()), SERVED_RANKS[-1])
         return f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 {command} --enable-lora --max-lora-rank {served_rank}"
+
+    def _warn_of_logprobs(self, server: VLLMServer) -> None:
+        mode = server.config["model_config"]["logprobs_mode"]
+        if mode != "processed_logprobs":
+            logger.warning(
+                "The vLLM server at %s has logprobs_mode=%s: its log-probs are those of temperature 1 and of the whole "
+                "vocabulary, whatever it samples with. The trainer makes entropies by a forward pass of its own, and "
+                "branches wait for all base trajectories. Start it with --logprobs-mode processed_logprobs.",
+                server.base_url,
+                mode,
+            )
 
     def _check_tokenizer(self, server: VLLMServer) -> None:
         if isinstance(self.processing_class, ProcessorMixin):

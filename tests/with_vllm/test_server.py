@@ -35,7 +35,7 @@ from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.bench.check.lines import vllm_server
 from fr3e_trl.bench.check.table import Setup
 from fr3e_trl.generation.generate import GenerateSampler
-from fr3e_trl.generation.vllm_server import VLLMServerError
+from fr3e_trl.generation.vllm_server import VLLMServer, VLLMServerError
 from fr3e_trl.method.sampling import SamplingRequest
 from fr3e_trl.trl_adapter.prompts import tokenize
 
@@ -246,10 +246,17 @@ def test_tools(server):
     assert len(measured) == num_calls > 0
 
 
-def test_log_probs_that_are_not_those_of_the_draw_tell_no_chances(server):
+def test_log_probs_that_are_not_those_of_the_draw_tell_no_chances(server, monkeypatch, caplog):
     """As of a server without `--logprobs-mode processed_logprobs`: branches are drawn independently."""
+    read = VLLMServer._read_config
+
+    def read_raw(self):
+        read(self)
+        self.config["model_config"]["logprobs_mode"] = "raw_logprobs"
+
+    monkeypatch.setattr(VLLMServer, "_read_config", read_raw)
     trainer = make_trainer(server, distinct_branches=True)
-    trainer.vllm_generation.server.config["model_config"]["logprobs_mode"] = "raw_logprobs"
+    assert "has logprobs_mode=raw_logprobs" in caplog.text
     trainer.train()
     branches = [rollout for _, trees in trainer.batches for _, state, rollout in rollouts_of(trees) if state.position]
     assert branches and all(rollout.chances is None for rollout in branches)
