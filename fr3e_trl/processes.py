@@ -7,7 +7,7 @@ raised in all.
 
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -97,6 +97,25 @@ def in_every_process(function: Callable[[], R]) -> list[R]:
     if any(errors):
         raise error or next(filter(None, errors))
     return list(results)
+
+
+def agree(function: Callable[[], R]) -> R:
+    """Call `function` in every process, for its own result. If it raises anywhere, every process raises."""
+    result, error = _attempt(function)
+    errors = gather_object([error and portable(error)])
+    if any(errors):
+        raise error or next(filter(None, errors))
+    return cast(R, result)
+
+
+def in_step(function: Callable[[], R]) -> list[R]:
+    """
+    Call a `function` that makes collective calls itself in every process, and return the results of all.
+
+    If it raises in one, that process ends, and the launcher ends the others. They cannot be told: they wait in a call
+    of `function`.
+    """
+    return gather_object([function()])
 
 
 def _attempt(function: Callable[[], R]) -> tuple[R | None, Exception | None]:

@@ -35,7 +35,7 @@ from .method.rows import Row, rows_of
 from .method.sampling import Sampler
 from .method.tree import TokenIds, Tree, as_ids
 from .page.callback import TreeLog
-from .processes import in_every_process
+from .processes import agree, in_every_process, in_step
 from .trl_adapter import card, checks, console, decoding, images, logprobs, loss, prompts, resume, shared_forward
 from .trl_adapter.assemble import assemble
 from .trl_adapter.exploring import Exploring
@@ -322,16 +322,19 @@ class FR3ETrainer(GRPOTrainer):
         for keys in in_every_process(exploring.read):
             for i, key in keys.items():
                 trees[i].key = key
+        call_all, score = in_every_process, exploring.score
+        if is_sharded(self):  # all processes run the model together
+            call_all, score = in_step, lambda *completions: agree(lambda: exploring.score(*completions))
         with self.stopwatch.part("generation"):
             uncertainties = explore(
                 trees,
                 replace(self.args.plan, temperature=self.temperature),  # of the loss, whatever a callback sets
                 self.sampler,
-                exploring.score,
+                score,
                 self.token_statistics,
                 (self.args.seed, self.state.global_step),
                 of_rows,
-                in_every_process,
+                call_all,
                 self._threshold,
             )
         self._uncertainties += uncertainties

@@ -1,11 +1,12 @@
 """
 Train in several processes, and keep what came of it. A script, for `torch.distributed.run`.
 
-    processes_train.py OUTPUT SETTINGS [fake [half_told]] [fail] [sharded] [reward_model] [tools | environment | moody]
-        [shared_engine] [drops]
+    processes_train.py OUTPUT SETTINGS [fake [half_told]] [fail | fail_to_sample] [sharded] [reward_model]
+        [tools | environment | moody] [shared_engine] [drops]
 
 Each process writes to OUTPUT what it saw: the trees, the logs, the weights, or the error. `fake`: completions do not
-depend on the processes. `fail`: the last process raises in its reward function. `sharded`: accelerate shards the model
+depend on the processes. `fail`: the last process raises in its reward function. `fail_to_sample`: it
+raises where the others sample. `sharded`: accelerate shards the model
 as its configuration says, which without a GPU it does not do by itself. `tools`, `environment`, `moody`: completions
 have several turns; an environment that is moody cannot be replayed. `shared_engine`: the same completions as by `fake`,
 by one engine for all processes. `half_told`: log-probs come with the
@@ -127,6 +128,12 @@ def main(output: Path, settings: dict, *options: str) -> None:
         trainer.sampler = FakeSampler(is_told="half_told" in options and RANK == 0)
         trainer.has_own_sampler = "half_told" in options
     engine = share_engine(trainer, FakeSampler().draw) if "shared_engine" in options else None
+    if "fail_to_sample" in options and RANK == 1:
+
+        def fail(requests):
+            raise MemoryError("no memory for these rollouts")
+
+        trainer.sampler.sample = fail
     if "drops" in options:
         trainer.vllm_importance_sampling_mode = "sequence_mask"
         fr3e_trainer.assemble = with_drops

@@ -262,12 +262,25 @@ def test_a_process_with_nothing_to_do(tmp_path):
     assert len(trees_of(launch(tmp_path / "run", 3, settings))) == 3
 
 
-def test_a_process_that_raises_ends_all(tmp_path):
-    settings = {"num_generations": 8, "per_device_train_batch_size": 8}
-    went_well, _ = launch(tmp_path / "run", 2, settings, "fail", check=False)
+@pytest.mark.parametrize(
+    "recipe, options, settings",
+    # Where base trajectories are selected by their rewards, sharded weights are needed after these
+    [("ddp", [], {}), ("fsdp2", ["sharded"], {"base_selection": "mixed"})],
+)
+def test_a_process_that_raises_ends_all(recipe, options, settings, tmp_path):
+    settings = settings | {"num_generations": 8, "per_device_train_batch_size": 8}
+    went_well, _ = launch(tmp_path / "run", 2, settings, "fail", *options, recipe=recipe, check=False)
     assert not went_well
     for i in range(2):
         assert (tmp_path / "run" / f"{i}.error").read_text() == "OSError: the reward model is gone"
+
+
+def test_a_process_that_fails_amid_calls_of_all_is_not_waited_for(tmp_path):
+    """Sharded weights: the others wait in a forward pass, and the launcher ends them."""
+    settings = {"num_generations": 8, "per_device_train_batch_size": 8}
+    went_well, _ = launch(tmp_path / "run", 2, settings, "fail_to_sample", "sharded", recipe="fsdp2", check=False)
+    assert not went_well
+    assert (tmp_path / "run" / "1.error").read_text() == "MemoryError: no memory for these rollouts"
 
 
 def test_what_fails_in_one_process_is_raised_in_all(tmp_path):
