@@ -207,6 +207,26 @@ def test_what_is_forwarded():
     assert (fold(input_ids, attention_mask, attention_mask[:, 3:].bool()).labels != -100).sum() == 5 + 2 + 3
     # The base is not in the loss: what the branches share of it is forwarded without a label
     assert (fold(input_ids[1:], attention_mask[1:], loss_mask[1:]).labels != -100).sum() == 2 + 3
+    trainer.share_prefixes(True)
+    assert trainer.shares_prefixes
+    forwarded: list[int] = []
+    hook = trainer.model.register_forward_pre_hook(
+        lambda _, args, kwargs: forwarded.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    # Rows without a scored token are left out; the first alone stands for all where none has one
+    for kept, num_nodes in [([0, 1], 7 + 2), ([], 7)]:
+        mask = torch.zeros_like(loss_mask)
+        mask[kept] = loss_mask[kept]
+        logprobs, _, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, input_ids, attention_mask, 6, loss_mask=mask
+        )
+        assert forwarded.pop() == num_nodes and not forwarded
+        assert torch.equal(logprobs != 0, mask)
+        logprobs.sum().backward()
+        gradients = [param.grad.abs().sum() for param in trainer.model.parameters()]
+        assert (sum(gradients) > 0) == bool(kept)
+        trainer.model.zero_grad()
+    hook.remove()
 
 
 # Training

@@ -72,7 +72,7 @@ def logps_and_entropies(
     scored = attention_mask[:, -logits_to_keep:].bool()
     if loss_mask is not None:
         scored &= loss_mask.bool()
-    if any(value is not None and value is not False for value in kwargs.values()) or not scored.any():
+    if any(value is not None and value is not False for value in kwargs.values()):
         return GRPOTrainer._get_per_token_logps_and_entropies(
             trainer,
             model,
@@ -106,13 +106,16 @@ def _score(
         input_ids, attention_mask (`torch.Tensor` of shape (R, T)):
             The rows.
         scored (`torch.Tensor` of shape (R, C)):
-            Boolean mask of the tokens to score. It has at least one.
+            Boolean mask of the tokens to score. Rows without one are not forwarded. If no row has one, the first is,
+            for the gradient of 0 that other processes wait for.
 
     Returns:
         `tuple`: Both of shape (R, C), 0 where nothing is scored, and entropies of a reference model, which TRL has
         give none.
     """
-    trie = fold(input_ids, attention_mask, scored)
+    kept = scored.any(1)
+    kept[0] |= ~kept.any()
+    trie = fold(input_ids[kept], attention_mask[kept], scored[kept])
     outputs = _forward(trainer, model, trie)
     if not trie.windows:  # loading a kernel of the hub anew does that
         implementation = trainer.model.config.get_text_config()._attn_implementation
@@ -120,8 +123,11 @@ def _score(
             f"attn_implementation={implementation!r} was registered anew after training had begun, and does not know "
             "shared prefixes any more. Set share_prefixes=False."
         )
-    logprobs = trie.to_rows(outputs.log_probs)
-    return logprobs, torch.zeros_like(logprobs) if outputs.entropy is None else trie.to_rows(outputs.entropy)
+    logprobs, entropies = (outputs.log_probs.new_zeros(scored.shape) for _ in range(2))
+    logprobs[kept] = trie.to_rows(outputs.log_probs)
+    if outputs.entropy is not None:
+        entropies[kept] = trie.to_rows(outputs.entropy)
+    return logprobs, entropies
 
 
 def _forward(trainer: Any, model: Any, trie: Trie) -> Any:
