@@ -452,7 +452,7 @@ class FR3EConfig(GRPOConfig):
     @property
     def normalizes_rewards(self) -> bool:
         """Whether rewards are normalised over each prompt's rows. Their mean, 0, is then the prompt's prior."""
-        by_group = self.scale_rewards in ("group", True) and self.has_prior
+        by_group = self.scale_rewards == "group" and self.has_prior
         return self.multi_objective_aggregation == "normalize_then_sum" or by_group
 
     @property
@@ -526,6 +526,8 @@ class FR3EConfig(GRPOConfig):
     def _settle(self) -> None:
         """Check the settings as given, and choose those that were left open."""
         self.anchor_threshold = _read_threshold(self.anchor_threshold)
+        if isinstance(self.scale_rewards, bool):  # TRL names them only after what is chosen here
+            self.scale_rewards = "group" if self.scale_rewards else "none"
         _check(self, "given")
         for choose in STEPS:
             choose(self)
@@ -551,7 +553,7 @@ def choose_prior(config: FR3EConfig) -> None:
     if config.value_prior_strength is not None or config.value_tracker:
         return
     has_several = config.num_anchors is not None or default_num_anchors(config.num_generations) is not None
-    by_group = config.scale_rewards in ("group", True) and config.multi_objective_aggregation != "normalize_then_sum"
+    by_group = config.scale_rewards == "group" and config.multi_objective_aggregation != "normalize_then_sum"
     if config.num_anchors == 0 or (by_group and has_several):
         config.value_prior_strength = 0.0
 
@@ -810,6 +812,13 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         *(_is(name, one_of(*choices)) for name, choices in GRPO_CHOICES.items()),
         _is("temperature", number(above=0), "1.0"),
         _is("top_p", number(above=0, most=1), "1.0, which cuts nothing off"),
+        _is("min_p", or_none(number(least=0, most=1)), "0.1"),
+        Check(
+            "top_k",
+            lambda config: config.top_k is None or config.top_k >= (-1 if config.use_vllm else 0),
+            "at least 0, which leaves all tokens (with vLLM -1 does too)",
+        ),
+        _is("repetition_penalty", number(above=0), "1.0"),
         _is("epsilon", number(above=0), "0.2"),
         _is("epsilon_high", or_none(number(above=0)), "0.28"),
         _is("beta", number(least=0), "0.0"),

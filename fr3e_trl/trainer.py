@@ -197,6 +197,10 @@ class FR3ETrainer(GRPOTrainer):
         self.trees: list[Tree] = []
         self.stopwatch = Stopwatch()
         self.evaluations: list[list[tuple[float, float]]] = []  # see `note_evaluation`
+        if not args.is_plain_grpo:
+            self.eos_token_ids = checks.ends_of(self)
+            if not self.use_vllm:
+                self.generation_config.eos_token_id = self.eos_token_ids
         self.sampler = make_sampler(self)
         self.has_own_sampler = sampler is not None
         self._value_tracker = ValueTracker() if args.value_tracker else None
@@ -212,7 +216,6 @@ class FR3ETrainer(GRPOTrainer):
         checks.check_model(self.model)
         checks.check_tokenizer(self)
         checks.refuse_unsupported_setup(self)
-        self.eos_token_ids = checks.ends_of(self)
         self.obstacle_to_images = checks.obstacle_to_images(self)
         example = None if self.train_dataset is None else next(iter(self.train_dataset))
         checks.check_images([] if example is None else [example], self.obstacle_to_images)

@@ -170,19 +170,20 @@ def test_generation_kwargs_that_are_honoured():
     assert sampled and not sampled & set(suppressed)
 
 
-def test_one_eos_token_as_a_number():
-    """As `GRPOTrainer` takes it, beside a list."""
-    end = 7
-    trainers = [make_trainer(generation_kwargs={"eos_token_id": eos}, max_steps=1) for eos in (end, [end])]
+def test_ends_of_ones_own_are_added_to_eos():
+    """As a number, which `GRPOTrainer` takes, or a list; and by vLLM's name for them."""
+    end, eos = 7, 1
+    given = [{"eos_token_id": end}, {"eos_token_id": [end]}, {"stop_token_ids": [end]}]
+    trainers = [make_trainer(generation_kwargs=kwargs, max_steps=1) for kwargs in given]
     for trainer in trainers:
         torch.manual_seed(0)
         trainer.train()
-    texts, others = (
+    texts, *others = (
         [r.token_ids.tolist() for tree in trainer.trees for state in tree.states for r in state.rollouts]
         for trainer in trainers
     )
-    assert texts == others and any(end in text for text in texts)
-    assert all(end not in text[:-1] for text in texts)
+    assert others == [texts, texts] and all(any(token in text for text in texts) for token in (end, eos))
+    assert all(not {end, eos} & set(text[:-1]) for text in texts)
 
 
 @pytest.mark.parametrize(("dtype", "told"), [(torch.float32, True), (torch.bfloat16, False)])

@@ -177,6 +177,9 @@ def test_there_is_a_prior_where_it_fits():
         ({"reward_weights": [1.0, math.nan]}, ["reward_weights=[1.0, nan]", "finite numbers"]),
         ({"temperature": 0.0}, ["temperature=0.0", "above 0", "1.0"]),
         ({"top_p": 0.0}, ["top_p=0.0", "above 0", "1.0"]),
+        ({"min_p": 2.0}, ["min_p=2.0", "at least 0 and at most 1"]),
+        ({"top_k": -1}, ["top_k=-1", "at least 0, which leaves all"]),
+        ({"repetition_penalty": 0}, ["repetition_penalty=0", "above 0"]),
         ({"loss_type": "dappo"}, ["loss_type='dappo'", "'dapo'"]),
         ({"importance_sampling_level": "word"}, ["importance_sampling_level='word'", "'token', 'sequence'"]),
     ],
@@ -322,6 +325,13 @@ def test_from_grpo_changes_nothing_of_grpo(settings, expected, caplog):
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"num_anchors={config.num_anchors}" in line and "negative_advantage_scale=1.0" in line
     assert f"epsilon_high={grpo.epsilon_high!r} and scale_rewards={grpo.scale_rewards!r}" in line and "'none'" in line
+
+
+@pytest.mark.parametrize(("given", "name"), [(True, "group"), (False, "none")])
+def test_a_scaling_may_be_given_as_a_boolean(given, name):
+    """As TRL takes it."""
+    configs = [make_config(scale_rewards=scaling).to_dict() for scaling in (given, name)]
+    assert configs[0] == configs[1]
 
 
 @pytest.mark.parametrize("num_generations", range(2, 24))

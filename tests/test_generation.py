@@ -267,6 +267,21 @@ def make_recurrent_gemma():
     return make_family("RecurrentGemma")[0].train()
 
 
+def test_a_model_without_a_cache_is_told_of(caplog):
+    model = make_model()
+    model.generation_config.use_cache = False
+    assert not make_sampler(model, may_grow=True).grows
+    (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("fr3e_trl")]
+    assert "set generation_kwargs={'use_cache': True}" in warning
+
+
+def test_what_fails_in_any_order_is_no_matter_of_it():
+    sampler = make_sampler(make_model(), may_grow=True)
+    sampler.generation_config.top_k = -1
+    with pytest.raises(ValueError, match="top_k"):
+        sampler.grows  # noqa: B018
+
+
 def test_a_model_that_keeps_its_rows_states_is_left_as_it_was(caplog):
     model = make_recurrent_gemma()
     model(torch.tensor([token_ids(6)]))  # it keeps states of that

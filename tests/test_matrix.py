@@ -456,8 +456,8 @@ def test_the_page_has_no_others():
 
 HEAD = """# Models
 
-Rollouts can leave a base trajectory while it still grows. A step then generates once, and not twice. The model must
-keep all that it knows of a row in a cache that can be reordered. Other models draw the rollouts in a second round.
+A branch can begin while its base trajectory is still being generated. One call of `generate` then draws both. For this,
+all of the model's state must lie in a cache whose rows can be reordered. Other models draw branches by a second call.
 
 Rows that share a prefix can be forwarded together, which costs less. What a model makes of a token must then depend on
 attention alone.

@@ -202,8 +202,8 @@ def test_what_trl_logs_of_completions_fits_the_rows():
     logs = trainer._logs
     means = [sum(n * a for n, _, a in r.credit) / len(r.token_ids) for _, _, r in rollouts_of(trees)]
     assert list(logs["advantages"]) == pytest.approx(means, abs=1e-6)
-    rewards = [math.nan if r.copy_of is not None else r.score.reward for _, _, r in rollouts_of(trees)]
-    assert list(logs["rewards"]["reward"]) == pytest.approx(rewards, nan_ok=True)
+    rewards = [r.score.reward for _, _, r in rollouts_of(trees)]
+    assert list(logs["rewards"]["reward"]) == pytest.approx(rewards)
     assert list(logs["extra"]["length"]) == [len(completion) for completion in logs["completion"]]
     assert list(logs["prompt"]) == [
         trainer.processing_class.decode(tree.prompt_ids) for tree in trees for _ in range(8)
@@ -243,6 +243,19 @@ def test_a_reward_function_sees_the_completions_of_a_prompt_in_one_call(settings
         texts = trainer.processing_class.batch_decode([tree.prompt_ids.tolist() for tree in trees])
         num_sampled = [sum(r.copy_of is None for _, _, r in rollouts_of([tree])) for tree in trees]
         assert prompts == [text for text, count in zip(texts, num_sampled, strict=True) for _ in range(count)]
+
+
+def test_what_reward_functions_log_is_a_mean_over_rows():
+    """Also where they are called several times, with other numbers of them."""
+
+    def reward(completions, log_metric, **kwargs):
+        rewards = digits(completions)
+        log_metric("digits", fmean(rewards))
+        return rewards
+
+    trainer = train(reward_funcs=reward, base_selection="mixed")
+    for entry in trainer.state.log_history[:-1]:
+        assert entry["digits"] == pytest.approx(entry["rewards/reward/mean"])
 
 
 @pytest.mark.parametrize("settings", [{}, {"reuse_base": False, "num_base_trajectories": 3}, {"num_generations": 4}])

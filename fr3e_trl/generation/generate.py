@@ -143,6 +143,8 @@ class GenerateSampler:
         config = copy.copy(self.generation_config)
         config.min_new_tokens = None
         with self.generation_model() as model:
+            if config.use_cache is None and model.generation_config.use_cache is False:
+                return "the model's generation_config has use_cache=False (set generation_kwargs={'use_cache': True})"
             config.suppress_tokens = special_tokens(model.config, config.eos_token_id)
             trial = GenerateSampler(lambda: nullcontext(model), config, self.device, self.decoding)
             with self.decoding.unchanged(model, self.device):

@@ -281,18 +281,12 @@ class VLLMSampler:
         """Whether log-probs are of the distribution that tokens are drawn from, as by TRL's engine."""
         return True
 
-    @property
-    def stop_token_ids(self) -> list[int]:
-        """Tokens that end a continuation."""
-        return [*self.eos_token_ids, *self.generation.generation_kwargs.get("stop_token_ids", [])]
-
     def sampling_params(self, request: SamplingRequest) -> dict[str, Any]:
         """
         What a request asks of vLLM.
 
-        `generation_kwargs` add `stop_token_ids` to EOS; their `min_tokens` counts from the prompt, like that of a
-        completion drawn at once. They override all else but what is the request's own, which is refused when the
-        trainer is made.
+        The `min_tokens` of `generation_kwargs` counts from the prompt, like that of a completion drawn at once. They
+        override all else but the ends and what is the request's own, which is refused when the trainer is made.
         """
         settings = self.generation.generation_kwargs
         min_tokens = settings.get("min_tokens", 0) - request.num_sampled_before
@@ -305,7 +299,7 @@ class VLLMSampler:
             "repetition_penalty": self.generation.repetition_penalty,
             **settings,
             **({"logit_bias": bias} if bias else {}),
-            "stop_token_ids": self.stop_token_ids,
+            "stop_token_ids": self.eos_token_ids,
             "min_tokens": max(0, min(min_tokens, request.max_new_tokens)),  # vLLM refuses more than the budget
             "temperature": request.temperature,
             "n": request.num_samples,
@@ -365,7 +359,7 @@ class VLLMServerSampler(VLLMSampler):
             requests = [replace(request, distinct_from=None) for request in requests]
         queue = RequestQueue(
             requests,
-            self.stop_token_ids,
+            self.eos_token_ids,
             draws_branches=self.gives_entropies,
             # What is left out would change what is truncated, and speculative decoding passes biases by
             leaves_out=self.draws_of_policy and server.config["speculative_config"] is None,
@@ -433,7 +427,7 @@ class VLLMColocateSampler(VLLMSampler):
     def _ask(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         queue = RequestQueue(
             requests,
-            self.stop_token_ids,
+            self.eos_token_ids,
             draws_branches=False,
             leaves_out=self.draws_of_policy and self.generation.llm.llm_engine.vllm_config.speculative_config is None,
         )

@@ -59,7 +59,10 @@ def set_credit(trainer: Any, batch: dict[str, torch.Tensor], rows: list[Row], of
     """
     advantages = torch.tensor([row.advantage for row in rows], dtype=torch.float64).to(batch["advantages"])
     in_loss = torch.tensor([row.in_loss for row in rows], device=advantages.device)
-    trainer._logs["advantages"].extend(advantages.tolist())  # it holds one batch: TRL's own drop out
+    # The tables hold one batch: TRL's own values drop out. Copies had no rewards, since means leave them out
+    trainer._logs["advantages"].extend(advantages.tolist())
+    for i, name in enumerate(trainer.reward_func_names):
+        trainer._logs["rewards"][name].extend(row.rollout.score.rewards[i] for row in rows)
     batch["num_rows_in_loss"] = in_loss.sum()
     batch["advantages"], batch["in_loss"] = own_rows(trainer, advantages), own_rows(trainer, in_loss)
     batch["tool_mask"] = batch["tool_mask"] * batch["in_loss"].unsqueeze(1)

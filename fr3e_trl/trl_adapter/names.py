@@ -329,6 +329,7 @@ ATTRIBUTES = [
     *_attributes(GRPO, "logs.py", "what the adaptive entropy bonus goes by", "_last_world_entropy"),
     *_attributes(GRPO, "logs.py loss.py", "rewards and advantages of the last batch", "_logs"),
     *_attributes(GRPO, "assemble.py rewards.py", "columns that reward functions log", "_pending_extra_logs"),
+    *_attributes(GRPO, "rewards.py", "metrics that reward functions log", "_pending_metrics"),
     *_attributes(GRPO, "prompts.py rewards.py setup.py tools.py", "the tokenizer, of the processor too", "_tokenizer"),
     *_attributes(GRPO, "checks.py images.py shared_forward.py", "whether there are images", "_is_vlm"),
     *_attributes(GRPO, "checks.py decoding.py setup.py", "how processes share the weights", "_dist"),

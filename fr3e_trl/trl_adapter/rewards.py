@@ -1,6 +1,8 @@
 """Rewards, by TRL's own reward computation."""
 
+from collections import defaultdict
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -54,12 +56,17 @@ def score(
             environments = [dialogue.environment for dialogue in dialogues if dialogue is not None]
     else:
         completions = decode(trainer, prompts, [row.tolist() for row in prompt_ids], ids)
+    logged, trainer._pending_metrics = trainer._pending_metrics, defaultdict(list)
     # TRL's last step gathers, which wants as many rows of each process
     with overridden(grpo_trainer, gather=lambda tensor: tensor), overridden(trainer, environments=environments):
         rewards_per_func = trainer._calculate_rewards(inputs, prompts, completions, ids)
     rewards = weighted_rewards(rewards_per_func, trainer.reward_weights.to(rewards_per_func.device)).tolist()
     logs = {column: v for column, v in trainer._pending_extra_logs.items() if len(v) == len(inputs)}
     trainer._pending_extra_logs.clear()
+    # TRL takes the mean of all values: those of a call count by its rows
+    for name, values in trainer._pending_metrics.items():
+        logged[name] += [fmean(values)] * num_own
+    trainer._pending_metrics = logged
     return [
         Score(*scores, {column: values[row] for column, values in logs.items()})
         for row, scores in enumerate(zip(rewards_per_func.tolist(), rewards, strict=True))
