@@ -322,7 +322,12 @@ class FR3ETrainer(GRPOTrainer):
         of_rows = sharding(self, num_prompts * self.num_generations)
         trees = [Tree(as_ids(), 0) for _ in range(num_prompts)]
         exploring = Exploring(self, trees, examples, of_rows)
-        for keys in in_every_process(exploring.read):
+        try:
+            of_processes = in_every_process(exploring.read)
+        except (NotImplementedError, ValueError) as error:  # of an example
+            resume.save_before(self, error)
+            raise
+        for keys in of_processes:
             for i, key in keys.items():
                 trees[i].key = key
         call_all, score = in_every_process, exploring.score
@@ -445,9 +450,11 @@ class FR3ETrainer(GRPOTrainer):
             # Of each epoch it left out what makes no whole batch
             epochs, rest = divmod(math.ceil(num_batches / self.num_iterations), num_examples // num_prompts)
             self._refill.prompts.go_to(epochs * num_examples + rest * num_prompts)
-        if self._value_tracker is not None and "value_memory" in state:
-            self._value_tracker.resume(state["value_memory"])
-        self._threshold = state.get("anchor_threshold")
+        if self._value_tracker is not None:
+            self._value_tracker = ValueTracker()
+            if "value_memory" in state:
+                self._value_tracker.resume(state["value_memory"])
+        self._threshold = state.get("anchor_threshold") if self.args.anchor_threshold == "auto" else None
 
     # For samplers, and for whoever looks at rollouts
 

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -41,6 +42,16 @@ def test_a_prompt_that_is_none(good, bad, named, position):
         assert position > 0  # the first example is looked at when the trainer is made, the others when their turn comes
         trainer.train()
     assert all(words in str(error.value) for words in [*named, "A prompt of train_dataset", "2507"]), str(error.value)
+
+
+def test_an_example_that_is_refused_costs_no_step():
+    prompts = ["1+1="] * 7 + [""]
+    dataset = IterableDataset.from_generator(lambda: ({"prompt": prompt} for prompt in prompts))
+    trainer = make_trainer(dataset=dataset)
+    with pytest.raises(ValueError, match="not empty") as error:
+        trainer.train()
+    assert error.value.__notes__[0].startswith(f"Step {trainer.state.global_step}, the last that was trained, is saved")
+    assert Path(f"output/checkpoint-{trainer.state.global_step}").is_dir()
 
 
 def test_a_column_of_no_images_is_to_be_removed():

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import factory
+import numpy as np
 import pytest
 import torch
 from launches import launch, start_script
@@ -21,7 +22,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 from trl import GRPOTrainer
 
 from fr3e_trl import FR3ETrainer
-from fr3e_trl.trl_adapter.resume import last_complete_checkpoint
+from fr3e_trl.trl_adapter.resume import last_complete_checkpoint, save_before
 
 SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 8, "learning_rate": 1e-2}
 REJECTING = {"num_anchors": 3, "value_prior_strength": 0.0}  # of two rollouts, where their rewards are equal
@@ -72,6 +73,86 @@ def test_resuming_from_any_checkpoint_is_exact(settings):
         set_seed(100 + step)
         resumed.train(resume_from_checkpoint=f"output/checkpoint-{step}")
         check_same(resumed, whole)
+
+
+def cut(trainer, step):
+    """Train, until Ctrl-C amid an update."""
+    compute_loss = trainer._compute_loss
+
+    def interrupted(*args):
+        if trainer.state.global_step == step:
+            raise KeyboardInterrupt
+        return compute_loss(*args)
+
+    trainer._compute_loss = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer._compute_loss = compute_loss
+
+
+def test_going_on_in_the_same_process_is_exact():
+    whole, trainer = make_trainer(save_steps=2), make_trainer(save_steps=2, output_dir="cut")
+    for run in (lambda: whole.train(), lambda: cut(trainer, step=3)):
+        set_seed(1)
+        run()
+    trainer.train(resume_from_checkpoint=True)
+    check_same(trainer, whole)
+
+
+def test_beginning_anew_in_the_same_process():
+    """Nothing is trained on that the run before has left."""
+    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    trainer = make_trainer(**sizes, max_steps=2)
+    cut(trainer, step=0)
+    trainer._step = 1  # of two micro-batches
+    steps, generate = [], trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: steps.append(trainer._step) or generate(inputs)
+    trainer.train()
+    assert steps == [0, 2]
+
+
+@pytest.mark.parametrize("settings", [{"num_iterations": 2}, {"max_refills": 1} | REJECTING], ids=str)
+def test_what_is_saved_within_an_update_is_what_it_began_with(settings):
+    """As before an error, or by `enable_jit_checkpoint`."""
+    trainer = make_trainer(max_steps=3, gradient_accumulation_steps=2, per_device_train_batch_size=8, **settings)
+    compute_loss, files = trainer._compute_loss, []
+
+    def saved_again(*args):
+        if trainer.state.global_step == 2:
+            for save in (lambda: None, lambda: trainer._save_checkpoint(trainer.model_wrapped, trial=None)):
+                save()
+                files.append(Path("output/checkpoint-2/grpo_state_0.pt").read_bytes())
+        return compute_loss(*args)
+
+    trainer._compute_loss = saved_again
+    trainer.train()
+    assert len(files) == 4 and len(set(files)) == 1
+
+
+def test_numbers_of_numpys_are_settings_too():
+    settings = {"temperature": np.float64(0.9), "num_iterations": np.int64(2), "loss_type": np.str_("dapo")}
+    make_trainer(**settings, max_steps=3).train()
+    make_trainer(**settings, max_steps=3).train(resume_from_checkpoint="output/checkpoint-1")
+
+
+def test_tables_of_completions_are_kept():
+    settings = {"num_iterations": 2, "log_completions": True, "max_steps": 2}
+    make_trainer(**settings).train()
+    file = Path("output/completions/completions_00002.parquet")
+    table = file.read_bytes()
+    make_trainer(**settings).train(resume_from_checkpoint="output/checkpoint-1")
+    assert file.read_bytes() == table
+
+
+def test_a_checkpoint_that_is_there_is_not_written_again():
+    """Its state may be more than is known where a run that goes on fails before its first step."""
+    trainer = make_trainer(max_steps=1)
+    trainer.train()
+    before = {path: path.stat().st_mtime_ns for path in Path("output/checkpoint-1").iterdir()}
+    error = ValueError()
+    save_before(trainer, error)
+    assert before == {path: path.stat().st_mtime_ns for path in Path("output/checkpoint-1").iterdir()}
+    assert "Step 1, the last that was trained" in error.__notes__[0]
 
 
 @pytest.mark.parametrize(

@@ -547,7 +547,7 @@ class Fails(Walk):
             raise OSError("no such world")
 
 
-def test_an_environment_owns_the_data():
+def test_an_environment_owns_the_data(tmp_path):
     dataset = Dataset.from_dict({"digit": [1, 2, 3, 4], "environment": ["a", "b", "a", "b"]})
     prompts_seen = []
 
@@ -555,13 +555,14 @@ def test_an_environment_owns_the_data():
         prompts_seen.extend(prompt[-1]["content"] for prompt in prompts)
         return owned(environments)
 
-    trainer = make_trainer(
-        environment_factory={"a": Greeting, "b": ForkingGreeting}, reward_funcs=[reward], dataset=dataset, max_steps=1
-    )
+    saving = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path)}
+    factories = {"a": Greeting, "b": ForkingGreeting}
+    trainer = make_trainer(environment_factory=factories, reward_funcs=[reward], dataset=dataset, max_steps=1, **saving)
     ((trees, _),) = explored(trainer)
     texts = {TOKENIZER.decode(tree.prompt_ids) for tree in trees}
     assert texts == {f"<|user|>{digit}?<eos><|assistant|>" for digit in (1, 2, 3, 4)}
     assert set(prompts_seen) == {"1?", "2?", "3?", "4?"}
+    assert (tmp_path / "checkpoint-1").is_dir()  # whose card has no prompt of the dataset to show
 
 
 def test_an_environment_owns_all_of_the_data():

@@ -135,7 +135,7 @@ def _quick_start(trainer: Any, dataset_name: str | None) -> str | None:
     prompt: Any = "A prompt like those of the training set"
     # A model on the hub may be public, and a dataset from elsewhere private
     if isinstance(trainer.train_dataset, Dataset) and (trainer.hub_model_id is None or on_hub(dataset_name)):
-        prompt = trainer.train_dataset[0]["prompt"]
+        prompt = trainer.train_dataset[0].get("prompt", prompt)  # an environment may give it
     return QUICK_START.format(
         model=_place(trainer),
         prompt=pformat(prompt, width=100, sort_dicts=False),

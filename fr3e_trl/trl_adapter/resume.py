@@ -1,5 +1,6 @@
 """Exact resume: a run that was cut, at any moment, goes on as the run that was not."""
 
+import copy
 import json
 import logging
 import pickle
@@ -9,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object, send_to_device
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -53,6 +55,9 @@ def exact_resume(trainer: Any) -> Iterator[None]:
     With other batch sizes, or another number of processes, what was left of the batch is dropped, with a warning. A
     warning also names settings that have changed, or a checkpoint that lacks all this.
 
+    A checkpoint that is saved within an update, as before an error, goes on from where the update began. A run begins
+    with nothing of what an earlier one in the same process left behind.
+
     Args:
         trainer (`GRPOTrainer`):
             Has three methods more: `begin`, called before the first step of a run, when the order of the data is
@@ -60,15 +65,18 @@ def exact_resume(trainer: Any) -> Iterator[None]:
             and `resume_from_state`, which takes that up.
     """
     resume = _Resume(trainer)
-    with overridden(
-        trainer,
-        _get_train_sampler=resume.get_train_sampler,
-        _init_training_state=resume.init_training_state,
-        _save_rng_state=resume.save_state,
-        _load_rng_state=resume.load_state,
-        _load_from_checkpoint=resume.load_weights,
-        _load_best_model=resume.load_best_model,
-        _issue_warnings_after_load=resume.note_names,
+    with (
+        overridden(
+            trainer,
+            _get_train_sampler=resume.get_train_sampler,
+            _init_training_state=resume.init_training_state,
+            _save_rng_state=resume.save_state,
+            _load_rng_state=resume.load_state,
+            _load_from_checkpoint=resume.load_weights,
+            _load_best_model=resume.load_best_model,
+            _issue_warnings_after_load=resume.note_names,
+        ),
+        overridden(trainer.callback_handler, on_step_begin=resume.begin_update),
     ):
         yield
 
@@ -85,6 +93,8 @@ class _Resume:
         self._load_from_checkpoint = trainer._load_from_checkpoint
         self._load_best_model = trainer._load_best_model
         self._issue_warnings_after_load = trainer._issue_warnings_after_load
+        self._on_step_begin = trainer.callback_handler.on_step_begin
+        self._begun: tuple[int, dict[str, Any]] | None = None  # the last update: its step, and what it began with
         self._train_sampler: Any = None
         self._has_other_names = False
 
@@ -100,6 +110,7 @@ class _Resume:
         epochs_trained, steps_trained_in_epoch = self._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs
         )
+        _forget(self.trainer)
         self.trainer.begin()
         if self.trainer.state.global_step >= max_steps:
             return num_train_epochs, 0  # transformers would train one step more
@@ -110,17 +121,29 @@ class _Resume:
     # Each process saves and loads its own, where transformers does so with the states of the random generators: when
     # the data are where they were, and before the next step.
 
+    def begin_update(self, *args: Any, **kwargs: Any) -> Any:
+        self._begun = self.trainer.state.global_step, self._state()
+        return self._on_step_begin(*args, **kwargs)
+
     def save_state(self, output_dir: str) -> None:
         self._save_rng_state(output_dir)
+        step, state = self._begun or (None, {})
+        if step != self.trainer.state.global_step:  # the update is through
+            state = self._state()
+        torch.save(state, _state_file(output_dir, self.trainer.args.process_index))
+
+    def _state(self) -> dict[str, Any]:
         trainer = self.trainer
         is_batch_used_up = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
-        state = {name: getattr(trainer, name) for name in STATE}
-        state["sizes"] = _sizes(trainer)
-        state["settings"] = _settings(trainer)
-        state["buffered_inputs"] = None if is_batch_used_up else trainer._buffered_inputs
-        state["metrics"] = dict(trainer._metrics["train"])
-        state["of_method"] = trainer.state_to_resume()
-        torch.save(state, _state_file(output_dir, trainer.args.process_index))
+        has_tables = trainer.log_completions and trainer.is_world_process_zero() and not is_batch_used_up
+        return {name: copy.deepcopy(getattr(trainer, name)) for name in STATE} | {
+            "sizes": _sizes(trainer),
+            "settings": _settings(trainer),
+            "buffered_inputs": None if is_batch_used_up else trainer._buffered_inputs,
+            "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
+            "tables": _tables(trainer) if has_tables else {},
+            "of_method": trainer.state_to_resume(),
+        }
 
     def load_state(self, checkpoint: str | None) -> None:
         self._load_rng_state(checkpoint)
@@ -157,6 +180,7 @@ class _Resume:
             setattr(trainer, name, send_to_device(state[name], trainer.args.device))
         trainer._buffered_inputs = send_to_device(state["buffered_inputs"], trainer.args.device)
         trainer._metrics["train"].update(state["metrics"])
+        _fill(trainer._logs, state["tables"])
         trainer.resume_from_state(state["of_method"])
         if state["sizes"] != _sizes(trainer):
             _begin_new_batch(trainer, state["sizes"])
@@ -200,8 +224,39 @@ class _Resume:
             self._issue_warnings_after_load(load_result)
 
 
+def _forget(trainer: Any) -> None:
+    """What an earlier run in this process left behind, which may have ended at any point."""
+    trainer._step, trainer._buffered_inputs = 0, None
+    for left in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
+        left.clear()
+    if trainer.use_vllm:
+        trainer._last_loaded_step = -1  # its number of a step may be this run's too
+
+
+def _tables(trainer: Any) -> dict[str, Any]:
+    """What `log_completions` shows of the batch, without images."""
+    return {
+        name: {key: list(values) for key, values in part.items()} if isinstance(part, dict) else list(part)
+        for name, part in trainer._logs.items()
+        if name != "images"
+    }
+
+
+def _fill(tables: Any, saved: dict[str, Any]) -> None:
+    for name, values in saved.items():
+        if isinstance(values, dict):
+            _fill(tables[name], values)
+        else:
+            tables[name].extend(values)
+
+
+def _plain(value: Any) -> Any:
+    """A number or a text as Python's own. NumPy's pass for them, and a checkpoint refuses these."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def _sizes(trainer: Any) -> dict[str, int]:
-    return {name: getattr(trainer.args, name) for name in SIZES}
+    return {name: _plain(getattr(trainer.args, name)) for name in SIZES}
 
 
 def _settings(trainer: Any) -> dict[str, Any]:
@@ -209,7 +264,7 @@ def _settings(trainer: Any) -> dict[str, Any]:
     args = trainer.args
     names = [field.name for field in fields(args) if field.name not in GRPOConfig.__dataclass_fields__]
     names = [name for name in names if name not in NOT_DECISIVE and not name.startswith("vllm_")]
-    settings = {name: getattr(args, name, None) for name in (*names, *DECISIVE)}
+    settings = {name: _plain(getattr(args, name, None)) for name in (*names, *DECISIVE)}
     plain = {name: value for name, value in settings.items() if isinstance(value, bool | int | float | str | None)}
     has_length = isinstance(trainer.train_dataset, Sized)
     return plain | ({"examples of train_dataset": len(trainer.train_dataset)} if has_length else {})
@@ -291,10 +346,12 @@ def _state_file(checkpoint: str, process_index: int) -> Path:
 
 def save_before(trainer: Any, error: Exception) -> None:
     """Save a checkpoint of the last step before a run ends with `error`."""
-    if trainer.state.global_step > 0:
-        trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+    step = trainer.state.global_step
+    if step > 0:
+        if not is_complete(Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"):
+            trainer._save_checkpoint(trainer.model_wrapped, trial=None)
         error.add_note(
-            f"Step {trainer.state.global_step}, the last that was trained, is saved in {trainer.args.output_dir}. When "
+            f"Step {step}, the last that was trained, is saved in {trainer.args.output_dir}. When "
             "that is mended, go on with trainer.train(resume_from_checkpoint=True)."
         )
 
