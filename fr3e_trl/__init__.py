@@ -29,7 +29,7 @@ for _name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
 _MODULES = {
     "FR3EConfig": "config",
     "FR3ETrainer": "trainer",
-    **dict.fromkeys(("Sample", "Sampler", "SamplingRequest"), "generation.sampler"),
+    **dict.fromkeys(("Sample", "Sampler", "SamplingRequest"), "method.sampling"),
 }
 
 

@@ -62,10 +62,6 @@ PRESETS = {"paper": PAPER, "released": RELEASED}
 # The default weight of the prior. It won at equal generated tokens, see docs/results.md
 PRIOR_STRENGTH = 4.0
 
-# The paper's values of two GRPO settings. They are the defaults while exploring
-PAPER_CLIPPING = 0.28
-PAPER_SCALING = "none"
-
 # CISPO cuts importance weights at `epsilon_high` itself, not at 1 more. ScaleRL's choice (arXiv 2510.13786), and TRL's
 CISPO_CLIPPING = 5.0
 
@@ -517,8 +513,8 @@ class FR3EConfig(GRPOConfig):
             ", ".join(f"{name}={getattr(config, name)!r}" for name in _own_fields()),
             config.epsilon_high,
             config.scale_rewards,
-            PAPER_CLIPPING,
-            PAPER_SCALING,
+            PAPER["epsilon_high"],
+            PAPER["scale_rewards"],
             "" if config.has_prior else ", and with that a prior (value_prior_strength)",
         )
         return config
@@ -564,13 +560,15 @@ def choose_shape(config: FR3EConfig) -> None:
 
 
 def choose_scaling(config: FR3EConfig) -> None:
+    """While exploring, the paper's."""
     if config.scale_rewards is None:
-        config.scale_rewards = PAPER_SCALING if config.num_anchors or config.has_prior else "group"
+        config.scale_rewards = PAPER["scale_rewards"] if config.num_anchors or config.has_prior else "group"
 
 
 def choose_clipping(config: FR3EConfig) -> None:
+    """While exploring, the paper's."""
     if config.epsilon_high is None and config.num_anchors:
-        config.epsilon_high = CISPO_CLIPPING if config.loss_type == "cispo" else PAPER_CLIPPING
+        config.epsilon_high = CISPO_CLIPPING if config.loss_type == "cispo" else PAPER["epsilon_high"]
 
 
 def choose_rejection(config: FR3EConfig) -> None:

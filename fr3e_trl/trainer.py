@@ -439,10 +439,12 @@ class FR3ETrainer(GRPOTrainer):
             state["anchor_threshold"] = self._threshold
         return state
 
-    def resume_from_state(self, state: dict[str, Any]) -> None:
-        """Take up what [`state_to_resume`] returned."""
+    def resume_from_state(self, state: dict[str, Any], has_changed: bool) -> None:
+        """Take up what [`state_to_resume`] returned, without rows left over if the settings have changed."""
         if self._refill is not None and "leftovers" in state:
             self._refill.resume(state, self.accelerator.num_processes)
+            if has_changed:
+                self._refill.leftovers = []
         elif self._refill is not None:  # the run had none: it drew the prompts of each batch, and no more
             args, num_examples = self.args, len(self.train_dataset)
             num_batches = self.state.global_step * args.gradient_accumulation_steps / args.steps_per_generation

@@ -35,6 +35,12 @@ def letters(completions, **kwargs):
     return [sum(math.sin(i * ord(char)) for i, char in enumerate(text, 1)) for text in texts]
 
 
+def graded(completions, **kwargs):
+    """0 to 4, and None for a completion in seven."""
+    sums = [sum(map(ord, text)) for text in completions]
+    return [None if total % 7 == 0 else float(total % 5) for total in sums]
+
+
 def make_trainer(
     cls=Recorder, *, config=None, model=None, reward_funcs=digits, dataset=None, tokenizer=None, **settings
 ):

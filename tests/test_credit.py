@@ -25,12 +25,11 @@ from enumeration import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fr3e_trl.method.credit.prior import Prior
+from fr3e_trl.method.credit.prior import Prior, state_values
 from fr3e_trl.method.credit.rollout import row_baselines
 from fr3e_trl.method.credit.tree import (
     Paths,
     Stretches,
-    prompt_values,
     root_baselines,
     set_weights,
     tree_credit,
@@ -61,7 +60,7 @@ def one_tree(rows: list[Row], baseline: float, prior_strength: float, copies: li
 def by_crowd(of_rows: Paths, prior_strength: float) -> Stretches:
     """Credit of rows of several prompts, which are each other's prior."""
     values, prompts = tree_values(of_rows), of_rows.prompts
-    priors = Prior().of(prompt_values(values, prompts, int(prompts.max()) + 1))
+    priors = Prior().of(state_values(values, prompts, int(prompts.max()) + 1))
     return tree_credit(of_rows, root_baselines(values, prompts, priors, prior_strength), prior_strength)
 
 

@@ -151,11 +151,8 @@ CASES = {
         "per_device_eval_batch_size": 3,
         "loss_type": "grpo",
     },
-    "iterations": {"num_iterations": 2, "max_steps": 4},
     "sequence level": {"num_iterations": 2, "max_steps": 4, "importance_sampling_level": "sequence"},
     "more generations than a micro-batch": {"num_generations": 6, "per_device_train_batch_size": 3} | ACCUMULATED,
-    "beta": {"beta": 0.1},
-    "sync_ref_model": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
     "bias correction": {"beta": 0.1, "use_bias_correction_kl": True},
     "delta": {"delta": 2.0},
     "pad_to_multiple_of": {"pad_to_multiple_of": 8},
@@ -164,11 +161,8 @@ CASES = {
     "entropy bonus": {"entropy_coef": 0.1},
     "generation settings": {"top_p": 0.9, "top_k": 10, "min_p": 0.01, "repetition_penalty": 1.1},
     "generation kwargs": {"generation_kwargs": {"do_sample": True, "top_k": 50, "length_penalty": -0.1}},
-    "cast_lm_head_to_fp32": {"cast_lm_head_to_fp32": True},
-    "gradient checkpointing": {"gradient_checkpointing": True},
     "workers": {"dataloader_num_workers": 2},
     "not shuffled": {"shuffle_dataset": False, "log_completions": True, "log_unique_prompts": True},
-    **{f"scale {scale}": {"scale_rewards": scale} for scale in (False, "group", "batch", True, "none")},
     "several rewards": {"reward_funcs": [letters, distinct]},
     "weighted": {"reward_funcs": [letters, distinct], "reward_weights": [0.7, 0.3]},
     "sync and async": {"reward_funcs": [letters, ones, later]},
@@ -195,6 +189,15 @@ CASES = {
 }
 
 
+# With an FR3EConfig, these are among the modes of test_trainer.py
+OF_A_GRPO_CONFIG = {
+    "iterations": {"num_iterations": 2, "max_steps": 4},
+    "beta": {"beta": 0.1},
+    "scale group": {"scale_rewards": "group"},
+    "scale batch": {"scale_rewards": "batch"},
+}
+
+
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES.keys())
 def test_every_setting_trains(settings):
     train(**settings)
@@ -203,12 +206,13 @@ def test_every_setting_trains(settings):
 @pytest.mark.parametrize(
     "name",
     [
-        *("loss dapo", "loss grpo", "conversational", "iterations", "beta", "scale group", "scale batch", "None"),
-        *("weighted", "sync and async", "normalize_then_sum", "more generations than a micro-batch"),
+        *OF_A_GRPO_CONFIG,
+        *("loss dapo", "loss grpo", "conversational", "None", "weighted", "sync and async", "normalize_then_sum"),
+        "more generations than a micro-batch",
     ],
 )
 def test_a_grpo_config_trains(name):
-    trainer = train(config=GRPOConfig, **CASES[name])
+    trainer = train(config=GRPOConfig, **(CASES | OF_A_GRPO_CONFIG)[name])
     assert isinstance(trainer.args, FR3EConfig) and trainer.args.num_anchors > 0
 
 
@@ -508,15 +512,6 @@ def test_a_rollout_func():
         train(rollout_func=lambda prompts, trainer: {"prompt_ids": [], "completion_ids": []}, num_anchors=0)
     with pytest.raises(NotImplementedError, match=r"rollout_func.*sampler="):
         make_trainer(rollout_func=rollout_func)
-
-
-def test_continuous_batching():
-    train(
-        model=make_model(max_position_embeddings=128),
-        use_transformers_continuous_batching=True,
-        transformers_continuous_batching_config={"num_blocks": 64, "block_size": 16, "max_batch_tokens": 128},
-        bf16=True,
-    )
 
 
 def test_names_in_place_of_everything(monkeypatch):

@@ -548,8 +548,10 @@ def test_continuous_batching():
         transformers_continuous_batching_config={"num_blocks": 64, "block_size": 16, "max_batch_tokens": 128},
         bf16=True,  # the engine's attention takes no float32
     )
+    before = weights(trainer)
     set_seed(1)
     trainer.train()
+    assert not weights(trainer).equal(before) and weights(trainer).isfinite().all()
     for batch, trees in trainer.batches:
         check_batch(trainer, batch, trees)
     assert len(logged(trainer, "loss")) == 2 and any(
@@ -737,15 +739,6 @@ def test_what_is_not_supported_is_refused(arguments, named):
     with pytest.raises(NotImplementedError, match=named) as error:
         make_trainer(**arguments)
     assert "num_anchors=0" in str(error.value)
-
-
-def test_resuming_continues_the_run():
-    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    whole = train(**saving)
-    resumed = make_trainer(**saving)
-    resumed.train(resume_from_checkpoint="output/checkpoint-2")
-    assert logged(resumed, "loss") == logged(whole, "loss")
-    assert weights(resumed).equal(weights(whole))
 
 
 def test_images_are_refused():

@@ -7,6 +7,7 @@ from dataclasses import replace
 import factory
 import pytest
 import torch
+from factory import graded
 from launches import launch
 from models import CPU, make_dataset, make_tokenizer
 from processes_train import FakeSampler
@@ -41,12 +42,6 @@ def make_config(**settings):
     return FR3EConfig("output", **CPU | {"num_generations": 8} | DEFAULTS | settings)
 
 
-def letters(completions, **kwargs):
-    """0 to 4, and None for a completion in seven."""
-    sums = [sum(map(ord, text)) for text in completions]
-    return [None if total % 7 == 0 else float(total % 5) for total in sums]
-
-
 def parity(prompts, completions, **kwargs):
     """Half of the prompts teach nothing."""
     hopeful = [sum(map(ord, prompt)) % 2 == 0 for prompt in prompts]
@@ -56,7 +51,7 @@ def parity(prompts, completions, **kwargs):
     ]
 
 
-def train(cls=Recorder, sampler=None, reward_func=letters, num_prompts=16, resume=None, model=None, **settings):
+def train(cls=Recorder, sampler=None, reward_func=graded, num_prompts=16, resume=None, model=None, **settings):
     trainer = factory.make_trainer(
         cls, model=model, reward_funcs=reward_func, dataset=make_dataset(num_prompts), **DEFAULTS | settings
     )
@@ -124,7 +119,7 @@ def naive_credit(trees, num_anchors, strength, num_rollouts=1):
 
 @pytest.mark.parametrize(
     ("reward_func", "num_anchors", "strength", "scale"),
-    [(letters, 6, 4.0, 1.0), (letters, 6, 1.0, 0.5), (parity, 3, 0.0, 1.0)],
+    [(graded, 6, 4.0, 1.0), (graded, 6, 1.0, 0.5), (parity, 3, 0.0, 1.0)],
     ids=["graded", "scaled", "rejected"],
 )
 def test_the_batch_has_the_advantages_of_the_definition(reward_func, num_anchors, strength, scale):
@@ -156,7 +151,7 @@ def test_the_batch_has_the_advantages_of_the_definition(reward_func, num_anchors
         num_short += sum(len(tree.states[0].rollouts) > 2 for tree in trees)
         num_unscorable += sum(math.isnan(r.score.reward) for tree in trees for s in tree.states for r in s.rollouts)
         num_rejected += 32 - len(in_loss)
-    assert num_short and (num_unscorable if reward_func is letters else num_rejected > 8)
+    assert num_short and (num_unscorable if reward_func is graded else num_rejected > 8)
 
 
 def test_tables_and_metrics_have_the_means_of_rows():

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..commands.statistics import (
     DIFFERENCE_OF_SHARES,
+    QUANTILE,
     SHARE,
     UNBOUNDED,
     Bounds,
@@ -154,11 +155,11 @@ def at_best(results: Results) -> str:
     if table is None or table.shape[1] == 1 or not any(half_widths(table)):
         return few.strip() if found is not None else ""
     (by_seeds, by_prompts), prompts = half_widths(table), table.shape[1]
-    factor = t_quantile(0.975, seeds - 1)
+    factor = t_quantile(QUANTILE, seeds - 1)
     is_share = reward_bounds(results) == SHARE
 
     def least(n: int) -> float:
-        of_seeds = by_seeds * t_quantile(0.975, n - 1) / factor * math.sqrt(seeds / n)
+        of_seeds = by_seeds * t_quantile(QUANTILE, n - 1) / factor * math.sqrt(seeds / n)
         return _least_difference(math.hypot(of_seeds, by_prompts), is_share)
 
     if math.isinf(least(seeds)):

@@ -124,7 +124,7 @@ class MeasuredGRPOTrainer(MeasuredMixin, GRPOTrainer):
         """Nothing beside what TRL's steps depend on."""
         return {}
 
-    def resume_from_state(self, state: dict[str, Any]) -> None:
+    def resume_from_state(self, state: dict[str, Any], has_changed: bool) -> None:
         """There is none."""
 
 

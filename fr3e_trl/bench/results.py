@@ -113,8 +113,8 @@ class Results:
         return {name: start + share * (end - start) if has_risen else math.nan for name, share in SHARES.items()}
 
 
-# Gives a number for a run, or for an evaluation
-Measure = Callable[[dict[str, Any]], float]
+# Of an evaluation: a number
+EvaluationMeasure = Callable[[dict[str, Any]], float]
 
 
 def pass_rate(evaluation: dict[str, Any], k: int = 1) -> float:
@@ -155,19 +155,14 @@ def accuracies(run: dict[str, Any]) -> list[float]:
     return [pass_rate(evaluation) for evaluation in run["evaluations"]]
 
 
-def accuracy_at(run: dict[str, Any], cost: str, amount: float) -> float:
-    """Held-out pass@1 when a run had spent so much, between evaluations on the line through them."""
-    return interpolate(curve(run, cost), accuracies(run), amount)
-
-
-def value_at(run: dict[str, Any], measure: Measure, amount: float) -> float:
+def value_at(run: dict[str, Any], measure: EvaluationMeasure, amount: float) -> float:
     """A measure of evaluations when a run had spent so much of its budget, on the line through those around."""
     return interpolate(curve(run, run["cost"]), list(map(measure, run["evaluations"])), amount)
 
 
 def final(run: dict[str, Any]) -> float:
     """Held-out pass@1 at the end of the run's budget."""
-    return accuracy_at(run, run["cost"], run["amount"])
+    return value_at(run, pass_rate, run["amount"])
 
 
 def mean_accuracy(run: dict[str, Any]) -> float:

@@ -18,7 +18,7 @@ from ..commands.outputs import as_json, damaged, read_object, write_json
 from ..commands.revision import revision
 from ..commands.usage import UsageError
 from ..method.tree import Tree
-from ..page.record import record_trees
+from ..page.record import record_trees, write_whole
 from ..trl_adapter.resume import checkpoints
 from ..trl_adapter.setup import tokenizer_of
 from .arms import make_trainer
@@ -228,9 +228,7 @@ class Course(transformers.TrainerCallback):
             lines.append(json.dumps({cost.name: evaluation[cost.name] for cost in fields(Costs)} | rates) + "\n")
         path = self.run.under_way / CURVE
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(lines))
-        partial.replace(path)
+        write_whole(path, "".join(lines).encode())
 
 
 def evaluate_run(run: Run, trainer: Any, heldout: datasets.Dataset) -> Evaluation:

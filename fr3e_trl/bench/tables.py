@@ -19,13 +19,13 @@ from .results import (
     COSTS,
     SHARES,
     SIGNALS,
-    Measure,
+    EvaluationMeasure,
     Results,
-    accuracy_at,
     curve,
     distinct_right,
     has_collapsed,
     mean_accuracy,
+    pass_rate,
     reached,
     taught,
     value_at,
@@ -199,7 +199,7 @@ def diversity_measures(results: Results) -> dict[str, tuple[Callable[..., Any], 
     def passes(k: int) -> Callable[[dict[str, Any], float], Any]:
         return lambda run, amount: rates_at(run, cost, amount, k)
 
-    def of_evaluations(measure: Measure) -> Callable[[dict[str, Any], float], Any]:
+    def of_evaluations(measure: EvaluationMeasure) -> Callable[[dict[str, Any], float], Any]:
         return lambda run, amount: value_at(run, measure, amount)
 
     return {
@@ -240,7 +240,7 @@ def fits_table(results: Results) -> Table:
     spent = np.linspace(0, results.amount, num_evals + 1)
     rows = []
     for arm in results.arms:
-        curves = [[accuracy_at(run, results.cost, amount) for amount in spent] for run in results.of_arm(arm)]
+        curves = [[value_at(run, pass_rate, amount) for amount in spent] for run in results.of_arm(arm)]
         measured = min(len(run["evaluations"]) for run in results.of_arm(arm)) - 1  # batches may be fewer than planned
         found = fit(spent, np.array(curves), bounds[1]) if measured >= LEAST_POINTS else None
         if found is None:

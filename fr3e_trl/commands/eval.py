@@ -67,7 +67,7 @@ FREE = (
 )
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Evaluate a model as the arguments say, and print the results."""
     parser = RecipeParser([EvalArguments, ModelConfig])
     for action in parser._actions:
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
             action.help = argparse.SUPPRESS
     args, model_args = parse_arguments(parser, argv)
     with resumable(args.output_dir):
-        evaluate(args, model_args, f"fr3e eval {shlex.join(argv or [])}")
+        evaluate(args, model_args, f"fr3e eval {shlex.join(argv)}")
 
 
 def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict[str, Any]:

@@ -26,10 +26,10 @@ Key = tuple[int, int]
 
 # From the completions that are wanted, and the tokens of all prompts, to the completions as they come
 Batch = tuple[list[Key], list[Completion]]
-Sampler = Callable[[list[Key], list[list[int]]], Iterator[Batch]]
+EvalSampler = Callable[[list[Key], list[list[int]]], Iterator[Batch]]
 
 
-def local_sampler(args: EvalArguments, model_args: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Sampler:
+def local_sampler(args: EvalArguments, model_args: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> EvalSampler:
     """Completions of a model that is loaded here, by transformers' `generate`."""
     refuse_lost_base(model_args)
     with usage_errors(model_argument(model_args), "Use the directory or the id of a model or an adapter.", OSError):
@@ -94,7 +94,7 @@ def warn_of_other_model(server: VLLMServer, adapter: dict[str, Any], model_args:
         )
 
 
-def server_sampler(args: EvalArguments, model_args: ModelConfig) -> Sampler:
+def server_sampler(args: EvalArguments, model_args: ModelConfig) -> EvalSampler:
     """Completions of a vLLM server, by its OpenAI-compatible API. All requests are in flight together."""
     directory = Path(model_args.model_name_or_path).resolve()
     is_adapter = (directory / "adapter_config.json").is_file()
@@ -121,9 +121,9 @@ def server_sampler(args: EvalArguments, model_args: ModelConfig) -> Sampler:
                 "top_k": 0,
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
-                "seed": seed_of(args.seed, problem, sample),
+                "seed": seed_of(args.seed, problem, number),
             }
-            for problem, sample in missing
+            for problem, number in missing
         ]
         arrived: queue.SimpleQueue[Batch | Exception | None] = queue.SimpleQueue()
 

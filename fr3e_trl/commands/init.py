@@ -55,7 +55,7 @@ SUMS = [(17, 26), (48, 35), (64, 19), (7, 88), (53, 29), (91, 46), (38, 38), (12
 DATA = "".join(json.dumps({"question": f"What is {a} + {b}?", "solution": str(a + b)}) + "\n" for a, b in SUMS)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """The command `fr3e init`."""
     parser = Parser(
         prog="fr3e init",

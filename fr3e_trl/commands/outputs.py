@@ -125,17 +125,12 @@ def as_json(content: Any) -> Any:
     return json.loads(json.dumps(content, default=str))
 
 
-def read_json(path: str | Path) -> Any:
-    """The content of a JSON file. A `UsageError` names one that is damaged."""
+def read_object(path: str | Path) -> dict[str, Any]:
+    """The mapping in a JSON file. A `UsageError` names one that is damaged."""
     try:
-        return json.loads(Path(path).read_text())
+        content = json.loads(Path(path).read_text())
     except ValueError as error:
         raise damaged(path, error) from error
-
-
-def read_object(path: str | Path) -> dict[str, Any]:
-    """The same of a file that holds a mapping."""
-    content = read_json(path)
     if not isinstance(content, dict):
         raise damaged(path, f"{str(content)[:50]!r} is no mapping")
     return content

@@ -115,7 +115,7 @@ def beside(value: Any, folder: Path) -> Any:
     return str(folder / value) if path and (folder / path).exists() else value
 
 
-def parse_arguments(parser: TrlParser, argv: list[str] | None) -> tuple[Any, ...]:
+def parse_arguments(parser: TrlParser, argv: list[str]) -> tuple[Any, ...]:
     """The parsed arguments. What is wrong with them becomes a [`UsageError`]."""
     with usage_errors("wrong arguments", "See --help.", OSError, TypeError, ValueError, yaml.YAMLError):
         return parser.parse_args_and_config(argv)

@@ -10,6 +10,9 @@ import numpy as np
 # What lies between 0 and 1, and differences of such
 SHARE, DIFFERENCE_OF_SHARES, UNBOUNDED = (0.0, 1.0), (-1.0, 1.0), (-math.inf, math.inf)
 
+# Of Student's t, for intervals that hold what they estimate in 95 of 100 cases
+QUANTILE = 0.975
+
 Bounds = tuple[float, float]
 
 
@@ -98,7 +101,7 @@ def _losing_choices(counts: Sequence[int], most: int, k: int) -> dict[tuple[int,
     return choices
 
 
-def mean_interval(values: Sequence[float], bounds: Bounds = UNBOUNDED, confidence: float = 0.95) -> Interval:
+def mean_interval(values: Sequence[float], bounds: Bounds = UNBOUNDED) -> Interval:
     """
     Mean of independent values and its interval by Student's t, from their own standard deviation, see [`within`].
 
@@ -107,19 +110,17 @@ def mean_interval(values: Sequence[float], bounds: Bounds = UNBOUNDED, confidenc
             The values. One alone has no interval.
         bounds (`tuple[float, float]`):
             Between what the values lie.
-        confidence (`float`):
-            How often the interval holds the mean of all that could be drawn.
     """
     n = len(values)
     mean = sum(values) / n
     if n == 1:
         return Interval(mean, math.nan, math.nan)
     variance = sum((value - mean) ** 2 for value in values) / (n - 1)
-    quantile = t_quantile((1 + confidence) / 2, n - 1)
+    quantile = t_quantile(QUANTILE, n - 1)
     return within(mean, quantile * math.sqrt(variance / n), bounds, quantile**2 / n)
 
 
-def crossed_interval(values: np.ndarray, bounds: Bounds = UNBOUNDED, confidence: float = 0.95) -> Interval:
+def crossed_interval(values: np.ndarray, bounds: Bounds = UNBOUNDED) -> Interval:
     """
     Mean of a measure of prompts by runs, and its interval where both were drawn: the runs' seeds, and the prompts.
 
@@ -131,19 +132,17 @@ def crossed_interval(values: np.ndarray, bounds: Bounds = UNBOUNDED, confidence:
             The measure of each of P prompts in each of N runs. One run alone has no interval.
         bounds (`tuple[float, float]`):
             Between what the values lie, see [`within`].
-        confidence (`float`):
-            How often the interval holds the mean over all seeds and prompts that could be drawn.
     """
     mean, num_prompts = float(values.mean()), values.shape[1]
     if num_prompts == 1:
-        return mean_interval(values[:, 0].tolist(), bounds, confidence)
+        return mean_interval(values[:, 0].tolist(), bounds)
     if len(values) == 1:
         return Interval(mean, math.nan, math.nan)
-    half_width = math.hypot(*half_widths(values, confidence))
-    return within(mean, half_width, bounds, t_quantile((1 + confidence) / 2, num_prompts - 1) ** 2 / num_prompts)
+    half_width = math.hypot(*half_widths(values))
+    return within(mean, half_width, bounds, t_quantile(QUANTILE, num_prompts - 1) ** 2 / num_prompts)
 
 
-def half_widths(values: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
+def half_widths(values: np.ndarray) -> tuple[float, float]:
     """
     What the seeds alone, and the prompts alone, leave open of a mean: half-widths of its interval.
 
@@ -153,8 +152,6 @@ def half_widths(values: np.ndarray, confidence: float = 0.95) -> tuple[float, fl
     Args:
         values (`np.ndarray` of shape (N, P)):
             The measure of each of P prompts in each of N runs, both at least 2.
-        confidence (`float`):
-            See [`crossed_interval`].
     """
     n, num_prompts = values.shape
     of_runs, of_prompts = values.mean(1), values.mean(0)
@@ -162,7 +159,7 @@ def half_widths(values: np.ndarray, confidence: float = 0.95) -> tuple[float, fl
     noise = float((rest**2).sum()) / ((n - 1) * (num_prompts - 1)) / (n * num_prompts)
     over_runs = float(of_runs.var(ddof=1)) / n
     over_prompts = max(float(of_prompts.var(ddof=1)) / num_prompts - noise, 0.0)
-    by_runs, by_prompts = (t_quantile((1 + confidence) / 2, count - 1) for count in (n, num_prompts))
+    by_runs, by_prompts = (t_quantile(QUANTILE, count - 1) for count in (n, num_prompts))
     return max(by_runs * math.sqrt(over_runs), by_prompts * math.sqrt(noise)), by_prompts * math.sqrt(over_prompts)
 
 
@@ -198,7 +195,7 @@ def score_interval(share: float, ratio: float) -> Interval:
     return Interval(share, centre - spread, centre + spread)
 
 
-def share_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+def share_interval(values: Sequence[float]) -> Interval:
     """
     Mean of independent values between 0 and 1, at least two, and its interval.
 
@@ -208,9 +205,7 @@ def share_interval(values: Sequence[float], confidence: float = 0.95) -> Interva
     mean, more = sum(values) / len(values), [*values, 0.0, 1.0]
     middle = sum(more) / len(more)
     variance = sum((value - middle) ** 2 for value in more) / (len(more) - 1) / len(more)
-    return score_interval(
-        mean, t_quantile((1 + confidence) / 2, len(more) - 1) ** 2 * variance / (middle * (1 - middle))
-    )
+    return score_interval(mean, t_quantile(QUANTILE, len(more) - 1) ** 2 * variance / (middle * (1 - middle)))
 
 
 def paired_difference(values: Sequence[float], reference: Sequence[float]) -> Interval:

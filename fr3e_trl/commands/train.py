@@ -25,7 +25,6 @@ import transformers
 import yaml
 from safetensors import SafetensorError
 from transformers import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from ..config import FR3EConfig
@@ -128,14 +127,13 @@ class RunFiles(TrainerCallback):
             append_log(self.directory / METRICS, state.log_history[-1])
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Train a model as the arguments say, or say what that will be."""
     parser = make_parser()
     script_args, training_args, model_args = parse_arguments(parser, argv)
     if script_args.num_processes and "WORLD_SIZE" not in os.environ:
         launcher = ["-m", "fr3e_trl.commands.launcher", str(script_args.num_processes)]
-        arguments = sys.argv[1:] if argv is None else argv
-        os.execv(sys.executable, [sys.executable, *launcher, *arguments])
+        os.execv(sys.executable, [sys.executable, *launcher, *argv])
     train(script_args, training_args, model_args, parser.given)
 
 
@@ -273,7 +271,7 @@ def checkpoint_to_resume(args: FR3EConfig) -> str | bool:
     """What `train()` goes on from: a checkpoint's directory, `True` for the last of `output_dir`, `False` for none."""
     asked = str(args.resume_from_checkpoint)
     checkpoint: str | bool = RESUME_WORDS.get(asked.lower(), asked)
-    if checkpoint is True and (not Path(args.output_dir).is_dir() or get_last_checkpoint(args.output_dir) is None):
+    if checkpoint is True and not checkpoints(args.output_dir):
         raise UsageError(
             f"resume_from_checkpoint=True: there is no checkpoint in output_dir={args.output_dir!r}. Leave it out to "
             "start anew."

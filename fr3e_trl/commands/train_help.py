@@ -42,7 +42,7 @@ COMMON = {
 }
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Print the page."""
     print("usage: fr3e train --config RECIPE.yaml [--SETTING VALUE ...]\n")
     print("Train a model, as a recipe says. All options: fr3e train --help-all")

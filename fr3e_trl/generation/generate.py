@@ -1,4 +1,4 @@
-"""Sampling with transformers: `generate`, and continuous batching."""
+"""Sampling with transformers' `generate`."""
 
 import copy
 import functools

@@ -40,6 +40,16 @@ def special_tokens(config: Any, eos_token_ids: Sequence[int]) -> list[int]:
     return sorted(token_id for token_id in found if isinstance(token_id, int) and 0 <= token_id < size)
 
 
+def usual_tokens(config: Any) -> np.ndarray:
+    """Token ids of a model that are text and no more."""
+    return np.setdiff1d(np.arange(config.get_text_config().vocab_size), special_tokens(config, []))
+
+
+def name_of(model: Any) -> str:
+    """The class of a model, without what PEFT puts around it."""
+    return type(getattr(model, "get_base_model", lambda: model)()).__name__
+
+
 def tolerance(dtype: torch.dtype, noise: float) -> float:
     """
     How far log-probs may be apart that are computed in two ways, in nats a token.
@@ -78,7 +88,7 @@ def obstacle_to_growing(
     Returns:
         `str` or `None`: A clause that says what is wrong.
     """
-    name = type(getattr(model, "get_base_model", lambda: model)()).__name__
+    name = name_of(model)
     requests = _requests(model)
     with without_dropout(model):
         try:
@@ -99,10 +109,7 @@ def obstacle_to_growing(
 
 def _requests(model: Any) -> list[SamplingRequest]:
     """Base trajectories of which two are left twice and one once, and one that ends early."""
-    config = model.config
-    special = special_tokens(config, [])
-    usual = np.setdiff1d(np.arange(config.get_text_config().vocab_size), special)
-    prompts = np.random.default_rng(0).choice(usual, (3, PROMPT))
+    prompts = np.random.default_rng(0).choice(usual_tokens(model.config), (3, PROMPT))
 
     def request(prompt: int, budget: int, shares: list[int]) -> SamplingRequest:
         # No entropy is below 0: each token but the first may be an anchor

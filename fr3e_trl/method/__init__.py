@@ -1,1 +1,1 @@
-"""The method, a step a file: anchors, tree, advantages, batch, refill, metrics. Nothing here knows TRL or processes."""
+"""The method, a step a file: anchors, tree, credit, rows, refill, metrics. Nothing here knows TRL or processes."""

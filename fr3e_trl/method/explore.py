@@ -51,8 +51,8 @@ Base = tuple[int, int]
 # A row: the index of its tree, its state, and which of the state's rollouts it is
 Slot = tuple[int, State, int]
 
-# What a process tells of a row: length, tokens that the policy wrote, rewards by function, reward, whether it is
-# masked, the chances of its first token, and whether that differs from the base trajectory's
+# What a process tells of a row: length, tokens that the policy wrote, what it scored, the chances of its first token,
+# and whether that differs from the base trajectory's
 Outcome = tuple[int, int, Score, tuple[float, float] | None, bool | None]
 
 

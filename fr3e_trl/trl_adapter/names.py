@@ -321,11 +321,7 @@ FUNCTIONS = [
         "torch.nn.Module._forward_hooks", "decoding.py", "surplus hooks of transformers' are removed", of_instances=True
     ),
     Name("transformers.PreTrainedModel._is_stateful", "sharing_probe.py", "whether layers are recurrent"),
-    Name(
-        "transformers.PreTrainedConfig._attn_implementation",
-        "sharing_probe.py shared_forward.py",
-        "which attention is called",
-    ),
+    Name("transformers.PreTrainedConfig._attn_implementation", "sharing_probe.py", "which attention is called"),
 ]
 
 ATTRIBUTES = [

@@ -62,7 +62,7 @@ def exact_resume(trainer: Any) -> Iterator[None]:
         trainer (`GRPOTrainer`):
             Has three methods more: `begin`, called before the first step of a run, when the order of the data is
             decided; `state_to_resume`, which returns what else its next step depends on, in plain values and tensors;
-            and `resume_from_state`, which takes that up.
+            and `resume_from_state`, which takes that up, given also whether settings have changed.
     """
     resume = _Resume(trainer)
     with (
@@ -160,7 +160,7 @@ class _Resume:
                 "the others too, and the run goes on with a new batch, as from a checkpoint of GRPOTrainer's."
             )
         if not file.exists():
-            trainer.resume_from_state({})
+            trainer.resume_from_state({}, False)
             _warn(
                 trainer,
                 "%s has no %s, as a checkpoint of GRPOTrainer's. Its weights, its optimizer and its place in the data "
@@ -181,13 +181,12 @@ class _Resume:
         trainer._buffered_inputs = send_to_device(state["buffered_inputs"], trainer.args.device)
         trainer._metrics["train"].update(state["metrics"])
         _fill(trainer._logs, state["tables"])
-        trainer.resume_from_state(state["of_method"])
         if state["sizes"] != _sizes(trainer):
             _begin_new_batch(trainer, state["sizes"])
-        if _warn_of_settings(trainer, state.get("settings", {})):
+        has_changed = _warn_of_settings(trainer, state.get("settings", {}))
+        if has_changed:
             trainer._buffered_inputs = None  # its old log-probs, say, are at another temperature
-            if trainer._refill is not None:
-                trainer._refill.leftovers = []
+        trainer.resume_from_state(state["of_method"], has_changed)
         if trainer.args.sync_ref_model:
             _warn(
                 trainer,

@@ -118,7 +118,7 @@ def _score(
     trie = fold(input_ids[kept], attention_mask[kept], scored[kept])
     outputs = _forward(trainer, model, trie)
     if not trie.windows:  # loading a kernel of the hub anew does that
-        implementation = trainer.model.config.get_text_config()._attn_implementation
+        implementation = sharing_probe.attention_of(trainer.model)
         raise RuntimeError(
             f"attn_implementation={implementation!r} was registered anew after training had begun, and does not know "
             "shared prefixes any more. Set share_prefixes=False."

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..generation.context import context_length
-from ..generation.growing_probe import special_tokens, tolerance, without_dropout
+from ..generation.growing_probe import name_of, tolerance, usual_tokens, without_dropout
 from .decoding import unchanged
 from .prefix_sharing import Trie, fold
 from .shared_attention import share
@@ -112,16 +112,10 @@ def attention_of(model: Any) -> str:
     return model.config.get_text_config()._attn_implementation
 
 
-def name_of(model: Any) -> str:
-    """The class of a model, without what PEFT puts around it."""
-    return type(getattr(model, "get_base_model", lambda: model)()).__name__
-
-
 def _branching_rows(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and mask, (4, T), of a row, two that branch off it, and itself with another beginning."""
-    config = model.config
-    length = min(COLUMNS, context_length(config) or COLUMNS)
-    usual = np.setdiff1d(np.arange(config.get_text_config().vocab_size), special_tokens(config, []))
+    length = min(COLUMNS, context_length(model.config) or COLUMNS)
+    usual = usual_tokens(model.config)
     rng = np.random.default_rng(0)
     input_ids = np.tile(rng.choice(usual, length), (4, 1))
     for row, start in ((1, length // 2 + 1), (2, length - length // 4)):

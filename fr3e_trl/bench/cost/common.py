@@ -1,7 +1,6 @@
 """What the measurements of cost have in common."""
 
 import argparse
-import math
 import statistics
 import sys
 import time
@@ -47,20 +46,14 @@ def followed(items: Sequence[T], name: str) -> Iterator[T]:
 def make_parser(description: str | None, **counts: tuple[int, str]) -> argparse.ArgumentParser:
     """Parser of options that are whole numbers of at least 1: their names, each with its default and help."""
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, (default, meaning) in counts.items():
-        parser.add_argument(f"--{name}", type=count, default=default, help=f"{meaning} (default: {default})")
+    add_counts(parser, **counts)
     return parser
 
 
-def positive(text: str) -> float:
-    """A number above 0, of the command line."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
-    return number
+def add_counts(parser: argparse.ArgumentParser, **counts: tuple[int, str]) -> None:
+    """More of such options."""
+    for name, (default, meaning) in counts.items():
+        parser.add_argument(f"--{name}", type=count, default=default, help=f"{meaning} (default: {default})")
 
 
 def count(text: str) -> int:

@@ -31,27 +31,18 @@ from rich.console import Console
 
 from .common import make_parser, make_table
 from .engine_check import check
-from .engine_model import WAYS, Engine, Lengths, draw_prompt, seconds_of
+from .engine_model import WAYS, Engine, Lengths, drawn_steps, seconds_of
 
 
 def compare(options: argparse.Namespace, loads: list[float]) -> dict[str, list[tuple[float, float]]]:
     """Time and tokens of each way, as ratios to GRPO's, for numbers of rows for each place of the engine."""
-    rng = random.Random(options.seed)
-    lengths = Lengths(options.mean_length, options.spread, options.longest, rng)
-    num_bases = max(1, options.num_rows // 4)
+    lengths = Lengths(options.mean_length, options.spread, options.longest, random.Random(options.seed))
     ratios: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for load in loads:
-        num_prompts = max(1, round(load * options.max_running / options.num_rows))
         sums = {way: [0.0, 0] for way in WAYS}
-        for _ in range(options.num_steps):
-            rows = [lengths.draw() for _ in range(num_prompts * options.num_rows)]
-            anywhere, first = (
-                [draw_prompt(lengths, num_bases, options.num_rows - num_bases, gap) for _ in range(num_prompts)]
-                for gap in (None, options.gap)
-            )
+        for rows, prompts in drawn_steps(options, lengths, load):
             for way in WAYS:
-                prompts = first if way == "by rule" else anywhere
-                engine = seconds_of(way, prompts, rows, lambda: Engine(options.max_running))
+                engine = seconds_of(way, prompts[way], rows, lambda: Engine(options.max_running))
                 sums[way][0] += engine.seconds
                 sums[way][1] += engine.num_tokens
         for way in WAYS:

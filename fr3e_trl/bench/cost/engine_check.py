@@ -13,7 +13,7 @@ from rich.console import Console
 from ...generation.vllm import STREAM_INTERVAL
 from ...generation.vllm_server import VLLMServer, VLLMServerError
 from .common import followed, make_table, over_turns
-from .engine_model import WAYS, Base, Engine, Lengths, draw_prompt, seconds_of
+from .engine_model import WAYS, Base, Engine, Lengths, drawn_steps, seconds_of
 
 LOADS = [0.5, 1, 2, 4]  # rows of a step for each place of the engine
 
@@ -118,24 +118,15 @@ def check(options: argparse.Namespace) -> None:
         a, b = server.step_costs(options.max_running)
         print(f"A step takes {1e3 * a:.2f} ms + {1e3 * b:.3f} ms for each running sequence", flush=True)
         make_engine = partial(Engine, options.max_running, a, b)
-        rng = random.Random(options.seed)
-        lengths = Lengths(options.mean_length, options.spread, options.longest, rng)
-        num_bases = max(1, options.num_rows // 4)
+        lengths = Lengths(options.mean_length, options.spread, options.longest, random.Random(options.seed))
         table = make_table("Time of generation / GRPO's, by rows for each place", "measured", "by the model")
         for load in followed(LOADS, "load"):
-            num_prompts = max(1, round(load * options.max_running / options.num_rows))
             measured: dict[str, list[float]] = {way: [] for way in WAYS}
             modelled: dict[str, list[float]] = {way: [] for way in WAYS}
-            for _ in range(options.num_steps):
-                rows = [lengths.draw() for _ in range(num_prompts * options.num_rows)]
-                anywhere, first = (
-                    [draw_prompt(lengths, num_bases, options.num_rows - num_bases, gap) for _ in range(num_prompts)]
-                    for gap in (None, options.gap)
-                )
+            for rows, prompts in drawn_steps(options, lengths, load):
                 for way in WAYS:
-                    prompts = first if way == "by rule" else anywhere
-                    measured[way].append(server.seconds_of(way, prompts, rows))
-                    modelled[way].append(seconds_of(way, prompts, rows, make_engine).seconds)
+                    measured[way].append(server.seconds_of(way, prompts[way], rows))
+                    modelled[way].append(seconds_of(way, prompts[way], rows, make_engine).seconds)
             for way in WAYS[1:]:
                 of_server, of_model = (
                     [x / grpo for x, grpo in zip(seconds[way], seconds["GRPO"], strict=True)]

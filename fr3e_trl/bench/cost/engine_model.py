@@ -1,11 +1,12 @@
 """A model of a large engine: how long it decodes, and in which order."""
 
+import argparse
 import heapq
 import math
 import random
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 # Of Llama-3.1-8B on one H100, a line through the inter-token latencies of NVIDIA NIM 1.8.0: 4.6 ms with 1 request, 5.9
@@ -131,6 +132,21 @@ def draw_prompt(lengths: Lengths, num_bases: int, num_anchors: int, gap: float |
         branches = [(p, lengths.draw(p) - p) if p < length else (length, lengths.draw()) for p in positions]
         bases.append((length, branches))
     return bases
+
+
+def drawn_steps(
+    options: argparse.Namespace, lengths: Lengths, load: float
+) -> Iterator[tuple[list[int], dict[str, list[list[Base]]]]]:
+    """Of each step, with so many rows for each place of the engine: lengths of GRPO's rows, and the prompts by way."""
+    num_prompts = max(1, round(load * options.max_running / options.num_rows))
+    num_bases = max(1, options.num_rows // 4)
+    for _ in range(options.num_steps):
+        rows = [lengths.draw() for _ in range(num_prompts * options.num_rows)]
+        anywhere, first = (
+            [draw_prompt(lengths, num_bases, options.num_rows - num_bases, gap) for _ in range(num_prompts)]
+            for gap in (None, options.gap)
+        )
+        yield rows, {way: first if way == "by rule" else anywhere for way in WAYS}
 
 
 def seconds_of(way: str, prompts: list[list[Base]], rows: list[int], make_engine: Callable[[], Engine]) -> Engine:

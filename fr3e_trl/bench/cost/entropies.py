@@ -6,7 +6,7 @@ What the entropies of base trajectories cost with a vLLM server: log-probs in it
 An answer of a server is made up: tokens with the log-probs of the likeliest ones of a random distribution. Measured is
 what the trainer does with it, in one thread: reading the JSON, and making entropies of it. A server's answers are read
 while other completions are still generated. A forward pass begins when all are done. It is not measured: its time is
-that of 2 FLOP for each parameter and token, at the speed that is given.
+that of 2 FLOP for each parameter and token, with 7e9 parameters on 8 GPUs of 300 TFLOP/s.
 
     fr3e cost entropies --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct
 
@@ -34,12 +34,15 @@ from ...commands.data import load_tokenizer
 from ...commands.usage import usage_errors
 from ...generation.vllm import NUM_LOGPROBS, entropies_of
 from ...method.anchors import AboveThreshold, eligible_positions, next_threshold, uncertainty
-from .common import count, make_parser, make_table, positive
+from .common import make_parser, make_table
 
 VOCABULARY = 150_000
 LENGTHS = (1024, 4096)
 COUNTS = (NUM_LOGPROBS, 10, 5)
 NUM_ANCHORS = 3
+
+# Of the forward pass: parameters of the policy, the GPUs that share it, and what each of them computes in a second
+NUM_PARAMETERS, NUM_GPUS, FLOPS = 7e9, 8, 300e12
 
 QUESTIONS = (
     "A baker makes 12 trays of 8 rolls and sells 70 rolls. How many are left? Think step by step.",
@@ -168,7 +171,7 @@ def errors_table(name: str, num_completions: int, max_completion_length: int) ->
     return table
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Measure, and print tables."""
     parser = make_parser(
         __doc__,
@@ -177,13 +180,10 @@ def main(argv: list[str] | None = None) -> None:
         max_completion_length=(256, "tokens of a completion at most"),
     )
     parser.add_argument("--model_name_or_path", help="a language model, whose entropies are compared")
-    parser.add_argument("--billions", type=positive, default=7.0, help="parameters of a policy, in 1e9 (default: 7)")
-    parser.add_argument("--tflops", type=positive, default=300.0, help="of a GPU in a forward pass (default: 300)")
-    parser.add_argument("--num_gpus", type=count, default=8, help="that share it (default: 8)")
     options = parser.parse_args(argv)
     table = make_table("Tokens, and log-probs of each", "MB", "reading, ms", "entropies, ms", "forward, ms")
     for num_tokens in LENGTHS:
-        forward = 2 * options.billions * 1e9 * num_tokens / (options.tflops * 1e12 * options.num_gpus)
+        forward = 2 * NUM_PARAMETERS * num_tokens / (NUM_GPUS * FLOPS)
         for num_logprobs in COUNTS:
             body = answer(num_tokens, num_logprobs)
             top = json.loads(body)["choices"][0]["logprobs"]["top_logprobs"]

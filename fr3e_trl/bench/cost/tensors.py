@@ -35,8 +35,8 @@ from ...trl_adapter.old_logprobs import truncated_logprobs
 from ...trl_adapter.overriding import overridden
 from ...trl_adapter.prefix_sharing import Trie, fold
 from ..runs import be_quiet
-from .common import count, make_parser, make_table
-from .update import NUM_BASES, branches_of, make_batch, make_update_trainer
+from .common import make_parser, make_table
+from .update import NUM_BASES, branches_of, make_batch, make_update_trainer, parse_with_rows
 
 MIB = 2**20
 
@@ -94,20 +94,8 @@ def main(argv: list[str]) -> None:
         num_heads=(14, "of queries"),
         num_key_value_heads=(2, "of keys and values"),
         vocab_size=(151_936, "of the policy"),
-        num_prompts=(1, "prompts of the micro-batch"),
-        num_generations=(8, "rows of a prompt"),
-        prompt_length=(64, "in tokens"),
     )
-    parser.add_argument(
-        "--lengths",
-        type=count,
-        nargs="+",
-        default=[4096, 8192, 16_384],
-        help="of the completions, in tokens (default: 4096 8192 16384)",
-    )
-    options = parser.parse_args(argv)
-    if options.num_generations <= NUM_BASES:
-        parser.error(f"argument --num_generations: {options.num_generations} must be more than {NUM_BASES}")
+    options = parse_with_rows(parser, argv, [4096, 8192, 16_384])
     be_quiet()
     table = make_table("One layer, MiB", "largest mask", "largest tensor", "alive at once")
     for length in options.lengths:

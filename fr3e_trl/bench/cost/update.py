@@ -26,7 +26,7 @@ from ..measures import now
 from ..policies import small_config
 from ..runs import be_quiet
 from ..tasks import TASKS
-from .common import count, followed, make_parser, make_table
+from .common import add_counts, count, followed, make_parser, make_table
 
 NUM_BASES = 2
 
@@ -41,22 +41,10 @@ def main(argv: list[str]) -> None:
         hidden_size=(128, "of the policy"),
         num_layers=(4, "of the policy"),
         vocab_size=(2048, "of the policy"),
-        num_prompts=(1, "prompts of the micro-batch"),
-        num_generations=(8, "rows of a prompt"),
-        prompt_length=(64, "in tokens"),
         num_turns=(1, "turns of each, beside a first one that is not counted"),
     )
-    parser.add_argument(
-        "--lengths",
-        type=count,
-        nargs="+",
-        default=[128, 512, 2048],
-        help="of the completions, in tokens (default: 128 512 2048)",
-    )
     parser.add_argument("--attn_implementation", default="sdpa", help="'sdpa' (the default) or 'eager'")
-    options = parser.parse_args(argv)
-    if options.num_generations <= NUM_BASES:
-        parser.error(f"argument --num_generations: {options.num_generations} must be more than {NUM_BASES}")
+    options = parse_with_rows(parser, argv, [128, 512, 2048])
     be_quiet()
     set_seed(0)
     table = make_table(
@@ -78,6 +66,22 @@ def main(argv: list[str]) -> None:
                 of_row = [ratios["GRPO"], *(ratios[f"{shape} {place}"] for place in PLACES)]
                 table.add_row(f"{length} tokens, {shape}", f"{one_by_one:.3g}", *of_row)
     Console(width=100).print(table)
+
+
+def parse_with_rows(parser: argparse.ArgumentParser, argv: list[str], lengths: list[int]) -> argparse.Namespace:
+    """The options, with those of a micro-batch's rows, whose completions have each of `lengths` by default."""
+    add_counts(
+        parser,
+        num_prompts=(1, "prompts of the micro-batch"),
+        num_generations=(8, "rows of a prompt"),
+        prompt_length=(64, "in tokens"),
+    )
+    told = f"of the completions, in tokens (default: {' '.join(map(str, lengths))})"
+    parser.add_argument("--lengths", type=count, nargs="+", default=lengths, help=told)
+    options = parser.parse_args(argv)
+    if options.num_generations <= NUM_BASES:
+        parser.error(f"argument --num_generations: {options.num_generations} must be more than {NUM_BASES}")
+    return options
 
 
 def branches_of(num_branches: int, length: int) -> dict[str, dict[str, list[tuple[int, int]]]]:

@@ -51,8 +51,13 @@ class ModularChain(Task):
 
     words: ClassVar = [*map(str, range(MODULUS)), *OPERATIONS, ":", "="]
 
+    def num_operations(self, rng: random.Random) -> int:
+        """How many a problem has."""
+        return NUM_OPERATIONS
+
     def problem(self, rng: random.Random) -> dict[str, Any]:
-        value, operations = rng.randrange(MODULUS), rng.choices(OPERATIONS, k=NUM_OPERATIONS)
+        number = self.num_operations(rng)
+        value, operations = rng.randrange(MODULUS), rng.choices(OPERATIONS, k=number)
         prompt = f"{value} {' '.join(operations)} :"
         for operation in operations:
             value = apply(value, operation)

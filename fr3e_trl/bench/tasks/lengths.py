@@ -2,9 +2,8 @@
 
 import random
 from dataclasses import dataclass
-from typing import Any
 
-from .chain import MODULUS, OPERATIONS, ModularChain, apply
+from .chain import ModularChain
 
 MEDIAN, SPREAD, LEAST, MOST = 5, 0.8, 2, 24  # operations, and the standard deviation of the logarithm of their number
 
@@ -22,10 +21,5 @@ class Lengths(ModularChain):
     max_completion_length: int = 2 * MOST + 3
     policy_steps: int = 1600
 
-    def problem(self, rng: random.Random) -> dict[str, Any]:
-        number = min(max(round(MEDIAN * rng.lognormvariate(0, SPREAD)), LEAST), MOST)
-        start, operations = rng.randrange(MODULUS), rng.choices(OPERATIONS, k=number)
-        value = start
-        for operation in operations:
-            value = apply(value, operation)
-        return {"prompt": f"{start} {' '.join(operations)} :", "answer": value}
+    def num_operations(self, rng: random.Random) -> int:
+        return min(max(round(MEDIAN * rng.lognormvariate(0, SPREAD)), LEAST), MOST)

@@ -74,7 +74,7 @@ class TreeCredit(CreditRule):
     def credit(self, trees: Sequence[Tree], plan: Plan, prior: Prior) -> Credit:
         paths = paths_of(trees)
         values = tree_values(paths)
-        of_prompts = prompt_values(values, paths.prompts, len(trees))
+        of_prompts = state_values(values, paths.prompts, len(trees))  # each tree of a prompt counts once
         baselines = root_baselines(values, paths.prompts, prior.of(of_prompts), prior.strength)
         stretches = tree_credit(paths, baselines, prior.strength)
         rows = _row_credit(stretches, trees, plan)
@@ -260,25 +260,6 @@ def tree_values(paths: Paths) -> torch.Tensor:
     return sums / counts
 
 
-def prompt_values(values: torch.Tensor, prompts: torch.Tensor, num_prompts: int) -> torch.Tensor:
-    """
-    What each prompt is worth: the mean over its trees, each of which counts once.
-
-    Args:
-        values (`torch.Tensor` of shape (R,)):
-            Values of trees, see [`tree_values`].
-        prompts (`torch.Tensor` of shape (R,)):
-            Prompt of each row, as an index.
-        num_prompts (`int`):
-            P.
-
-    Returns:
-        `torch.Tensor` of shape (P,): Values, NaN where no row is scorable.
-    """
-    sums, counts = _prompt_totals(values, prompts, num_prompts)
-    return sums / counts
-
-
 def root_baselines(
     values: torch.Tensor, prompts: torch.Tensor, priors: torch.Tensor, prior_strength: float
 ) -> torch.Tensor:
@@ -302,9 +283,10 @@ def root_baselines(
     Returns:
         `torch.Tensor` of shape (R,): β for base trajectories, NaN where there is none; of no meaning for branches.
     """
-    sums, counts = (totals[prompts] for totals in _prompt_totals(values, prompts, len(priors)))
-    exist = (~values.isnan()).to(values.dtype)
-    return _shrink(sums - values.nan_to_num(0), counts - exist, priors.to(values.dtype)[prompts], prior_strength)
+    known, exist = values.nan_to_num(0), (~values.isnan()).to(values.dtype)
+    zeros = values.new_zeros(len(priors))
+    sums, counts = (zeros.index_add(0, prompts, of_trees)[prompts] for of_trees in (known, exist))
+    return _shrink(sums - known, counts - exist, priors.to(values.dtype)[prompts], prior_strength)
 
 
 def tree_credit(paths: Paths, baselines: torch.Tensor, prior_strength: float) -> Stretches:
@@ -456,13 +438,6 @@ def _stretches(
         elif first < end:
             stretches.append((row, first, end, total, count, 0.0, 0.0))
         yield from reversed(stretches)
-
-
-def _prompt_totals(values: torch.Tensor, prompts: torch.Tensor, num_prompts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum and number of the values of each prompt's trees, (P,) each."""
-    zeros = values.new_zeros(num_prompts)
-    exist = (~values.isnan()).to(values.dtype)
-    return zeros.index_add(0, prompts, values.nan_to_num(0)), zeros.index_add(0, prompts, exist)
 
 
 def _shrink(sums: torch.Tensor, counts: torch.Tensor, priors: torch.Tensor, strength: float) -> torch.Tensor:
