@@ -22,6 +22,7 @@ from transformers import set_seed
 from trl.trainer import utils as trl_utils
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.trl_adapter import shared_forward
 from fr3e_trl.trl_adapter.prefix_sharing import fold
 from fr3e_trl.trl_adapter.prompts import padded as padded_rows
 
@@ -399,6 +400,15 @@ def make_with_attention_of_its_own():
     """Of which nothing is known."""
     transformers.AttentionInterface.register("of_its_own", transformers.AttentionInterface()["sdpa"])
     return make_family("Qwen3", "of_its_own")
+
+
+def test_processes_decide_alike(monkeypatch, caplog):
+    def in_two(function):
+        return [function(), "the other process has no memory for the trial"]
+
+    monkeypatch.setattr(shared_forward, "in_every_process", in_two)
+    assert not make_trainer().shares_prefixes
+    assert "with all of its tokens: the other process has no memory" in caplog.text
 
 
 @pytest.mark.parametrize(

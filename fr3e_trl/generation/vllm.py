@@ -446,21 +446,24 @@ class VLLMColocateSampler(VLLMSampler):
 
         prompts = [self._prompt(request) for request in requests]
         # Nobody reads its texts, of which each of the log-probs asked for would have one
-        params = [SamplingParams(**self.sampling_params(request) | {"detokenize": False}) for request in requests]
+        own = {"detokenize": False, "flat_logprobs": True}
+        params = [SamplingParams(**self.sampling_params(request) | own) for request in requests]
         outputs = self.generation.llm.generate(prompts, sampling_params=params, use_tqdm=False)
         return [
-            [
-                Sample(
-                    list(sample.token_ids),
-                    [of_token[i].logprob for i, of_token in zip(sample.token_ids, sample.logprobs, strict=True)],
-                    entropies_of([known.logprob for known in of_token.values()] for of_token in sample.logprobs)
-                    if request.with_entropies and self.gives_entropies
-                    else None,
-                )
-                for sample in output.outputs
-            ]
+            [self._sample(request, drawn) for drawn in output.outputs]
             for request, output in zip(requests, outputs, strict=True)
         ]
+
+    def _sample(self, request: SamplingRequest, drawn: Any) -> Sample:
+        token_ids, logprobs = drawn.logprobs.token_ids, drawn.logprobs.logprobs
+        bounds = list(zip(drawn.logprobs.start_indices, drawn.logprobs.end_indices, strict=True))
+        entropies = None
+        if request.with_entropies and self.gives_entropies:
+            # The token that was drawn comes first, and again if it is one of the most likely
+            entropies = entropies_of(
+                logprobs[start + (token_ids[start] in token_ids[start + 1 : end]) : end] for start, end in bounds
+            )
+        return Sample(list(drawn.token_ids), [logprobs[start] for start, _ in bounds], entropies)
 
     def _prompt(self, request: SamplingRequest) -> dict[str, Any]:
         """A prefix and its images, as TRL hands them to the engine."""

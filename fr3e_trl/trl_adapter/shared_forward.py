@@ -10,6 +10,7 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer import utils as trl_utils
 
+from ..processes import in_every_process
 from . import sharing_probe
 from .decoding import drop_surplus_hooks
 from .overriding import overridden
@@ -20,8 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 def can_share(trainer: Any) -> bool:
-    """Whether what rows have in common can be forwarded once; where not, a warning says why."""
-    obstacle = obstacle_to_sharing(trainer)
+    """
+    Whether what rows have in common can be forwarded once; where not, a warning says why. All processes decide alike,
+    and must ask together.
+    """
+    obstacle = next(filter(None, in_every_process(lambda: obstacle_to_sharing(trainer))), None)
     if obstacle is not None:
         logger.warning("share_prefixes is off, and every row forwarded with all of its tokens: %s.", obstacle)
     return obstacle is None
