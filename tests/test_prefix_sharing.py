@@ -402,6 +402,24 @@ def make_with_attention_of_its_own():
     return make_family("Qwen3", "of_its_own")
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_compiled_model_is_not_compiled_for_each_batch(implementation):
+    trainer = make_trainer(make_model(attn_implementation=implementation))
+    assert trainer.shares_prefixes
+    graphs = []
+    compiled = torch.compile(trainer.model, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    nums = []
+    for seed in range(6):
+        input_ids, attention_mask, num_columns = padded(trainer, seed)
+        logprobs, others = (
+            trainer._get_per_token_logps_and_entropies(model, input_ids, attention_mask, num_columns)[0]
+            for model in (compiled, trainer.model)
+        )
+        torch.testing.assert_close(logprobs, others)
+        nums.append(len(graphs))
+    assert nums[2] == nums[-1]
+
+
 def test_processes_decide_alike(monkeypatch, caplog):
     def in_two(function):
         return [function(), "the other process has no memory for the trial"]

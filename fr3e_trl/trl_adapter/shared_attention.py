@@ -109,9 +109,11 @@ def _with_paths(attention: Attention, way: Callable[..., torch.Tensor]) -> Atten
     return with_paths
 
 
-# Each way: attention without its module, the trie, queries, keys and values (1, H, U, D) to outputs (1, U, H, D)
+# Each way: attention without its module, the trie, queries, keys and values (1, H, U, D) to outputs (1, U, H, D). A
+# model that is compiled leaves it as it is, but for flex: each trie would be compiled anew
 
 
+@torch.compiler.disable
 def _flash(
     attention: Attention,
     trie: Trie,
@@ -131,6 +133,7 @@ def _flash(
     return attention(query, key, value, None, **trie.lengths, **kwargs)[0]
 
 
+@torch.compiler.disable
 def _sdpa(
     attention: Attention,
     trie: Trie,
@@ -238,6 +241,7 @@ def _flex(
         return _by_groups(trie, query, key, value, attend)
 
 
+@torch.compiler.disable
 def _eager(
     attention: Attention,
     trie: Trie,
