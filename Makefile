@@ -19,7 +19,7 @@ demo-lm: export OMP_NUM_THREADS = 2
 demo-lm: $(VENV)/installed
 	$(BIN)/python examples/demo_lm.py
 
-test: $(VENV)/installed
+test: $(VENV)/deepspeed
 	$(BIN)/python -m pytest -n auto --dist worksteal --ignore tests/with_vllm
 
 # The pure functions alone, in under a minute
@@ -73,14 +73,17 @@ bench-vllm: $(VLLM_VENV)/installed
 	trap "kill $$!" EXIT; \
 	$(VLLM_BIN)/fr3e cost vllm --url http://127.0.0.1:8765 --policy examples/demo_policy
 
-# torch first: an install that has not got it yet would take the newest, which need not be the one pinned here.
-# DeepSpeed last, and built against that torch rather than one fetched for its build alone, with what it would otherwise
-# compile when first used: a process that is killed meanwhile leaves a lock, for which all later ones wait for ever
+# torch first: an install that has not got it yet would take the newest, which need not be the one pinned here
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed: make PYTHON=...')"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+# Built against that torch rather than one fetched for its build alone, with what it would otherwise compile when first
+# used: a process that is killed meanwhile leaves a lock, for which all later ones wait for ever
+$(VENV)/deepspeed: $(VENV)/installed
 	DS_BUILD_SHM_COMM=1 $(BIN)/pip install --quiet --no-cache-dir --constraint constraints.txt --no-build-isolation deepspeed
 	touch $@
 
