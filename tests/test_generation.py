@@ -238,6 +238,15 @@ def check_statistics(model, prefix_ids, sample, temperature):
     assert sample.logprobs == pytest.approx(expected.log_prob(ids[0, len(prefix_ids) :]).numpy(), abs=1e-4)
 
 
+@pytest.mark.parametrize("max_logits", [1, 500, 2**22])
+def test_log_probs_are_of_each_row_however_many_are_kept(max_logits, monkeypatch):
+    monkeypatch.setattr(generate, "MAX_LOGITS", max_logits)
+    model, requests = make_model(), [request(token_ids(5), (), 3, 9, 0.5), request(token_ids(2), (), 4, 12)]
+    for one, samples in zip(requests, make_sampler(model).sample(requests), strict=True):
+        for sample in samples:
+            check_statistics(model, one.prefix_ids, sample, one.temperature)
+
+
 def test_rollouts_that_leave_are_distributed_as_the_policy_is():
     """Chi-squared tests, as above, of what leaves 3,000 base trajectories after a token, and of these themselves."""
     model, prompt = make_model(seed=1), token_ids(6)

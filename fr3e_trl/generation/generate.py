@@ -416,7 +416,12 @@ class _PolicyRecord(LogitsProcessor):
         token_ids = token_ids[:, self.column :]  # `generate` may undo its last steps
         logits, self.logits = self.logits[: token_ids.shape[1]], []
         if logits:
-            self.columns.append(_statistics(*_policy(torch.stack(logits, 1), self.temperatures), token_ids))
+            size = max(MAX_LOGITS // (len(logits) * logits[0].shape[1]), 1)  # rows: of many, one step may be large
+            parts = zip(*(part.split(size) for part in (*logits, self.temperatures, token_ids)), strict=True)
+            reduced = [
+                _statistics(*_policy(torch.stack(steps, 1), temperatures), ids) for *steps, temperatures, ids in parts
+            ]
+            self.columns.append(torch.cat(reduced))
 
     def statistics(self, output_ids: torch.Tensor) -> np.ndarray:
         """Of shape (B, 2, L): log-probabilities, and entropies in nats, of all columns that were generated."""
