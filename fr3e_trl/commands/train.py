@@ -8,7 +8,6 @@ Any setting of the recipe can be overridden after it (`--learning_rate 2e-6`); `
 the rewards, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and quantization).
 """
 
-import itertools
 import json
 import logging
 import os
@@ -255,8 +254,14 @@ def evaluation_command(script_args: FR3EScriptArguments, training_args: FR3EConf
         given["chat_template_kwargs"] = json.dumps(training_args.chat_template_kwargs)
     given["max_completion_length"] = training_args.max_completion_length
     given["output_dir"] = str(Path(str(training_args.output_dir)) / "eval")
-    words = [[f"--{name}", *map(str, value if isinstance(value, list) else [value])] for name, value in given.items()]
-    return shlex.join(["fr3e", "eval", *itertools.chain(*words)])
+    words = ["fr3e", "eval"]
+    for name, value in given.items():
+        values = [str(item) for item in (value if isinstance(value, list) else [value])]
+        if len(values) == 1 and values[0].startswith("-"):  # else it is taken for an option
+            words.append(f"--{name}={values[0]}")
+        else:
+            words += [f"--{name}", *values]
+    return shlex.join(words)
 
 
 def set_model_init(training_args: GRPOConfig, model_args: ModelConfig) -> None:
