@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import datasets
+import transformers
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
@@ -410,6 +412,13 @@ def has_short_prompt(
     """Whether the prompt has at most `max_length` tokens, with what the chat template adds."""
     prompt = maybe_apply_chat_template({"prompt": example["prompt"]}, tokenizer, **template)["prompt"]
     return len(tokenizer(prompt).input_ids) <= max_length
+
+
+def without_bars_in_logs() -> None:
+    """No progress bars of libraries, unless on a terminal: a log file would have each of their states."""
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
+        datasets.disable_progress_bars()
 
 
 def load_tokenizer(model_args: ModelConfig, trust_remote_code: bool) -> PreTrainedTokenizerBase:

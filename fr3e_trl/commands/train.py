@@ -17,10 +17,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import datasets
 import safetensors
 import torch
-import transformers
 import yaml
 from safetensors import SafetensorError
 from transformers import TrainerCallback
@@ -44,6 +42,7 @@ from .data import (
     load_held_out,
     load_tokenizer,
     model_argument,
+    without_bars_in_logs,
 )
 from .outputs import as_json, check_directory, read_object, weight_files
 from .recipe import RecipeParser, parse_arguments
@@ -158,9 +157,7 @@ def train(
         given (`dict[str, Any]`, *optional*):
             The arguments that differ from their defaults, for `resolved.yaml` in the output directory.
     """
-    if not sys.stderr.isatty():
-        transformers.logging.disable_progress_bar()
-        datasets.disable_progress_bars()
+    without_bars_in_logs()
     require_argument(model_args, "model_name_or_path", RECIPE)
     require_argument(script_args, "dataset_name", RECIPE)
     check_directory(training_args.output_dir)
