@@ -25,6 +25,8 @@ from failures.case import EVAL, OWN, TRAIN
 from models import model_on_disk
 
 from fr3e_trl.commands import cli
+from fr3e_trl.commands.data import import_file
+from fr3e_trl.commands.usage import explain
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 30
@@ -168,6 +170,14 @@ def test_an_error_in_a_users_own_code_is_told_from_there_on(capsys):
         assert frames and {Path(frame).name for frame in frames} == {"rewards.py"}
         assert "ZeroDivisionError: division by zero" in told
         assert re.search(r"error: .*rewards\.py, line 2, raised ZeroDivisionError", told.splitlines()[-1])
+
+
+def test_a_file_that_a_users_own_code_does_not_find_is_told_with_its_place():
+    Path("mine.py").write_text("open('lost.txt')\n")
+    with pytest.raises(FileNotFoundError) as raised:
+        import_file("mine.py")
+    told = explain(raised.value.with_traceback(raised.tb.tb_next))  # this file is a user's too
+    assert "mine.py, line 1, raised FileNotFoundError" in told.splitlines()[-1]
 
 
 @pytest.fixture

@@ -248,12 +248,12 @@ def load_examples(
     argument = f"dataset_name={args.dataset_name!r}, split {split!r}"
     source = source_of(args)
     with usage_errors(argument, remedy, DatasetsError, OSError, ValueError, StopIteration):
+        check_encoding(args)
         try:
             dataset = load_dataset(**source, split=split, streaming=args.dataset_streaming)
-        except DatasetsError:
+            next(iter(dataset), None)  # a streamed file is not read before
+        except (DatasetsError, ValueError) as error:
             check_lines(args)
-            raise
-        except ValueError as error:
             if "corresponds to no data" in str(error):
                 raise UsageError(f"{argument}: it is empty. {remedy}") from error
             raise
@@ -295,7 +295,10 @@ def load_held_out(
             raise
     other = copy.copy(args)
     other.dataset_name, other.dataset_config = args.eval_dataset_name, None
-    return load_examples(other, test_split(other), tokenizer, template)
+    try:
+        return load_examples(other, test_split(other), tokenizer, template)
+    except UsageError as error:
+        raise UsageError(str(error).replace("dataset_name=", "eval_dataset_name=")) from error
 
 
 def without_empty_prompts(dataset: Dataset | IterableDataset, args: FR3EScriptArguments) -> Dataset | IterableDataset:
@@ -391,19 +394,37 @@ def source_file(reward: Callable[..., Any]) -> Path | None:
     return Path(code.co_filename) if code is not None and is_users(code.co_filename) else None
 
 
+def check_encoding(args: FR3EScriptArguments) -> None:
+    """Raise a `UsageError` that names the first line of a local file of JSON that is not in UTF-8."""
+    for path in data_files(args.dataset_name):
+        if path.suffix not in (".json", ".jsonl"):
+            continue
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    line.decode()
+                except UnicodeDecodeError as error:
+                    raise UsageError(
+                        f"dataset_name={str(path)!r}: line {number} is not in UTF-8: {line[:100]!r}. Save it as UTF-8."
+                    ) from error
+
+
 def check_lines(args: FR3EScriptArguments) -> None:
-    """Raise a `UsageError` that names the first line of a local file of JSON lines that is none."""
+    """Raise a `UsageError` that names the first line of a local file of JSON lines that is no object."""
     for path in data_files(args.dataset_name):
         if path.suffix != ".jsonl":
             continue
         for number, line in enumerate(path.read_text(errors="replace").split("\n"), 1):
+            fault = None
             try:
-                json.loads(line.strip() or "{}")
+                if not isinstance(json.loads(line.strip() or "{}"), dict):
+                    fault = "no JSON object"
             except ValueError as error:
+                fault = f"no JSON: {error}"
+            if fault is not None:
                 raise UsageError(
-                    f"dataset_name={str(path)!r}: line {number} is no JSON: {error}: {line[:100]!r}. Mend it, or "
-                    "remove it."
-                ) from error
+                    f"dataset_name={str(path)!r}: line {number} is {fault}: {line[:100]!r}. Mend it, or remove it."
+                )
 
 
 def has_short_prompt(

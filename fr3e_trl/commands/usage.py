@@ -121,7 +121,7 @@ def explain(error: Exception) -> str | None:
     if of_disk is not None:
         return _with_notes(error, f"{_without_number(of_disk)}. Free some room, or name a directory elsewhere.")
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        return _with_notes(error, f"{_without_number(error)}.")
+        return told_of_user_code(error) or _with_notes(error, f"{_without_number(error)}.")
     raiser = _raised_by(error)
     if raiser == "fr3e_trl":
         return _with_notes(error, one_line(error))
