@@ -37,7 +37,11 @@ CASES = [
         ("model_name_or_path='out'", "LoRA adapter", "merge"),
         after=f"{TRAIN} --use_peft=true --lora_target_modules all-linear",
     ),
-    Case("train learning rate below zero", f"{TRAIN} --learning_rate=-1", ("learning rate: -1", "torch refused it")),
+    Case(
+        "train by grpo with a learning rate below zero",
+        f"{TRAIN} --learning_rate=-1 --num_anchors=0",
+        ("learning rate: -1", "torch refused it"),
+    ),
     Case("train without the name", "train model data.jsonl", ("model",)),
     # eval
     Case("eval nothing", "eval", ("model_name_or_path is not set", "recipes/eval")),
