@@ -48,7 +48,7 @@ class FR3EScriptArguments(ScriptArguments):
     with such a file for each split.
 
     Raises:
-        ValueError: An argument is given without the one that it goes with.
+        ValueError: An argument is of a wrong type, or given without the one that it goes with.
     """
 
     reward_funcs: list[str] = field(
@@ -86,6 +86,17 @@ class FR3EScriptArguments(ScriptArguments):
     def __post_init__(self) -> None:
         if isinstance(self.reward_funcs, str):  # in a recipe, one name may stand without brackets
             self.reward_funcs = [self.reward_funcs]
+        names = self.reward_funcs if isinstance(self.reward_funcs, list) else []
+        if not names or not all(isinstance(name, str) and name for name in names):
+            raise ValueError(
+                f"reward_funcs={self.reward_funcs!r} must name one reward function or several, for example math_reward."
+            )
+        for name in ("dataset_name", "eval_dataset_name"):
+            value = getattr(self, name, None)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(
+                    f"{name}={value!r} must be a file, a directory or the id of a dataset, for example data.jsonl."
+                )
         for name, needed, example in [
             ("system_prompt", "prompt_column", "question"),
             ("answer_separator", "answer_column", "answer"),
