@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import hashlib
+import io
+import logging
 import os
 import re
 import resource
@@ -17,6 +19,7 @@ import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import bench_task  # noqa: F401 (registers the task `ones`)
 import pytest
@@ -251,6 +254,26 @@ def test_a_pipe_that_nobody_reads_ends_no_run(fr3e):
     told = process.stderr.read()
     assert process.wait() == 0, told
     assert Path("out/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("command", ["--help", "train --help"])  # small enough for a buffer, and line by line
+def test_a_command_whose_output_nobody_reads_ends_quietly(command, fr3e, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1" if command == "train --help" else "")
+    process = fr3e(command)
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == ("", 141)
+
+
+def test_output_in_ascii_and_warnings_without_colour(monkeypatch):
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setitem(sys.modules, "arrow", SimpleNamespace(main=lambda arguments: print("→")))
+    monkeypatch.setitem(cli.COMMANDS, "arrow", ("", "arrow"))
+    cli.main(["arrow"])
+    assert output.getvalue() == b"?\n"
+    assert logging.lastResort.formatter._fmt == "WARNING: %(message)s"
 
 
 CASES = {f"{category}: {case.name}": case for category, cases in CATEGORIES.items() for case in cases}
