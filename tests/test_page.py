@@ -404,6 +404,7 @@ def test_bytes_that_are_no_character_are_shown_as_such():
 )
 def test_what_cannot_be_shown_is_said(arguments, message, capsys):
     write_step(Path("run"), made_step(2, num_trees=1, length=10))
+    Path("run/trees/step-x.json.gz").write_bytes(b"")  # is no step's
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     error = capsys.readouterr().err.splitlines()[-1]
