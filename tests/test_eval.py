@@ -320,7 +320,7 @@ def test_recipe(evaluate, name):
         ({"answer_regex": "("}, "answer_regex='(' is no regular expression"),
         (
             {"vllm_server_base_url": "localhost"},
-            "vllm_server_base_url='localhost': vllm_server_base_url='localhost' is",
+            "error: vllm_server_base_url='localhost' is no address",
         ),
     ],
 )

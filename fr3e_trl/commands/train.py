@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def make_parser() -> RecipeParser:
     """Parser of the arguments, from a recipe (`--config`) and the command line."""
-    return RecipeParser([TrainArguments, FR3EConfig, ModelConfig])
+    return RecipeParser([TrainArguments, FR3EConfig, ModelConfig], recipe_with_model=RECIPE)
 
 
 def train(
@@ -158,7 +158,6 @@ def train(
             The arguments that differ from their defaults, for `resolved.yaml` in the output directory.
     """
     without_bars_in_logs()
-    require_argument(model_args, "model_name_or_path", RECIPE)
     require_argument(script_args, "dataset_name", RECIPE)
     check_directory(training_args.output_dir)
     checkpoint = checkpoint_to_resume(training_args)

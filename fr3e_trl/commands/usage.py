@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. See {self.prog} --help.")
+        raise UsageError(f"{message.rstrip('.')}. See {self.prog} --help.")
 
 
 def unrecognized(arguments: list[str], options: Iterable[str]) -> str:
@@ -94,7 +94,8 @@ def usage_errors(argument: str, remedy: str, *kinds: type[Exception]) -> Iterato
             raise
         told = error if isinstance(error, RuntimeError) else error.__cause__ or error  # ours have whole messages
         reason = one_line(told) or "it is empty"
-        raise UsageError(f"{argument}: {reason.rstrip('.!')}. {remedy}") from error
+        place = "" if reason.startswith(argument) else f"{argument}: "
+        raise UsageError(f"{place}{reason.rstrip('.!')}. {remedy}") from error
 
 
 def require_argument(arguments: Any, name: str, recipe: str) -> None:
