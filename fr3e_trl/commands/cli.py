@@ -58,8 +58,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         try:
             run(argv)
-        finally:
+        except SystemExit:  # as after --help. What nobody foresaw has a traceback first
             sys.stdout.flush()
+            raise
+        sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)  # as a shell has it of a process that SIGPIPE ended
