@@ -642,13 +642,16 @@ class Check(NamedTuple):
     example: str = ""
 
 
-def integer(least: int | None = None) -> Kind:
+def integer(least: int | None = None, most: float = math.inf) -> Kind:
     """Whole numbers. `True` and `False` are none, though Python takes them for integers."""
     return Kind(
         lambda value: (
-            isinstance(value, Integral) and not isinstance(value, bool) and (least is None or int(value) >= least)
+            isinstance(value, Integral)
+            and not isinstance(value, bool)
+            and (least is None or int(value) >= least)
+            and int(value) <= most
         ),
-        "an integer" if least is None else f"an integer of at least {least}",
+        "an integer" + (f" of at least {least}" * (least is not None)) + (f" and at most {most}" * (most < math.inf)),
     )
 
 
@@ -807,6 +810,9 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         _is("max_completion_length", integer(least=1), "512"),
         _is("per_device_train_batch_size", integer(least=1), "8"),
         _is("gradient_accumulation_steps", integer(least=1), "8"),
+        _is("learning_rate", number(least=0), "1e-6"),
+        _is("max_steps", integer(), "100, or -1 to count epochs"),
+        _is("seed", integer(least=0, most=2**32 - 1), "42"),
         *(_is(name, one_of(*choices)) for name, choices in GRPO_CHOICES.items()),
         _is("temperature", number(above=0), "1.0"),
         _is("top_p", number(above=0, most=1), "1.0, which cuts nothing off"),

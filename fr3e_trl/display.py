@@ -18,8 +18,9 @@ FRAGMENT = "\ufffd"
 # Tokens of the longest character. More bytes than that are shown as they are
 MAX_FRAGMENTS = 8
 
-# Control characters, and the symbols that stand for them
+# Control characters, and the symbols that stand for them: those of C0, of C1, and marks that turn text around
 CONTROLS = {code: 0x2400 + code for code in range(32)} | {0x7F: 0x2421}
+CONTROLS |= dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], ord(FRAGMENT))
 
 LEGEND = (
     "S0 is the prompt alone; the other states are the prompt and a trajectory up to an anchor, from where rollouts "

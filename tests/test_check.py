@@ -271,6 +271,7 @@ def test_wrong_arguments(tmp_path, capsys):
     for arguments, said in (
         (["--with_weights"], "--model_name_or_path"),
         (["--num_processes=0"], "at least 1"),
+        (["--time_limit=0"], "above 0"),
         (["--dtype=int8"], "int8"),
         ([f"--output={tmp_path}"], str(tmp_path)),
     ):

@@ -169,6 +169,12 @@ def test_there_is_a_prior_where_it_fits():
             for value in (0, -0.5, math.inf, math.nan)
         ),
         *(({"beta": value}, [f"beta={value!r}", "at least 0"]) for value in (-1, math.inf, math.nan)),
+        *(
+            ({"learning_rate": value}, [f"learning_rate={value!r}", "at least 0", "1e-6"])
+            for value in (-1, math.inf, math.nan, None, [1e-6], "1e-6")
+        ),
+        ({"max_steps": 2.5}, ["max_steps=2.5", "an integer, for example 100"]),
+        *(({"seed": value}, [f"seed={value!r}", "at least 0 and at most 4294967295"]) for value in (-1, 2**32, 1.5)),
         *(({"num_iterations": value}, [f"num_iterations={value}", "at least 1"]) for value in (0, -2)),
         *(({"top_p": value}, [f"top_p={value!r}", "above 0 and at most 1"]) for value in (1.5, math.nan)),
         ({"reward_weights": [1.0, math.inf]}, ["reward_weights=[1.0, inf]", "finite numbers", "[1.0, 0.5]"]),
@@ -223,6 +229,7 @@ def test_impossible_types_are_refused_with_and_without_anchors(settings, named, 
 def test_plain_grpo_takes_what_grpo_takes():
     settings = {"epsilon": -1, "epsilon_high": math.nan, "beta": -1, "num_iterations": 0, "temperature": 0, "top_p": 2}
     settings |= {"top_k": None, "reward_weights": (math.inf,), "loss_type": "mine", "generation_kwargs": '{"top_k": 5}'}
+    settings |= {"learning_rate": None, "max_steps": 2.5, "seed": -1}
     config, grpo = make_config(num_anchors=0, **settings), make_grpo(**settings)
     assert config.is_plain_grpo and config.generation_kwargs == {"top_k": 5}
     assert all(str(getattr(config, name)) == str(getattr(grpo, name)) for name in settings)

@@ -45,7 +45,8 @@ def printed(capsys) -> list[str]:
 
 
 def test_a_log_is_a_line_and_the_end_says_what_came_of_it(capsys):
-    trainer = train(FR3ETrainer, max_steps=6, save_strategy="steps", log_trees=3, disable_tqdm=False, **EVALUATION)
+    saved = {"output_dir": "my output", "save_strategy": "steps", "log_trees": 3}
+    trainer = train(FR3ETrainer, max_steps=6, disable_tqdm=False, **saved, **EVALUATION)
     lines = printed(capsys)
     steps = [line for line in lines if re.fullmatch(STEP, line)]
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -71,7 +72,7 @@ def test_a_log_is_a_line_and_the_end_says_what_came_of_it(capsys):
     assert re.fullmatch(expected, rows["value at the prompt"])
     for name in ("checkpoint", "trees", "all metrics"):
         assert Path(rows[name]).exists()
-    command = "fr3e eval --model_name_or_path output/checkpoint-6 --dataset_name DATASET --reward_funcs REWARD"
+    command = "fr3e eval --model_name_or_path 'my output/checkpoint-6' --dataset_name DATASET --reward_funcs REWARD"
     assert rows["next"] == f"{command} --max_completion_length {trainer.args.max_completion_length}"
 
 
@@ -124,10 +125,13 @@ def always_right(completions, **kwargs):
     return [1.0] * len(completions)
 
 
-def test_what_can_be_mended_is_told_once(capsys):
+@pytest.mark.parametrize("logging_steps", [1, 10])
+def test_what_can_be_mended_is_told_once(logging_steps, capsys):
+    """Also where a run ends before its first log."""
     train(
         FR3ETrainer,
         max_steps=3,
+        logging_steps=logging_steps,
         max_completion_length=4,
         reward_funcs=lambda completions, **_: [1.0] * len(completions),
     )
@@ -271,11 +275,15 @@ def test_a_step_that_generates_nothing_says_nothing_of_what_was_generated(capsys
 
 
 def test_the_first_step_of_a_batch_is_not_taken_for_all(monkeypatch):
-    """Two batches of four steps, 40 s of generation each, and 2 s of each update."""
+    """Two batches of four steps, 40 s of generation each, and 2 s of each update, after an evaluation of 90 s."""
     trainer = make_trainer(FR3ETrainer, num_iterations=4, max_steps=8)
     console = console_of(trainer)
-    console._began, trainer.stopwatch.seconds = 100.0, {"update": 2.0}
-    monkeypatch.setattr("fr3e_trl.trl_adapter.console.time.monotonic", lambda: 142.0)
+    times = iter([10.0, 100.0, 142.0])
+    monkeypatch.setattr("fr3e_trl.trl_adapter.console.time.monotonic", lambda: next(times))
+    state = SimpleNamespace(global_step=0, max_steps=8, is_world_process_zero=True)
+    console.on_train_begin(trainer.args, state, None)
+    console.on_step_begin(trainer.args, state, None)
+    trainer.stopwatch.seconds = {"update": 2.0}
     assert console._time_left(trainer.args, SimpleNamespace(global_step=1, max_steps=8)) == "54 s left"
 
 
@@ -350,6 +358,9 @@ def test_the_command_that_evaluates_says_what_the_recipe_said():
         ("--trust_remote_code", "True"),
     ):
         assert words[words.index(option) + 1] == value
+    answers = ["--answer_column=answer", "--answer_separator=---"]
+    command = evaluation_command(*parse_arguments(make_parser(), [*recipe, *others, *answers]))
+    assert "--answer_column answer --answer_separator=---" in command
 
 
 def test_a_checkpoint_that_later_ones_replaced_is_not_taken_for_damaged():

@@ -126,6 +126,12 @@ def test_tensors(capsys):
     assert float(cells(output, "generate: leaving rows")[1]) > 0
 
 
+def test_tensors_of_a_vocabulary_smaller_than_a_prompt(capsys):
+    shape = ["--hidden_size=32", "--num_heads=2", "--num_key_value_heads=1", "--vocab_size=8", "--prompt_length=16"]
+    cli.main(["cost", "tensors", "--num_generations=4", "--lengths", "16", *shape])
+    assert "generate: leaving rows" in capsys.readouterr().out
+
+
 def test_entropies(capsys):
     cli.main(["cost", "entropies", "--num_turns=1"])
     output = capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Datasets and rewards by name, as the commands take them."""
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,15 @@ def test_answer_without_separator():
 def test_arguments_that_go_together(name, needed):
     with pytest.raises(ValueError, match=f"{name}='x' does nothing without {needed}"):
         FR3EScriptArguments(**{name: "x"})
+
+
+@pytest.mark.parametrize(
+    "settings", [{"dataset_name": 5}, {"dataset_name": ""}, {"reward_funcs": [3]}, {"reward_funcs": []}], ids=str
+)
+def test_names_are_texts(settings):
+    ((name, value),) = settings.items()
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{name}={value!r}')} must .*, for example "):
+        FR3EScriptArguments(**settings)
 
 
 def test_a_reward_that_takes_not_all_that_it_is_given_is_told_so():

@@ -120,4 +120,4 @@ def test_without_exploration_there_is_the_prompt_alone():
 
 
 def test_a_terminal_obeys_no_completion():
-    assert _shorten("\x1b[2J\r\t1\n2\x7f", WIDTH) == "␛[2J␍␉1↵2␡"
+    assert _shorten("\x1b[2J\r\t1\n2\x7f\x9b\u202e\u2069", WIDTH) == "␛[2J␍␉1↵2␡���"

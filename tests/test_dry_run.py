@@ -1,6 +1,7 @@
 """What `fr3e train --dry_run` tells, against formulas by hand and what training does and takes."""
 
 import gc
+import re
 import sys
 
 import pytest
@@ -13,7 +14,7 @@ from trl import ModelConfig, get_peft_config
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.commands import cli
-from fr3e_trl.commands.dry_run import empty_model, memory, most_tokens, num_steps, settings, sizes
+from fr3e_trl.commands.dry_run import empty_model, memory, most_tokens, num_steps, settings, show, sizes
 from fr3e_trl.commands.memory_estimate import (
     Decoder,
     MemoryEstimate,
@@ -106,6 +107,11 @@ def test_steps_are_those_of_training(overrides, tmp_path):
     assert told["optimizer updates in all"] == str(expected)
     assert told["base trajectories a prompt"] == str(len(trainer.trees[0].bases))
     assert told["generation batch"] == f"{8 * len(trainer.trees)} rows of {len(trainer.trees)} prompts"
+
+
+def test_a_run_of_no_step(tmp_path):
+    """As transformers takes 0. Below it, epochs count."""
+    assert [num_steps(args_of(tmp_path, max_steps=most), 7) for most in (0, -1)] == [0, 21]
 
 
 def test_most_tokens_by_hand(tmp_path):
@@ -219,6 +225,13 @@ def test_dry_run_needs_no_weights(tmp_path, capsys):
         assert row in " ".join(printed.split()), row
     assert "most at a time" in printed
     assert not (tmp_path / "out").exists()
+
+
+def test_a_narrow_terminal_shows_values_whole(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    show("Memory", [("update: activations of 8 rows, without gradient checkpointing", "1.50 GiB")])
+    assert re.search(r"update: +1\.50 GiB", capsys.readouterr().out)
 
 
 def test_dry_run_without_rich(tmp_path, capsys, monkeypatch):

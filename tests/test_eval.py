@@ -180,8 +180,9 @@ def test_results_are_those_of_the_completions(evaluate, capsys):
     assert results["mean_completion_length"] == pytest.approx(sum(lengths) / 12) and max(lengths) == 6
     assert results["rewards"]["tests_of_eval.length"]["pass@1"]["mean"] == pytest.approx(sum(lengths) / 120)
     assert all(line["is_finished"] or line["num_tokens"] == 6 for line in lines)
-    report = Path("out/results.md").read_text()
-    assert report in capsys.readouterr().out
+    report, printed = Path("out/results.md").read_text(), capsys.readouterr()
+    assert report in printed.out and "Intervals over problems are Wilson's" in report
+    assert "completion" not in printed.err  # no progress bar, which is for a terminal
     assert f"| pass@1 | {measured['pass@1']['mean']:.1%} |" in report
 
 
@@ -319,7 +320,7 @@ def test_recipe(evaluate, name):
         ({"answer_regex": "("}, "answer_regex='(' is no regular expression"),
         (
             {"vllm_server_base_url": "localhost"},
-            "vllm_server_base_url='localhost': vllm_server_base_url='localhost' is",
+            "error: vllm_server_base_url='localhost' is no address",
         ),
     ],
 )
@@ -380,7 +381,11 @@ def test_rewards_that_are_no_shares_are_told_as_numbers():
         "rewards": {"score": of_reward},
         "command": "",
     }
-    assert "| pass@1 | 0.333 | -0.384 to 1.050 |" in as_markdown(results)
+    text = as_markdown(results)
+    assert "| pass@1 | 0.333 | -0.384 to 1.050 |" in text and "Student's t for others" in text
+    of_reward["pass@1"] = {"mean": -1e300}  # of one problem
+    text = as_markdown(results)
+    assert "| pass@1 | -1e+300 |  |" in text and "Intervals" not in text
 
 
 def test_an_adapter_whose_base_is_not_there_is_told_of(evaluate, tmp_path, capsys):

@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import hashlib
+import io
+import logging
 import os
 import re
 import resource
@@ -17,6 +19,7 @@ import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import bench_task  # noqa: F401 (registers the task `ones`)
 import pytest
@@ -25,6 +28,8 @@ from failures.case import EVAL, OWN, TRAIN
 from models import model_on_disk
 
 from fr3e_trl.commands import cli
+from fr3e_trl.commands.data import import_file
+from fr3e_trl.commands.usage import explain
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 30
@@ -170,6 +175,14 @@ def test_an_error_in_a_users_own_code_is_told_from_there_on(capsys):
         assert re.search(r"error: .*rewards\.py, line 2, raised ZeroDivisionError", told.splitlines()[-1])
 
 
+def test_a_file_that_a_users_own_code_does_not_find_is_told_with_its_place():
+    Path("mine.py").write_text("open('lost.txt')\n")
+    with pytest.raises(FileNotFoundError) as raised:
+        import_file("mine.py")
+    told = explain(raised.value.with_traceback(raised.tb.tb_next))  # this file is a user's too
+    assert "mine.py, line 1, raised FileNotFoundError" in told.splitlines()[-1]
+
+
 @pytest.fixture
 def fr3e():
     """Starts a command in a process of its own, which is killed in the end, with those that it has started."""
@@ -241,6 +254,26 @@ def test_a_pipe_that_nobody_reads_ends_no_run(fr3e):
     told = process.stderr.read()
     assert process.wait() == 0, told
     assert Path("out/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("command", ["--help", "train --help"])  # small enough for a buffer, and line by line
+def test_a_command_whose_output_nobody_reads_ends_quietly(command, fr3e, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1" if command == "train --help" else "")
+    process = fr3e(command)
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == ("", 141)
+
+
+def test_output_in_ascii_and_warnings_without_colour(monkeypatch):
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setitem(sys.modules, "arrow", SimpleNamespace(main=lambda arguments: print("→")))
+    monkeypatch.setitem(cli.COMMANDS, "arrow", ("", "arrow"))
+    cli.main(["arrow"])
+    assert output.getvalue() == b"?\n"
+    assert logging.lastResort.formatter._fmt == "WARNING: %(message)s"
 
 
 CASES = {f"{category}: {case.name}": case for category, cases in CATEGORIES.items() for case in cases}

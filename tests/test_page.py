@@ -404,6 +404,7 @@ def test_bytes_that_are_no_character_are_shown_as_such():
 )
 def test_what_cannot_be_shown_is_said(arguments, message, capsys):
     write_step(Path("run"), made_step(2, num_trees=1, length=10))
+    Path("run/trees/step-x.json.gz").write_bytes(b"")  # is no step's
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     error = capsys.readouterr().err.splitlines()[-1]
@@ -461,7 +462,7 @@ HOSTILE = [
     "w" * 10_000,
     "مرحبا \u202eبالعالم\u202c 1 + 2",
     "👩‍👩‍👧👍🏽",
-    "null\0byte \x1b[31m \x7f \u2028",
+    "null\0byte \x1b[31m \x7f \x9b \u2067 \u2028",
     "{{ 7 * 7 }} {% raw %} ${window.hurt = 1}",
     "\udcff",
 ]
@@ -690,6 +691,13 @@ def test_branches_and_copies_are_told(opened):
     assert page.get_by_role("columnheader", name="α").count() == 0
 
 
+# Texts of a picture that it cuts
+CUT = """svg => [...svg.querySelectorAll("text")].filter(text => {
+    const box = text.getBBox(), {width} = svg.viewBox.baseVal;
+    return box.x < 0 || box.x + box.width > width;
+}).map(text => text.textContent)"""
+
+
 def test_a_tree_is_drawn(opened):
     """A lane for each rollout, no line over another, outcomes by colour and shape. Lanes lead to the text."""
     record = made_step(1, num_trees=1, length=40)
@@ -723,6 +731,21 @@ def test_a_tree_is_drawn(opened):
         page.wait_for_timeout(50)
     assert drawing.evaluate("svg => svg.clientWidth") < 390
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_long_labels_are_drawn_whole(opened):
+    record = made_step(1, num_trees=1, length=40)
+    record["trees"][0]["rollouts"][0] |= {"reward": -1e12, "copies": 3}
+    write_step(Path("run"), record)
+    Path("run/trees", METRICS).write_text(
+        "".join(json.dumps({"step": step, "fr3e/advantage/mean": -0.000123 * step}) + "\n" for step in (1, 2))
+    )
+    make_page(Path("run"), Path("trees.html"))
+    page = opened(Path("trees.html"))
+    page.wait_for_selector(".lane")
+    for name, label in ((".drawing svg", "trajectory 1 +3 −1000000000000"), ("aside figure > svg", "−0.000246")):
+        picture = page.locator(name).first
+        assert label in picture.locator("text").all_text_contents() and picture.evaluate(CUT) == []
 
 
 def test_trees_are_filtered_sorted_and_followed(opened):
@@ -874,7 +897,7 @@ def test_hostile_completions_do_nothing(opened):
     said = page.locator("main .token").all_text_contents()
     for text in HOSTILE[:4]:
         assert text in said
-    assert "null␀byte ␛[31m ␡ \u2028" in said
+    assert "null␀byte ␛[31m ␡ � � \u2028" in said
     assert page.evaluate("document.documentElement.scrollWidth") <= 1400
 
 

@@ -198,6 +198,9 @@ def test_baseline_differs_in_fr3e_settings_alone(baseline):
     assert theirs == {key: value for key, value in ours.items() if key not in FR3E_SETTINGS}
 
 
+MODEL = "--model_name_or_path=unused"
+
+
 @pytest.mark.parametrize("name, prompts", [("paper", 512), ("released", 32)])
 def test_published_settings_are_those_of_the_preset(name, prompts, tmp_path):
     """Each value is in one place, and the recipe is the preset with a model, data and a batch."""
@@ -219,14 +222,14 @@ def test_published_settings_are_those_of_the_preset(name, prompts, tmp_path):
 
 def test_a_preset_is_overridden_by_the_recipe_and_the_command_line(tmp_path):
     (tmp_path / "recipe.yaml").write_text("preset: paper\nepsilon: 0.1\nnum_generations: 8\nbf16: false\nuse_cpu: true")
-    given = ["--config", str(tmp_path / "recipe.yaml"), f"--output_dir={tmp_path}", "--num_generations=4"]
+    given = ["--config", str(tmp_path / "recipe.yaml"), f"--output_dir={tmp_path}", "--num_generations=4", MODEL]
     _, args, _ = train.make_parser().parse_args_and_config(given)
     assert (args.epsilon, args.num_generations, args.epsilon_high, args.modulation) == (0.1, 4, 0.28, "exp")
 
 
 def test_one_reward_may_stand_without_brackets(tmp_path):
     (tmp_path / "recipe.yaml").write_text("reward_funcs: math_reward\nbf16: false\nuse_cpu: true\noutput_dir: unused\n")
-    args, _, _ = train.make_parser().parse_args_and_config(["--config", str(tmp_path / "recipe.yaml")])
+    args, _, _ = train.make_parser().parse_args_and_config(["--config", str(tmp_path / "recipe.yaml"), MODEL])
     assert args.reward_funcs == ["math_reward"]
 
 

@@ -4,12 +4,14 @@ import os
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from simulated import GAINS, PROMPTS, expected, share, simulated, truth
 from test_page import CONTRAST, browser  # noqa: F401
 
+from fr3e_trl.bench import plots
 from fr3e_trl.bench.estimates import at_best, difference, final_rates, mean_rates, of_arm, verdict_of
 from fr3e_trl.bench.report import markdown, sections, write_report
 from fr3e_trl.bench.results import has_collapsed
@@ -287,3 +289,17 @@ def test_the_first_screen_answers(browser, report, width, height, scheme):  # no
     assert branch.split() == "S1, before token 3, H = 0.50 ✗ d".split()
     page.close()
     assert complaints == []
+
+
+def test_the_axis_of_learning_rates_has_those_that_were_tried(monkeypatch):
+    runs = [{"settings": {"learning_rate": rate}} for rate in (3e-5, 1e-4)]
+    results = SimpleNamespace(
+        arms=["fr3e"],
+        arguments={"reference": "fr3e"},
+        grid_of=lambda arm: runs,
+        best_in_grid=lambda arm, name, rate: 0.5,
+    )
+    monkeypatch.setattr(plots, "_saved", lambda name, title, figure, panel: panel)
+    panel = plots._draw_rates(results)
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["3e-05", "0.0001"]
+    assert len(panel.get_xticklabels(minor=True)) == 0

@@ -182,11 +182,15 @@ def _draw_rates(results: Results) -> Plot:
     """Draw what came of each learning rate in each arm's grid, at the batch size and updates that were best with it."""
     title = "mean held-out pass@1 of tuning runs"
     figure, panel = pyplot.subplots(figsize=(4.4, 3.6))
+    ticks: set[float] = set()
     for arm, style in zip(results.arms, _styles(results), strict=True):
         tried = sorted({run["settings"]["learning_rate"] for run in results.grid_of(arm)})
         best = [results.best_in_grid(arm, "learning_rate", rate) for rate in tried]
         panel.plot(tried, best, label=arm, **style)
+        ticks |= {rate for rate in tried if rate > 0}
     panel.set_xscale("log")
+    panel.set_xticks(sorted(ticks), [f"{rate:g}" for rate in sorted(ticks)], rotation=30)
+    panel.minorticks_off()
     panel.set_xlabel("learning rate")
     panel.set_ylabel(title)
     return _saved("rates", f"learning rates: {title}", figure, panel)

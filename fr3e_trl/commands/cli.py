@@ -7,6 +7,7 @@ begins there. Ctrl-C ends a command with one line, and exit code 130.
 """
 
 import importlib
+import io
 import logging
 import os
 import sys
@@ -51,10 +52,26 @@ DEBUG_OPTIONS = ("underflow_overflow", "tpu_metrics_debug")
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the command that the arguments name. A pipe that nobody reads on, as after `| head`, ends it quietly."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # letters that its encoding lacks become question marks
+    try:
+        try:
+            run(argv)
+        except SystemExit:  # as after --help. What nobody foresaw has a traceback first
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)  # as a shell has it of a process that SIGPIPE ended
+
+
+def run(argv: list[str] | None) -> None:
     """Run the command that the arguments name, with those that follow."""
     if logging.lastResort is not None:  # by which our warnings are printed
-        form = "WARNING: %(message)s"
-        logging.lastResort.setFormatter(logging.Formatter(f"\033[33m{form}\033[0m" if sys.stderr.isatty() else form))
+        form, is_coloured = "WARNING: %(message)s", sys.stderr.isatty() and "NO_COLOR" not in os.environ
+        logging.lastResort.setFormatter(logging.Formatter(f"\033[33m{form}\033[0m" if is_coloured else form))
     arguments, debug = without_debug(sys.argv[1:] if argv is None else argv)
     if debug:
         os.environ["FR3E_DEBUG"] = "1"  # of the processes that are started too

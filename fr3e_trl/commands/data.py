@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import datasets
+import transformers
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
@@ -46,7 +48,7 @@ class FR3EScriptArguments(ScriptArguments):
     with such a file for each split.
 
     Raises:
-        ValueError: An argument is given without the one that it goes with.
+        ValueError: An argument is of a wrong type, or given without the one that it goes with.
     """
 
     reward_funcs: list[str] = field(
@@ -84,6 +86,17 @@ class FR3EScriptArguments(ScriptArguments):
     def __post_init__(self) -> None:
         if isinstance(self.reward_funcs, str):  # in a recipe, one name may stand without brackets
             self.reward_funcs = [self.reward_funcs]
+        names = self.reward_funcs if isinstance(self.reward_funcs, list) else []
+        if not names or not all(isinstance(name, str) and name for name in names):
+            raise ValueError(
+                f"reward_funcs={self.reward_funcs!r} must name one reward function or several, for example math_reward."
+            )
+        for name in ("dataset_name", "eval_dataset_name"):
+            value = getattr(self, name, None)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(
+                    f"{name}={value!r} must be a file, a directory or the id of a dataset, for example data.jsonl."
+                )
         for name, needed, example in [
             ("system_prompt", "prompt_column", "question"),
             ("answer_separator", "answer_column", "answer"),
@@ -246,12 +259,12 @@ def load_examples(
     argument = f"dataset_name={args.dataset_name!r}, split {split!r}"
     source = source_of(args)
     with usage_errors(argument, remedy, DatasetsError, OSError, ValueError, StopIteration):
+        check_encoding(args)
         try:
             dataset = load_dataset(**source, split=split, streaming=args.dataset_streaming)
-        except DatasetsError:
+            next(iter(dataset), None)  # a streamed file is not read before
+        except (DatasetsError, ValueError) as error:
             check_lines(args)
-            raise
-        except ValueError as error:
             if "corresponds to no data" in str(error):
                 raise UsageError(f"{argument}: it is empty. {remedy}") from error
             raise
@@ -293,7 +306,10 @@ def load_held_out(
             raise
     other = copy.copy(args)
     other.dataset_name, other.dataset_config = args.eval_dataset_name, None
-    return load_examples(other, test_split(other), tokenizer, template)
+    try:
+        return load_examples(other, test_split(other), tokenizer, template)
+    except UsageError as error:
+        raise UsageError(str(error).replace("dataset_name=", "eval_dataset_name=")) from error
 
 
 def without_empty_prompts(dataset: Dataset | IterableDataset, args: FR3EScriptArguments) -> Dataset | IterableDataset:
@@ -389,19 +405,37 @@ def source_file(reward: Callable[..., Any]) -> Path | None:
     return Path(code.co_filename) if code is not None and is_users(code.co_filename) else None
 
 
+def check_encoding(args: FR3EScriptArguments) -> None:
+    """Raise a `UsageError` that names the first line of a local file of JSON that is not in UTF-8."""
+    for path in data_files(args.dataset_name):
+        if path.suffix not in (".json", ".jsonl"):
+            continue
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    line.decode()
+                except UnicodeDecodeError as error:
+                    raise UsageError(
+                        f"dataset_name={str(path)!r}: line {number} is not in UTF-8: {line[:100]!r}. Save it as UTF-8."
+                    ) from error
+
+
 def check_lines(args: FR3EScriptArguments) -> None:
-    """Raise a `UsageError` that names the first line of a local file of JSON lines that is none."""
+    """Raise a `UsageError` that names the first line of a local file of JSON lines that is no object."""
     for path in data_files(args.dataset_name):
         if path.suffix != ".jsonl":
             continue
         for number, line in enumerate(path.read_text(errors="replace").split("\n"), 1):
+            fault = None
             try:
-                json.loads(line.strip() or "{}")
+                if not isinstance(json.loads(line.strip() or "{}"), dict):
+                    fault = "no JSON object"
             except ValueError as error:
+                fault = f"no JSON: {error}"
+            if fault is not None:
                 raise UsageError(
-                    f"dataset_name={str(path)!r}: line {number} is no JSON: {error}: {line[:100]!r}. Mend it, or "
-                    "remove it."
-                ) from error
+                    f"dataset_name={str(path)!r}: line {number} is {fault}: {line[:100]!r}. Mend it, or remove it."
+                )
 
 
 def has_short_prompt(
@@ -410,6 +444,13 @@ def has_short_prompt(
     """Whether the prompt has at most `max_length` tokens, with what the chat template adds."""
     prompt = maybe_apply_chat_template({"prompt": example["prompt"]}, tokenizer, **template)["prompt"]
     return len(tokenizer(prompt).input_ids) <= max_length
+
+
+def without_bars_in_logs() -> None:
+    """No progress bars of libraries, unless on a terminal: a log file would have each of their states."""
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
+        datasets.disable_progress_bars()
 
 
 def load_tokenizer(model_args: ModelConfig, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -31,6 +31,8 @@ from .memory_estimate import (
 
 MEASURED_PROMPTS = 1000  # of the training set, whose longest prompt is taken for the longest of all
 
+VALUE_WIDTH = 32  # columns of a terminal that are left to values, with the space around them
+
 Table = list[tuple[str, str]]
 
 
@@ -114,7 +116,7 @@ def sizes(args: FR3EConfig, num_examples: int | None) -> Table:
 
 def num_steps(args: FR3EConfig, num_examples: int | None) -> int | None:
     """Optimizer updates of the whole run, as `Trainer` counts them; `None` if that takes a length that is not there."""
-    if args.max_steps > 0:
+    if args.max_steps >= 0:
         return args.max_steps
     if num_examples is None:
         return None
@@ -304,11 +306,13 @@ def show(title: str, table: Table) -> None:
     from rich.table import Table as RichTable
 
     rich_table = RichTable(box=box.SIMPLE_HEAD, show_header=False, title=title, title_justify="left")
-    rich_table.add_column(no_wrap=True)
-    rich_table.add_column(overflow="fold")
-    for row in table:
-        rich_table.add_row(*row)
     console = Console(markup=False, highlight=False)
     if not console.is_terminal:
         console.width = 120  # a log has no width: rows stay whole
+    # On a narrow terminal labels fold before values do
+    label_width = min(max(len(name) for name, _ in table), max(console.width - VALUE_WIDTH, console.width // 3))
+    rich_table.add_column(overflow="fold", width=label_width)
+    rich_table.add_column(overflow="fold")
+    for row in table:
+        rich_table.add_row(*row)
     console.print(rich_table)

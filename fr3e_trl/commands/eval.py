@@ -34,6 +34,7 @@ from .data import (
     load_examples,
     load_tokenizer,
     test_split,
+    without_bars_in_logs,
 )
 from .eval_arguments import EvalArguments
 from .eval_samplers import Key, local_sampler, server_sampler
@@ -91,6 +92,7 @@ def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict
     Returns:
         `dict`: What `results.json` holds.
     """
+    without_bars_in_logs()
     require_argument(model_args, "model_name_or_path", RECIPE)
     require_argument(args, "dataset_name", RECIPE)
     tokenizer = load_tokenizer(model_args, args.trust_remote_code)
@@ -112,7 +114,8 @@ def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict
     wanted = [(problem, sample) for problem in range(len(examples)) for sample in range(args.num_samples)]
     missing = [key for key in wanted if key not in there]
     if missing:
-        with path.open("a") as file, tqdm(total=len(wanted), initial=len(there & {*wanted}), unit="completion") as bar:
+        bar = tqdm(total=len(wanted), initial=len(there & {*wanted}), unit="completion", disable=None)
+        with path.open("a") as file, bar:
             for batch in sampled_lines(args, model_args, tokenizer, examples, rewards, missing):
                 lines += batch
                 file.writelines(json.dumps(line) + "\n" for line in batch)
@@ -212,11 +215,14 @@ def as_markdown(results: dict[str, Any]) -> str:
         f"{arguments['temperature']} and top_p {arguments['top_p']}: {results['mean_completion_length']:.1f} tokens on "
         f"average, {results['share_finished']:.1%} of them finished within {arguments['max_completion_length']}.",
     ]
+    has_interval = False
     for name, of_reward in results["rewards"].items():
         lines += ["", f"| {name} | mean of {of_reward['num_scored']} problems | 95% interval |", "|---|---|---|"]
-        form = ".1%" if of_reward["are_shares"] else ".3f"
         for measure, value in of_reward.items():
             if isinstance(value, dict):
+                is_huge = max(map(abs, value.values())) >= 1e6
+                form = ".1%" if of_reward["are_shares"] else ".4g" if is_huge else ".3f"
+                has_interval |= "low" in value
                 interval = f"{value['low']:{form}} to {value['high']:{form}}" if "low" in value else ""
                 lines.append(f"| {measure} | {value['mean']:{form}} | {interval} |")
         if of_reward["num_unscored"]:
@@ -226,12 +232,10 @@ def as_markdown(results: dict[str, Any]) -> str:
                 f"{of_reward['num_unscored']} completions had no score (None or NaN). Their {num_out} problem(s) are "
                 "left out.",
             ]
-    lines += [
-        "",
-        "Intervals are Wilson's, with Student's t over problems: they say how far another set of such problems, with "
-        "completions sampled anew, might be off.",
-        "",
-        f"`{results['command']}`",
-        "",
-    ]
-    return "\n".join(lines)
+    if has_interval:
+        lines += [
+            "",
+            "Intervals over problems are Wilson's for rewards between 0 and 1, and Student's t for others: they say "
+            "how far another set of such problems, with completions sampled anew, might be off.",
+        ]
+    return "\n".join([*lines, "", f"`{results['command']}`", ""])

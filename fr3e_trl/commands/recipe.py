@@ -10,7 +10,7 @@ import yaml
 from trl import TrlParser
 
 from ..config import with_preset
-from .usage import UsageError, nearest_option, unrecognized, usage_errors
+from .usage import UsageError, nearest_option, require_argument, unrecognized, usage_errors
 
 # Arguments that may name files of the recipe's own
 FILES = ("dataset_name", "eval_dataset_name", "reward_funcs")
@@ -28,17 +28,28 @@ class RecipeParser(TrlParser):
     A dataset's or a reward's file that is not below the working directory is looked for beside the recipe.
 
     Options are taken by their whole names alone. After parsing, `given` has what differs from the defaults.
+
+    Args:
+        dataclass_types (`Iterable[Any]`):
+            Dataclasses of the arguments.
+        recipe_with_model (`str`, *optional*):
+            The recipe that an error names if no model is given. Without it, none has to be given.
     """
 
-    def __init__(self, dataclass_types: Iterable[Any]):
+    def __init__(self, dataclass_types: Iterable[Any], recipe_with_model: str | None = None):
         super().__init__(dataclass_types, allow_abbrev=False)
+        self.recipe_with_model = recipe_with_model
         self._when_left_out = {action.dest: action.default for action in reversed(self._actions)}
         self.given: dict[str, Any] = {}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         options, unknown = super().parse_known_args(args, namespace)
+        if unknown and unknown[0].endswith((".yaml", ".yml")):
+            self.error(f"unrecognized arguments: {' '.join(unknown)}. A recipe is given by --config {unknown[0]}")
         if unknown:
             self.error(unrecognized(unknown, self._option_string_actions))
+        if self.recipe_with_model is not None:  # before settings are checked, which differ by model
+            require_argument(options, "model_name_or_path", self.recipe_with_model)
         self.given = {name: value for name, value in vars(options).items() if value != self._when_left_out.get(name)}
         return options, unknown
 
@@ -47,6 +58,8 @@ class RecipeParser(TrlParser):
         for i, argument in enumerate(args):
             if argument.startswith("--config="):
                 args[i : i + 1] = ["--config", argument.removeprefix("--config=")]
+        if args.count("--config") > 1:
+            raise UsageError("--config is given twice. Give one recipe, which may extend the other (extends: FILE).")
         recipe = args[args.index("--config") + 1 :][:1] if "--config" in args else None
         if recipe == []:
             raise UsageError("--config needs the file of a recipe, for example --config recipes/smoke.yaml.")
@@ -59,7 +72,7 @@ class RecipeParser(TrlParser):
             ) from error
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. See --help.")
+        raise UsageError(f"{message.rstrip('.')}. See --help.")
 
     def set_defaults_with_config(self, **settings: Any) -> list[str]:
         settings = with_preset(extended(settings, self._folder))

@@ -8,7 +8,6 @@ Any setting of the recipe can be overridden after it (`--learning_rate 2e-6`); `
 the rewards, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and quantization).
 """
 
-import itertools
 import json
 import logging
 import os
@@ -18,10 +17,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import datasets
 import safetensors
 import torch
-import transformers
 import yaml
 from safetensors import SafetensorError
 from transformers import TrainerCallback
@@ -44,6 +41,7 @@ from .data import (
     load_held_out,
     load_tokenizer,
     model_argument,
+    without_bars_in_logs,
 )
 from .outputs import as_json, check_directory, read_object, weight_files
 from .recipe import RecipeParser, parse_arguments
@@ -139,7 +137,7 @@ def main(argv: list[str]) -> None:
 
 def make_parser() -> RecipeParser:
     """Parser of the arguments, from a recipe (`--config`) and the command line."""
-    return RecipeParser([TrainArguments, FR3EConfig, ModelConfig])
+    return RecipeParser([TrainArguments, FR3EConfig, ModelConfig], recipe_with_model=RECIPE)
 
 
 def train(
@@ -157,10 +155,7 @@ def train(
         given (`dict[str, Any]`, *optional*):
             The arguments that differ from their defaults, for `resolved.yaml` in the output directory.
     """
-    if not sys.stderr.isatty():
-        transformers.logging.disable_progress_bar()
-        datasets.disable_progress_bars()
-    require_argument(model_args, "model_name_or_path", RECIPE)
+    without_bars_in_logs()
     require_argument(script_args, "dataset_name", RECIPE)
     check_directory(training_args.output_dir)
     checkpoint = checkpoint_to_resume(training_args)
@@ -253,8 +248,14 @@ def evaluation_command(script_args: FR3EScriptArguments, training_args: FR3EConf
         given["chat_template_kwargs"] = json.dumps(training_args.chat_template_kwargs)
     given["max_completion_length"] = training_args.max_completion_length
     given["output_dir"] = str(Path(str(training_args.output_dir)) / "eval")
-    words = [[f"--{name}", *map(str, value if isinstance(value, list) else [value])] for name, value in given.items()]
-    return shlex.join(["fr3e", "eval", *itertools.chain(*words)])
+    words = ["fr3e", "eval"]
+    for name, value in given.items():
+        values = [str(item) for item in (value if isinstance(value, list) else [value])]
+        if len(values) == 1 and values[0].startswith("-"):  # else it is taken for an option
+            words.append(f"--{name}={values[0]}")
+        else:
+            words += [f"--{name}", *values]
+    return shlex.join(words)
 
 
 def set_model_init(training_args: GRPOConfig, model_args: ModelConfig) -> None:

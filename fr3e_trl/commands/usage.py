@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. See {self.prog} --help.")
+        raise UsageError(f"{message.rstrip('.')}. See {self.prog} --help.")
 
 
 def unrecognized(arguments: list[str], options: Iterable[str]) -> str:
@@ -94,7 +94,8 @@ def usage_errors(argument: str, remedy: str, *kinds: type[Exception]) -> Iterato
             raise
         told = error if isinstance(error, RuntimeError) else error.__cause__ or error  # ours have whole messages
         reason = one_line(told) or "it is empty"
-        raise UsageError(f"{argument}: {reason.rstrip('.!')}. {remedy}") from error
+        place = "" if reason.startswith(argument) else f"{argument}: "
+        raise UsageError(f"{place}{reason.rstrip('.!')}. {remedy}") from error
 
 
 def require_argument(arguments: Any, name: str, recipe: str) -> None:
@@ -121,7 +122,7 @@ def explain(error: Exception) -> str | None:
     if of_disk is not None:
         return _with_notes(error, f"{_without_number(of_disk)}. Free some room, or name a directory elsewhere.")
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        return _with_notes(error, f"{_without_number(error)}.")
+        return told_of_user_code(error) or _with_notes(error, f"{_without_number(error)}.")
     raiser = _raised_by(error)
     if raiser == "fr3e_trl":
         return _with_notes(error, one_line(error))

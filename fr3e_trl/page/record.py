@@ -186,7 +186,8 @@ def step_path(run: Path, step: int) -> Path:
 
 def logged_steps(run: Path) -> list[int]:
     """The steps whose trees a run has logged, in order."""
-    return sorted(int(path.name[5:-8]) for path in (run / FOLDER).glob("step-*.json.gz"))
+    names = [re.fullmatch(r"step-(\d+)\.json\.gz", path.name) for path in (run / FOLDER).glob("step-*.json.gz")]
+    return sorted(int(name[1]) for name in names if name is not None)
 
 
 def write_step(run: Path, record: dict[str, Any]) -> None:

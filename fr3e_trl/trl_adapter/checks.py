@@ -503,7 +503,7 @@ def checked_reward_func(func: Callable[..., Any], name: str) -> Callable[..., An
                 "completion, or None for one that cannot be scored."
             )
         rewards = list(rewards)
-        for i, reward in enumerate(rewards):
+        for i, reward in enumerate(rewards, 1):
             if reward is not None and not _is_number(reward):
                 raise TypeError(
                     f"The reward function '{name}' returned {str(reward)[:100]!r} for completion {i} of "

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -76,6 +77,7 @@ class Console(ProgressCallback, PrinterCallback):
         self.trainer = trainer
         self.tells_next = True  # whether it says what to do next. `fr3e train` does when the model is saved
         self._began, self._first_step = 0.0, 0
+        self._first_step_began = 0.0
         self._told: set[str] = set()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -91,6 +93,8 @@ class Console(ProgressCallback, PrinterCallback):
             )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._first_step:
+            self._first_step_began = time.monotonic()
         self.trainer.stopwatch.begin("update")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -105,12 +109,13 @@ class Console(ProgressCallback, PrinterCallback):
             super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not state.is_world_process_zero or not logs or "train_runtime" in logs:
+        if not state.is_world_process_zero or not logs:
             return
-        parts = [self._place(state), *parts_of(logs, is_exploring=not args.is_plain_grpo)]
-        if "loss" in logs and state.global_step > self._first_step:
-            parts.append(self._time_left(args, state))
-        self._print("  ".join(parts))
+        if "train_runtime" not in logs:  # the log at the end is no line, but may have metrics of the last steps
+            parts = [self._place(state), *parts_of(logs, is_exploring=not args.is_plain_grpo)]
+            if "loss" in logs and state.global_step > self._first_step:
+                parts.append(self._time_left(args, state))
+            self._print("  ".join(parts))
         for name, tells, remedy in ALARMS:
             value = logs.get(name)
             if name == BRANCHED and args.num_states == 1:  # no branch was asked for
@@ -148,7 +153,7 @@ class Console(ProgressCallback, PrinterCallback):
             rows.append(("all metrics", str(checkpoint / TRAINER_STATE_FILE)))
         if self.tells_next and checkpoint is not None:
             what = f"--dataset_name DATASET --reward_funcs REWARD --max_completion_length {args.max_completion_length}"
-            rows.append(("next", f"fr3e eval --model_name_or_path {checkpoint} {what}"))
+            rows.append(("next", f"fr3e eval --model_name_or_path {shlex.quote(str(checkpoint))} {what}"))
         elif self.tells_next:
             rows.append(("next", f"trainer.save_model({args.output_dir!r}): nothing is saved yet"))
         return rows
@@ -157,12 +162,16 @@ class Console(ProgressCallback, PrinterCallback):
         return f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"
 
     def _time_left(self, args: Any, state: Any) -> str:
-        """By what an update and a batch have taken so far: the first of a batch's steps has its generation."""
+        """
+        By what an update and a batch have taken so far: the first of a batch's steps has its generation.
+
+        What came before the first step, such as an evaluation, does not come again.
+        """
         steps_of_batch = args.num_iterations * args.steps_per_generation / args.gradient_accumulation_steps
         steps, whole = (step - self._first_step for step in (state.global_step, state.max_steps))
         batches, whole_batches = (math.ceil(number / steps_of_batch) for number in (steps, whole))
         updating = self.trainer.stopwatch.seconds.get("update", 0.0)
-        generating = time.monotonic() - self._began - updating
+        generating = time.monotonic() - self._first_step_began - updating
         left = updating / steps * (whole - steps) + generating / batches * (whole_batches - batches)
         return f"{duration(left)} left"
 

@@ -11,13 +11,13 @@ CASES = [
     Case("no cost", "cost", ("fr3e cost", "COMMAND")),
     Case("misspelt cost", "cost stpe", ("stpe", "step")),
     # train
-    Case("train nothing", f"train {CPU}", ("model_name_or_path is not set", "--config")),
+    Case("train nothing", "train", ("model_name_or_path is not set", "--config")),
     Case("train no dataset", f"train {CPU} --model_name_or_path=model", ("dataset_name is not set",)),
     Case("train unknown argument", f"{TRAIN} --learnign_rate=1", ("--learnign_rate=1",)),
     Case("train argument without a value", f"{TRAIN} --max_steps", ("--max_steps", "expected one argument")),
     Case("train text for a number", f"{TRAIN} --learning_rate=fast", ("--learning_rate", "fast")),
     Case("train fraction for a count", f"{TRAIN} --max_steps=1.5", ("--max_steps", "1.5")),
-    Case("train text for a truth", f"{TRAIN} --bf16=perhaps", ("--bf16", "perhaps")),
+    Case("train text for a truth", f"{TRAIN} --bf16=perhaps", ("--bf16", "perhaps", "insensitive). See")),
     Case("train ambiguous argument", f"{TRAIN} --max=3", ("--max",)),
     Case(
         "train where a run has been",
@@ -37,7 +37,11 @@ CASES = [
         ("model_name_or_path='out'", "LoRA adapter", "merge"),
         after=f"{TRAIN} --use_peft=true --lora_target_modules all-linear",
     ),
-    Case("train learning rate below zero", f"{TRAIN} --learning_rate=-1", ("learning rate: -1", "torch refused it")),
+    Case(
+        "train by grpo with a learning rate below zero",
+        f"{TRAIN} --learning_rate=-1 --num_anchors=0",
+        ("learning rate: -1", "torch refused it"),
+    ),
     Case("train without the name", "train model data.jsonl", ("model",)),
     # eval
     Case("eval nothing", "eval", ("model_name_or_path is not set", "recipes/eval")),
@@ -89,6 +93,8 @@ CASES = [
     Case("cost vllm count", "cost vllm --num_turns=0", ("--num_turns", "'0'")),
     # Recipes
     Case("no recipe", "train --config", ("--config", "recipe")),
+    Case("recipe without --config", "eval r.yaml", ("r.yaml. A recipe is given by --config r.yaml. See",)),
+    Case("two recipes", "train --config r.yaml --config=s.yaml", ("--config is given twice", "extends")),
     Case("no recipe before others", "train --config --output_dir=out", ("--output_dir=out",)),
     Case("recipe that is missing", "train --config missing.yaml", ("missing.yaml", "No such file")),
     Case("recipe that is missing after =", "train --config=missing.yaml", ("missing.yaml", "No such file")),

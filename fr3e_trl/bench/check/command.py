@@ -36,6 +36,8 @@ def main(argv: list[str]) -> None:
         raise UsageError("--with_weights needs the model: --model_name_or_path MODEL.")
     if options.num_processes is not None and options.num_processes < 1:
         raise UsageError(f"--num_processes {options.num_processes} must be at least 1.")
+    if not options.time_limit > 0:
+        raise UsageError(f"--time_limit {options.time_limit:g} must be above 0, for example 180.")
     options.devices = "" if options.use_cpu else os.environ.get("CUDA_VISIBLE_DEVICES")
     if options.devices is not None and options.devices.startswith("-"):  # CUDA takes -1 for none
         options.devices = ""

@@ -223,7 +223,7 @@ def in_generate(options: argparse.Namespace, draw: Callable[[Any, np.ndarray, in
     small = argparse.Namespace(**vars(options) | sizes, attn_implementation="sdpa")
     with tempfile.TemporaryDirectory() as output_dir:
         trainer = make_update_trainer(small, output_dir)
-        prompt = np.arange(2, 2 + options.prompt_length)
+        prompt = np.arange(2, 2 + options.prompt_length) % options.vocab_size
         draw(trainer, prompt, 2)  # what is tried out on the model first is no step's
         with logits(options) as made:
             draw(trainer, prompt, options.num_generations)
