@@ -11,6 +11,7 @@ from pathlib import Path
 
 import factory
 import numpy as np
+import pandas
 import pytest
 import torch
 from launches import launch, start_script
@@ -136,12 +137,23 @@ def test_numbers_of_numpys_are_settings_too():
 
 
 def test_tables_of_completions_are_kept():
+    """With what reward functions log, of whatever type."""
     settings = {"num_iterations": 2, "log_completions": True, "max_steps": 2}
-    make_trainer(**settings).train()
-    file = Path("output/completions/completions_00002.parquet")
-    table = file.read_bytes()
-    make_trainer(**settings).train(resume_from_checkpoint="output/checkpoint-1")
-    assert file.read_bytes() == table
+
+    def train(checkpoint=None):
+        trainer = make_trainer(**settings)
+        reward_func = trainer.reward_funcs[0]
+
+        def logging_func(completions, log_extra, **kwargs):
+            log_extra("length", [np.int64(len(text)) for text in completions])
+            return reward_func(completions=completions, **kwargs)
+
+        trainer.reward_funcs = [logging_func]
+        trainer.train(checkpoint)
+        return pandas.read_parquet("output/completions/completions_00002.parquet").astype({"length": int})
+
+    whole = train()
+    assert len(whole) == 16 and whole.equals(train("output/checkpoint-1"))
 
 
 def test_a_checkpoint_that_is_there_is_not_written_again():

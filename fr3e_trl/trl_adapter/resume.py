@@ -130,7 +130,8 @@ class _Resume:
         step, state = self._begun or (None, {})
         if step != self.trainer.state.global_step:  # the update is through
             state = self._state()
-        torch.save(state, _state_file(output_dir, self.trainer.args.process_index))
+        tables = json.dumps(state["tables"], default=str)  # reward functions may log any object
+        torch.save(state | {"tables": tables}, _state_file(output_dir, self.trainer.args.process_index))
 
     def _state(self) -> dict[str, Any]:
         trainer = self.trainer
@@ -180,10 +181,10 @@ class _Resume:
             setattr(trainer, name, send_to_device(state[name], trainer.args.device))
         trainer._buffered_inputs = send_to_device(state["buffered_inputs"], trainer.args.device)
         trainer._metrics["train"].update(state["metrics"])
-        _fill(trainer._logs, state["tables"])
+        _fill(trainer._logs, json.loads(state["tables"]))
         if state["sizes"] != _sizes(trainer):
             _begin_new_batch(trainer, state["sizes"])
-        has_changed = _warn_of_settings(trainer, state.get("settings", {}))
+        has_changed = _warn_of_settings(trainer, state["settings"])
         if has_changed:
             trainer._buffered_inputs = None  # its old log-probs, say, are at another temperature
         trainer.resume_from_state(state["of_method"], has_changed)
@@ -273,7 +274,8 @@ def _read_state(file: Path) -> dict[str, Any]:
     """What a process saved. A `ValueError` names a file that is damaged."""
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
-        _ = {name: state[name] for name in (*STATE, "sizes", "buffered_inputs", "metrics", "of_method")}
+        names = (*STATE, "sizes", "settings", "buffered_inputs", "metrics", "tables", "of_method")
+        _ = {name: state[name] for name in names}
         _ = {name: state["sizes"][name] for name in SIZES}
     except (EOFError, KeyError, RuntimeError, TypeError, pickle.UnpicklingError) as error:
         raise ValueError(
