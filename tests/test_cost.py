@@ -5,10 +5,12 @@ import time
 from pathlib import Path
 
 import pytest
+from factory import make_trainer
 from models import model_on_disk
-from transformers import GenerationMixin
+from transformers import GenerationMixin, set_seed
 
-from fr3e_trl.bench.cost.stopwatch import MethodStopwatch
+from fr3e_trl.bench.cost import stopwatch
+from fr3e_trl.bench.cost.stopwatch import MethodStopwatch, peak_memory
 from fr3e_trl.commands import cli
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -186,3 +188,14 @@ def test_sizes_that_cannot_be(argument, capsys):
     with pytest.raises(SystemExit):
         cli.main(["cost", "step", argument])
     assert f"fr3e cost step: error: argument {argument.partition('=')[0]}: " in capsys.readouterr().err
+
+
+def test_memory_is_the_same_however_often_it_is_read(monkeypatch):
+    peaks = []
+    for number in (2, 2, 10**9):
+        monkeypatch.setattr(stopwatch, "FORWARDS_PROFILED", number)
+        trainer = make_trainer(max_completion_length=12, seed=1)
+        set_seed(1)
+        peaks.append(peak_memory(trainer))
+    _, *peaks = peaks  # the first in a process has what is made once
+    assert peaks[0] == peaks[1] > 1e5
