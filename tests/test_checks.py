@@ -173,6 +173,12 @@ def test_what_the_models_own_configuration_cuts_off_is_told(name, value, caplog)
     make_trainer(model=model, num_anchors=0)
 
 
+def test_what_is_left_to_be_plain_grpo_is_told():
+    settings = {"num_anchors": 0, "reject_degenerate_states": True}
+    with pytest.raises(ValueError, match="With reject_degenerate_states=False, value_prior_strength=0 and"):
+        make_trainer(generation_kwargs={"stop": "x"}, **settings)
+
+
 def test_generation_kwargs_that_are_honoured():
     suppressed = list(range(4, 40))
     trainer = make_trainer(generation_kwargs={"suppress_tokens": suppressed, "do_sample": True, "num_beams": 1})

@@ -85,6 +85,12 @@ REWARD_ARGUMENTS = {"prompts", "completions"}
 UNSCORED_SAMPLING = {"allowed_token_ids", "bad_words", "logit_bias", "min_p", "repetition_penalty", "top_k", "top_p"}
 
 
+def settings_of_plain_grpo(args: FR3EConfig) -> str:
+    """What is to be set for a run to be plain GRPO."""
+    rest = "reject_degenerate_states=False, value_prior_strength=0 and negative_advantage_scale=1"
+    return "num_anchors=0" if args.num_anchors else rest
+
+
 def refuse_unsupported(args: FR3EConfig, rollout_func: Any) -> None:
     """Refuse what exploration does not work with yet."""
     unsupported = [
@@ -94,7 +100,8 @@ def refuse_unsupported(args: FR3EConfig, rollout_func: Any) -> None:
     for what, given, remedy in unsupported:
         if given:
             raise NotImplementedError(
-                f"FR3ETrainer does not support {what} yet. {remedy}, or set num_anchors=0 to train with plain GRPO."
+                f"FR3ETrainer does not support {what} yet. {remedy}, or set {settings_of_plain_grpo(args)} to train "
+                "with plain GRPO."
             )
 
 
@@ -276,7 +283,7 @@ def check_generation_kwargs(args: FR3EConfig) -> None:
             if name in names:
                 raise ValueError(
                     f"generation_kwargs={{{name!r}: {value!r}}} cannot be honoured while exploring. {remedy}. (With "
-                    "num_anchors=0, plain GRPO takes it.)"
+                    f"{settings_of_plain_grpo(args)}, plain GRPO takes it.)"
                 )
 
 
