@@ -308,8 +308,8 @@ def test_old_log_probs_are_of_the_images(family, knows_nothing):
 def test_what_an_engine_samples_is_corrected_with_the_images():
     """Against an engine without an error, and that needs no weights: the ratio of the engines is 1."""
     trainer = make_trainer("qwen2_5_vl", temperature=1.5, learning_rate=0.0, max_steps=1)
-    trainer.use_vllm, trainer._last_loaded_step = True, 0
-    trainer.vllm_generation = SimpleNamespace(enable_sleep_mode=False)
+    trainer.use_vllm, trainer._last_loaded_step = True, -1
+    trainer.vllm_generation = SimpleNamespace(enable_sleep_mode=False, sync_weights=lambda: None)
     trainer.train()
     ((batch, _),) = trainer.batches
     in_loss = (batch["completion_mask"] * batch["tool_mask"]).bool()

@@ -34,7 +34,10 @@ ERROR = 0.02  # of the engine's log-probs, in nats a token
 class Engine:
     """In vLLM's place: samples with the trainer's model, and gives log-probs of what it samples from, written anew."""
 
-    enable_sleep_mode = False  # and it needs no weights
+    enable_sleep_mode = False
+
+    def sync_weights(self):
+        """It needs none."""
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -82,7 +85,7 @@ def make_trainer(model=None, **settings):
         "vllm_importance_sampling_mode": "token_truncate",
     }
     trainer = factory.make_trainer(model=model or make_model(), **defaults | settings)
-    trainer.use_vllm, trainer._last_loaded_step = True, 0
+    trainer.use_vllm, trainer._last_loaded_step = True, -1
     trainer.sampler = trainer.vllm_generation = Engine(trainer)
     return trainer
 
@@ -262,7 +265,7 @@ def test_rollouts_that_are_given_up_have_none_to_correct():
     engine.sampler = trainer.sampler.sampler
     context = SimpleNamespace(max_model_len=TINY["max_position_embeddings"])
     engine.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=context))
-    trainer.use_vllm, trainer._last_loaded_step = True, 0
+    trainer.use_vllm, trainer._last_loaded_step = True, -1
     trainer.sampler.sampler = trainer.vllm_generation = engine
     trainer.train()
     assert all(0 < skipped < 1 for (skipped,) in factory.logged(trainer, "fr3e/tools/skipped"))
