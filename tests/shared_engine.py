@@ -49,7 +49,9 @@ class SharedEngine:
 
     def output(self, prefix_ids, i, max_tokens):
         token_ids = self.draw(SamplingRequest(prefix_ids, 1, max_tokens, 1.0), i).token_ids
-        logprobs = [{token: SimpleNamespace(logprob=-1 / token)} for token in token_ids]
+        places = range(len(token_ids) + 1)  # of the log-probs of each token: its own alone
+        flat = {"token_ids": list(token_ids), "logprobs": [-1 / token for token in token_ids]}
+        logprobs = SimpleNamespace(start_indices=places[:-1], end_indices=places[1:], **flat)
         return SimpleNamespace(token_ids=token_ids, logprobs=logprobs)
 
 
