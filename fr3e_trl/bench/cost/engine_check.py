@@ -43,13 +43,16 @@ class Server:
         }
 
     def step_costs(self, max_running: int) -> tuple[float, float]:
-        """a and b of a step's time in seconds, by a line through the times with three numbers of sequences."""
+        """
+        a and b of a step's time in seconds, by a line through the times with three numbers of sequences. Neither is
+        below 0, whatever else the machine did meanwhile.
+        """
         length = 128
         numbers = sorted({1, max(2, max_running // 2), max_running})
         self.server.complete([self.request(length)] * max_running)  # to warm up
         seconds = [self._timed([self.request(length)] * number) / length for number in numbers]
         slope, intercept = statistics.linear_regression(numbers, seconds)
-        return intercept, slope
+        return max(intercept, 0.0), max(slope, 0.0)
 
     def _timed(self, payloads: list[dict[str, Any]], follow: Any = None) -> float:
         start = time.perf_counter()
