@@ -7,7 +7,7 @@ raised in all.
 
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -101,11 +101,9 @@ def in_every_process(function: Callable[[], R]) -> list[R]:
 
 def agree(function: Callable[[], R]) -> R:
     """Call `function` in every process, for its own result. If it raises anywhere, every process raises."""
-    result, error = _attempt(function)
-    errors = gather_object([error and portable(error)])
-    if any(errors):
-        raise error or next(filter(None, errors))
-    return cast(R, result)
+    own: list[R] = []
+    in_every_process(lambda: own.append(function()))
+    return own[0]
 
 
 def in_step(function: Callable[[], R]) -> list[R]:
