@@ -25,7 +25,7 @@ from fr3e_trl.commands.completions import complete, sampling_config, texts_of
 from fr3e_trl.display import render_tree
 from fr3e_trl.rewards import math_reward
 
-FAMILY = FAMILIES["words"]
+FAMILY = FAMILIES["short"]
 SEED = 2507  # of the completions by which it is measured
 
 
@@ -63,19 +63,19 @@ class ShowTree(TrainerCallback):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train SmolLM2-135M-Instruct by FR3E, and measure what it gains.")
-    parser.add_argument("--policy", type=Path, default=Path("outputs/policies/words"), help="made if it is not there")
+    parser.add_argument("--policy", type=Path, default=Path("outputs/policies/short"), help="made if it is not there")
     parser.add_argument("--model_name_or_path", help="another model to make it of")
     parser.add_argument("--num_examples", type=int, help="worked examples that it sees")
     parser.add_argument("--max_steps", type=int, default=100)
     parser.add_argument("--max_completion_length", type=int, default=FAMILY.max_completion_length)
-    parser.add_argument("--num_heldout", type=int, default=64)
+    parser.add_argument("--num_heldout", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo_lm"))
     options = parser.parse_args()
     be_quiet()
     start = time.monotonic()
 
-    print(f"Policy: {options.policy}, made first if it is not there (7 to 17 minutes)", flush=True)
+    print(f"Policy: {options.policy}, made first if it is not there (a minute or two)", flush=True)
     policy = language_policy(FAMILY, options.policy, options.model_name_or_path, options.num_examples)
     files = {split: str(policy / "data" / f"{split}.jsonl") for split in ("train", "test")}
     data = load_dataset("json", data_files=files)
@@ -96,7 +96,7 @@ def main() -> None:
             per_device_train_batch_size=12,  # three at a time in the loss
             max_completion_length=options.max_completion_length,
             num_iterations=2,
-            learning_rate=5e-4,  # of LoRA on a small model
+            learning_rate=1e-3,  # of LoRA on a small model
             lr_scheduler_type="constant",
             gradient_checkpointing=False,
             bf16=False,  # the weights are, where that is fast

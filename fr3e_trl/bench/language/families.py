@@ -189,7 +189,7 @@ def share_right(completions: list[Any], solution: list[str], **kwargs: Any) -> l
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Words(name="short", levels=(1,), num_examples=72, max_completion_length=48),
+        Words(name="short", levels=(1,), num_examples=72, max_completion_length=56),
         Words(name="words", levels=(1, 2, 3), num_examples=480, max_completion_length=88),
         Words(name="stories", levels=(3, 4), num_examples=480, max_completion_length=240, num_asides=2),
         Stocks(
