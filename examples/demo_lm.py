@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--policy", type=Path, default=Path("outputs/policies/short"), help="made if it is not there")
     parser.add_argument("--model_name_or_path", help="another model to make it of")
     parser.add_argument("--num_examples", type=int, help="worked examples that it sees")
-    parser.add_argument("--max_steps", type=int, default=100)
+    parser.add_argument("--max_steps", type=int, default=60)
     parser.add_argument("--max_completion_length", type=int, default=FAMILY.max_completion_length)
     parser.add_argument("--num_heldout", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)
