@@ -159,9 +159,10 @@ def test_trained_evaluated_and_compared_as_recipes_say(policy):
     assert Path("compared", "report.html").exists()
 
 
-def test_the_demo_learns_from_it_and_shows_a_tree(policy, monkeypatch, capsys):
+def test_the_demo_makes_a_policy_that_learns_and_shows_a_tree(stand_in, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    arguments = f"--policy={policy} --max_steps=2 --max_completion_length=16 --num_heldout=4 --output_dir=out"
+    arguments = f"--policy=short --model_name_or_path={stand_in} --num_examples=16 --output_dir=out"
+    arguments += " --max_steps=2 --max_completion_length=16 --num_heldout=4"
     monkeypatch.setattr(sys, "argv", ["demo_lm.py", *arguments.split()])
     import demo_lm
 
