@@ -69,9 +69,10 @@ class Family(ABC):
         """
         rng = random.Random(f"{self.name} {split} {seed}")
         known, heldout = self.patterns
+        levels = (split == "policy" and self.example_levels) or self.levels
         rows: list[dict[str, Any]] = []
         while len(rows) < size:
-            level = rng.choice(self.example_levels or self.levels if split == "policy" else self.levels)
+            level = rng.choice(levels)
             question, solution, worked = self.problem(rng.choice(heldout if split == "test" else known), level, rng)
             # Of problems with known patterns, one in five is for the starting policy
             if split != "test" and (random.Random(question).random() < 0.2) != (split == "policy"):
