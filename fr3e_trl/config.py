@@ -517,6 +517,12 @@ class FR3EConfig(GRPOConfig):
             PAPER["scale_rewards"],
             "" if config.has_prior else ", and with that a prior (value_prior_strength)",
         )
+        if type(args) is not GRPOConfig:
+            logger.warning(
+                "The %s is a plain FR3EConfig in the trainer: its attributes stay, and its methods do not. Derive it "
+                "from FR3EConfig to keep them.",
+                type(args).__name__,
+            )
         return config
 
     def _settle(self) -> None:

@@ -350,6 +350,17 @@ def test_from_grpo_takes_every_number_of_rows(num_generations, caplog):
     assert FR3EConfig.from_grpo(make_grpo(num_generations, scale_rewards="none")).num_anchors > 0
 
 
+def test_from_grpo_tells_what_a_derived_class_loses(caplog):
+    class Derived(GRPOConfig):
+        note = "of the class"
+
+    args = Derived("unused", num_generations=4, **CPU)
+    args.mark = "of the instance"
+    config = FR3EConfig.from_grpo(args)
+    assert type(config) is FR3EConfig and config.mark == "of the instance" and not hasattr(config, "note")
+    assert "The Derived is a plain FR3EConfig" in caplog.text
+
+
 def test_from_grpo_is_checked_too():
     with pytest.raises(ValueError, match="multi_objective_aggregation='normalise'"):
         FR3EConfig.from_grpo(GRPOConfig("unused", multi_objective_aggregation="normalise", **CPU))
