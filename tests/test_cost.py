@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from factory import make_trainer
 from models import model_on_disk
+from peft import LoraConfig
 from transformers import GenerationMixin, set_seed
 
 from fr3e_trl.bench.cost import stopwatch
@@ -191,12 +192,17 @@ def test_sizes_that_cannot_be(argument, capsys):
     assert f"fr3e cost step: error: argument {argument.partition('=')[0]}: " in capsys.readouterr().err
 
 
-def test_memory_is_the_same_however_often_it_is_read(monkeypatch):
-    peaks = []
+@pytest.mark.parametrize("peft_config", [None, LoraConfig(target_modules="all-linear")], ids=["whole", "lora"])
+def test_memory_is_the_same_however_often_it_is_read(peft_config, monkeypatch):
+    peaks, readings = [], []
+    read = stopwatch._Allocations.read
+    monkeypatch.setattr(stopwatch._Allocations, "read", lambda self: readings.append(self) or read(self))
     for number in (2, 2, 10**9):
         monkeypatch.setattr(stopwatch, "FORWARDS_PROFILED", number)
-        trainer = make_trainer(max_completion_length=12, seed=1)
+        trainer = make_trainer(max_completion_length=12, seed=1, peft_config=peft_config)
         set_seed(1)
         peaks.append(peak_memory(trainer))
+    assert len(readings) > 12  # also while it generates
+    assert readings[-1] is not readings[-2]  # once in the last step, at its end
     _, *peaks = peaks  # the first in a process has what is made once
     assert peaks[0] == peaks[1] > 1e5

@@ -117,7 +117,7 @@ def peak_memory(trainer: Any) -> int:
         return torch.cuda.max_memory_allocated() - before
     allocations = _Allocations()
     calls = itertools.count(1)
-    hook = trainer.model.register_forward_pre_hook(
+    hook = trainer.model.get_input_embeddings().register_forward_pre_hook(  # an adapter generates by the model in it
         lambda *args: allocations.read() if next(calls) % FORWARDS_PROFILED == 0 else None
     )
     trainer.train()
