@@ -151,4 +151,6 @@ class _Allocations:
         changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
         held = list(itertools.accumulate((num_bytes for _, num_bytes in changes), initial=self.held))
         self.held, self.peak = held[-1], max(self.peak, max(held))
+        del events
         self._begin()
+        gc.collect()  # the record before is in a cycle, and its size is not known to Python
