@@ -1,5 +1,5 @@
 """
-Says what kind of token anchors are, in the trees that a run logged:
+Says what kind of token anchors are and where, in the trees that a run logged, and how often branches change the reward:
 
     python docs/reports/anchors.py outputs/demo_lm/trees
 
@@ -10,42 +10,47 @@ import gzip
 import json
 import re
 import sys
-from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 
 NUM_EXAMPLES = 6
+NUM_PARTS = 4
 CALCULATION = re.compile(r"[0-9+\-*=]")
 
 
 def anchors(folder: Path):
-    """For each anchor of the logged trees: kind of its token, entropy, whether a branch has another reward, text."""
+    """Each branch of the logged trees: what can be said of its anchor, entropy, whether its reward differs, text."""
     for path in sorted(folder.glob("step-*.json.gz")):
         for tree in json.loads(gzip.decompress(path.read_bytes()))["trees"]:
             for state in tree["states"][1:]:
                 base = tree["rollouts"][state["base"]]
                 tokens, position = base["tokens"], state["position"]
-                branches = [tree["rollouts"][index] for index in state["rollouts"]]
-                rewards = [base["reward"], *(branch["reward"] for branch in branches)]
-                kind = "calculation" if CALCULATION.search(tokens[position]) else "wording"
-                others = sorted({branch["tokens"][0] for branch in branches if branch["tokens"]})
                 before = "".join(tokens[max(0, position - 12) : position]).replace("\n", " ")
-                text = f"{before} [{' | '.join([tokens[position], *others])}]"
-                yield kind, state["entropy"], len(set(rewards)) > 1, text
+                place = int(NUM_PARTS * position / len(tokens))
+                for index in state["rollouts"]:
+                    branch = tree["rollouts"][index]
+                    first = branch["tokens"][0]
+                    told = (
+                        "calculation" if CALCULATION.search(tokens[position]) else "wording",
+                        f"in part {place + 1} of {NUM_PARTS} of the completion",
+                        "begins with the same token" if first == tokens[position] else "begins with another token",
+                    )
+                    text = f"{before} [{tokens[position]} | {first}]"
+                    yield told, state["entropy"], branch["reward"] != base["reward"], text
 
 
 def main() -> None:
-    found = defaultdict(list)
-    for kind, *rest in anchors(Path(sys.argv[1])):
-        found[kind].append(rest)
-    total = sum(map(len, found.values()))
-    print("| anchors | share | mean entropy in nats | branches with another reward |\n|---|---|---|---|")
-    for kind, of_kind in found.items():
-        entropy, differs = (fmean(values) for values in list(zip(*of_kind, strict=True))[:2])
-        print(f"| {kind} | {len(of_kind) / total:.2f} of {total} | {entropy:.2f} | {differs:.2f} |")
-    for kind, of_kind in found.items():
+    branches = list(anchors(Path(sys.argv[1])))
+    print("| branches | share | mean entropy in nats | with another reward |\n|---|---|---|---|")
+    for of_kind in zip(*(told for told, *_ in branches), strict=True):
+        for kind in sorted(set(of_kind)):
+            _, entropies, differ, _ = zip(*(branch for branch in branches if kind in branch[0]), strict=True)
+            share = f"{len(differ) / len(branches):.2f} of {len(branches)}"
+            print(f"| {kind} | {share} | {fmean(entropies):.2f} | {fmean(differ):.2f} |")
+    for kind in ("wording", "calculation"):
+        texts = [text for told, *_, text in branches if kind in told]
         print(f"\n{kind}:")
-        for _, _, text in of_kind[:: max(1, len(of_kind) // NUM_EXAMPLES)][:NUM_EXAMPLES]:
+        for text in texts[:: max(1, len(texts) // NUM_EXAMPLES)][:NUM_EXAMPLES]:
             print(f"- {text}")
 
 

@@ -154,14 +154,14 @@ def scored(trainer: Any, batch: dict[str, Any], share: bool) -> tuple[torch.Tens
     trainer.share_prefixes(share)
     trainer.model.train()
     trainer.model.zero_grad()
-    with without_cudnn():
-        trainer.compute_loss(trainer.model, dict(batch)).backward()
-    gradients = [p.grad.float().flatten() for p in trainer.model.parameters() if p.grad is not None]
     prompts, completions = (
         [ids[mask.bool()].cpu().numpy() for ids, mask in zip(batch[f"{part}_ids"], batch[f"{part}_mask"], strict=True)]
         for part in ("prompt", "completion")
     )
-    logprobs = [of_row for of_row, _ in trainer.token_statistics(prompts, completions)]
+    with without_cudnn():
+        trainer.compute_loss(trainer.model, dict(batch)).backward()
+        logprobs = [of_row for of_row, _ in trainer.token_statistics(prompts, completions)]
+    gradients = [p.grad.float().flatten() for p in trainer.model.parameters() if p.grad is not None]
     return torch.cat(logprobs), torch.cat(gradients).cpu()
 
 

@@ -122,7 +122,7 @@ def peak_memory(trainer: Any) -> int:
     )
     trainer.train()
     hook.remove()
-    allocations.read()
+    allocations.end()
     return allocations.peak
 
 
@@ -146,11 +146,13 @@ class _Allocations:
         self._profiler.start()
 
     def read(self) -> None:
+        self.end()
+        self._begin()
+        gc.collect()  # the record before is in a cycle, and its size is not known to Python
+
+    def end(self) -> None:
         self._profiler.stop()
         events: Any = self._profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
         changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
         held = list(itertools.accumulate((num_bytes for _, num_bytes in changes), initial=self.held))
         self.held, self.peak = held[-1], max(self.peak, max(held))
-        del events
-        self._begin()
-        gc.collect()  # the record before is in a cycle, and its size is not known to Python
