@@ -146,11 +146,13 @@ class _Allocations:
         self._profiler.start()
 
     def read(self) -> None:
+        """Read what was recorded, and go on."""
         self.end()
         self._begin()
         gc.collect()  # the record before is in a cycle, and its size is not known to Python
 
     def end(self) -> None:
+        """Read what was recorded, for the last time."""
         self._profiler.stop()
         events: Any = self._profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
         changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
