@@ -278,3 +278,19 @@ def test_wrong_arguments(tmp_path, capsys):
         with pytest.raises(SystemExit) as end:
             cli.main(["check", *arguments])
         assert end.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_shared_prefixes_are_compared_without_cudnn(setup, monkeypatch):
+    """As the update computes: that kernel runs on GPUs alone, so here it is whether sdpa may take it."""
+    seen = []
+    token_statistics = FR3ETrainer.token_statistics
+
+    def watched(self, *args):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return token_statistics(self, *args)
+
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    trainer = lines.make_kept(setup)
+    monkeypatch.setattr(FR3ETrainer, "token_statistics", watched)
+    lines.scored(trainer, trainer.batch, share=True)
+    assert seen == [False] and torch.backends.cuda.cudnn_sdp_enabled()
