@@ -18,7 +18,7 @@ NUM_PARTS = 4
 CALCULATION = re.compile(r"[0-9+\-*=]")
 
 
-def anchors(folder: Path):
+def logged_branches(folder: Path):
     """Each branch of the logged trees: what can be said of its anchor, entropy, whether its reward differs, text."""
     for path in sorted(folder.glob("step-*.json.gz")):
         for tree in json.loads(gzip.decompress(path.read_bytes()))["trees"]:
@@ -40,7 +40,7 @@ def anchors(folder: Path):
 
 
 def main() -> None:
-    branches = list(anchors(Path(sys.argv[1])))
+    branches = list(logged_branches(Path(sys.argv[1])))
     print("| branches | share | mean entropy in nats | with another reward |\n|---|---|---|---|")
     for of_kind in zip(*(told for told, *_ in branches), strict=True):
         for kind in sorted(set(of_kind)):

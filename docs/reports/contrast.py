@@ -8,24 +8,30 @@ they differ less often, as rows of a tree share a beginning. Both are taken at t
 runs' batches. Their product says how many pairs that differ there are in as many tokens, as a multiple of GRPO's.
 """
 
-from collections.abc import Callable
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from results import FAMILIES, RUNS
+
 from fr3e_trl.bench.estimates import difference
 from fr3e_trl.bench.kept import read_kept
-from fr3e_trl.bench.results import pass_rate
+from fr3e_trl.bench.results import pass_rate, taught
 from fr3e_trl.bench.tables import signed_range
-
-RUNS = Path(__file__).parent.parent / "runs"
-TOYS = ("chain", "hard", "distractors", "few_prompts", "lengths", "machine", "countdown", "search", "graded")
 
 # By file: the arms that are compared, GRPO with groups of 4 and the defaults with as many rows
 ARMS = {
-    **dict.fromkeys(TOYS, ("grpo_4", "tree_4_tracker")),
+    **dict.fromkeys(FAMILIES, ("grpo_4", "tree_4_tracker")),
     **dict.fromkeys(("short", "words"), ("grpo_4_slow", "tree_4_slow")),
 }
+
+
+def start(run: dict[str, Any]) -> float:
+    return pass_rate(run["evaluations"][0])
+
+
+def differing(run: dict[str, Any]) -> float:
+    _, tenths = taught(run)["course"]["differing"]
+    return tenths[0]
 
 
 def rows_of_a_token(run: dict[str, Any]) -> float:
@@ -33,24 +39,18 @@ def rows_of_a_token(run: dict[str, Any]) -> float:
     return last["training_rows"] / last["generated_tokens"]
 
 
-def differing(run: dict[str, Any]) -> float:
-    return run["taught"]["course"]["differing"][1][0]
-
-
 def main() -> None:
     lines = []
-    for name, arms in ARMS.items():
+    for name, (grpo, tree) in ARMS.items():
         kept = read_kept(RUNS / f"{name}.jsonl.gz")
-
-        def means(measure: Callable[[dict[str, Any]], float], kept=kept, arms=arms) -> list[float]:
-            return [fmean(map(measure, kept.of_arm(arm))) for arm in arms]
-
-        start, _ = means(lambda run: pass_rate(run["evaluations"][0]))
-        of_grpo, of_tree = means(differing)
-        few, many = means(rows_of_a_token)
-        contrast = of_tree / of_grpo * many / few
-        cells = [f"`{name}`", *(f"{value:.2f}" for value in (start, of_grpo, of_tree, many / few, contrast))]
-        lines.append((contrast, f"| {' | '.join(cells)} | {signed_range(difference(kept, *reversed(arms)))} |"))
+        of_grpo, of_tree = (
+            [fmean(map(measure, kept.of_arm(arm))) for measure in (start, differing, rows_of_a_token)]
+            for arm in (grpo, tree)
+        )
+        rows = of_tree[2] / of_grpo[2]
+        contrast = of_tree[1] / of_grpo[1] * rows
+        cells = [f"`{name}`", *(f"{value:.2f}" for value in (*of_grpo[:2], of_tree[1], rows, contrast))]
+        lines.append((contrast, f"| {' | '.join(cells)} | {signed_range(difference(kept, tree, grpo))} |"))
     print("| | pass@1 at the start | pairs that differ, GRPO | FR3E | rows | such pairs in as many tokens | gain |")
     print("|---|---|---|---|---|---|---|")
     for _, line in sorted(lines, reverse=True):
