@@ -463,7 +463,9 @@ def test_sharded_weights(server, recipe, tmp_path):
         steps = train_recipe(server, "gsm8k_lora_vllm", launch, 2, settings, tmp_path)
     for entry in steps:
         assert entry["grad_norm"] > 0 and entry["fr3e/branches/distinct"] > 0.9
-        assert entry["sampling/sampling_logp_difference/max"] < 1e-4
+        # In nats. By the adapter of the step before they would be .8 and 9
+        assert entry["sampling/sampling_logp_difference/mean"] < 1e-4
+        assert entry["sampling/sampling_logp_difference/max"] < 1e-3  # rounding, of the least likely tokens
 
 
 # The choice of the sync
