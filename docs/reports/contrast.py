@@ -11,17 +11,18 @@ runs' batches. Their product says how many pairs that differ there are in as man
 from statistics import fmean
 from typing import Any
 
-from results import FAMILIES, RUNS
+from results import FAMILIES, RUNS, difference_text, short
 
 from fr3e_trl.bench.estimates import difference
 from fr3e_trl.bench.kept import read_kept
 from fr3e_trl.bench.results import pass_rate, taught
-from fr3e_trl.bench.tables import signed_range
+from fr3e_trl.bench.tables import Table
 
 # By file: the arms that are compared, GRPO with groups of 4 and the defaults with as many rows
 ARMS = {
     **dict.fromkeys(FAMILIES, ("grpo_4", "tree_4_tracker")),
     **dict.fromkeys(("short", "words"), ("grpo_4_slow", "tree_4_slow")),
+    "stocks": ("grpo_4", "tree_4"),
 }
 
 
@@ -39,23 +40,29 @@ def rows_of_a_token(run: dict[str, Any]) -> float:
     return last["training_rows"] / last["generated_tokens"]
 
 
-def main() -> None:
-    lines = []
+def table() -> Table:
+    rows = []
     for name, (grpo, tree) in ARMS.items():
         kept = read_kept(RUNS / f"{name}.jsonl.gz")
         of_grpo, of_tree = (
             [fmean(map(measure, kept.of_arm(arm))) for measure in (start, differing, rows_of_a_token)]
             for arm in (grpo, tree)
         )
-        rows = of_tree[2] / of_grpo[2]
-        contrast = of_tree[1] / of_grpo[1] * rows
-        cells = [f"`{name}`", *(f"{value:.2f}" for value in (*of_grpo[:2], of_tree[1], rows, contrast))]
-        lines.append((contrast, f"| {' | '.join(cells)} | {signed_range(difference(kept, tree, grpo))} |"))
-    print("| | pass@1 at the start | pairs that differ, GRPO | FR3E | rows | such pairs in as many tokens | gain |")
-    print("|---|---|---|---|---|---|---|")
-    for _, line in sorted(lines, reverse=True):
-        print(line)
+        more_rows = of_tree[2] / of_grpo[2]
+        contrast = of_tree[1] / of_grpo[1] * more_rows
+        told = [short(f"{value:.2f}") for value in (*of_grpo[:2], of_tree[1], more_rows, contrast)]
+        rows.append((contrast, [f"`{name}`", *told, difference_text(difference(kept, tree, grpo))]))
+    header = [
+        "",
+        "pass@1 at the start",
+        "pairs that differ, GRPO",
+        "FR3E",
+        "rows",
+        "such pairs in as many tokens",
+        "gain",
+    ]
+    return Table(header, [row for _, row in sorted(rows, reverse=True)])
 
 
 if __name__ == "__main__":
-    main()
+    print(table().markdown())

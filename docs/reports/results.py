@@ -24,6 +24,7 @@ from fr3e_trl.bench.pooled import GRPO, best_of, means_of
 from fr3e_trl.bench.results import Results
 from fr3e_trl.bench.tables import Table, number, signed_range, speed, tuned
 from fr3e_trl.bench.tuning import TUNED
+from fr3e_trl.commands.statistics import Interval
 
 RUNS = Path(__file__).parent.parent / "runs"
 
@@ -97,10 +98,14 @@ def short(text: str) -> str:
 
 
 def difference_cell(results: Results, arm: str, reference: str) -> str:
-    """By how much an arm is ahead of another, bold where that is beyond the interval."""
+    """By how much an arm is ahead of another."""
     if arm == reference or not {arm, reference} <= set(results.arms):
         return ""
-    interval = difference(results, arm, reference)
+    return difference_text(difference(results, arm, reference))
+
+
+def difference_text(interval: Interval) -> str:
+    """A difference with its interval, bold where it is beyond it."""
     told = short(signed_range(interval))
     return f"**{told}**" if interval.low > 0 or interval.high < 0 else told
 

@@ -199,7 +199,7 @@ FAMILIES: dict[str, Family] = {
         Words(name="stories", levels=(3, 4), num_examples=480, max_completion_length=240, num_asides=2),
         Stocks(
             name="stocks",
-            levels=(4, 6, 8),
+            levels=(1, 2, 3),
             num_examples=480,
             max_completion_length=140,
             reward_func="fr3e_trl.bench.language.families.share_right",

@@ -1,0 +1,89 @@
+"""
+Makes the tables of docs/language.md that compare arms, from the runs in docs/runs:
+
+    python docs/reports/language.py
+"""
+
+from statistics import fmean
+
+from results import RUNS, difference_text, short
+
+from fr3e_trl.bench.estimates import difference, final_rates, interval_of, mean_rates, rates, rates_at
+from fr3e_trl.bench.kept import read_kept
+from fr3e_trl.bench.results import Results
+from fr3e_trl.bench.tables import Table, tuned
+from fr3e_trl.commands.statistics import DIFFERENCE_OF_SHARES
+
+# By file: which arms are compared, each with the one behind it
+PAIRS = {
+    "words": [
+        ("tree_4_slow", "grpo_4_slow"),
+        ("tree_4", "grpo_4"),
+        ("tree_4", "grpo_4_slow"),
+    ],
+    "short": [
+        ("prior_4_slow", "grpo_4_slow"),
+        ("tree_4_slow", "grpo_4_slow"),
+        ("tree_4_distinct_slow", "grpo_4_slow"),
+        ("tree_4_slow", "prior_4_slow"),
+        ("tree_4_distinct_slow", "prior_4_slow"),
+        ("tree_4", "grpo_4"),
+    ],
+    "stocks": [
+        ("prior_4", "grpo_4"),
+        ("tree_4", "grpo_4"),
+        ("tree_4_distinct", "grpo_4"),
+        ("tree_4", "prior_4"),
+        ("tree_4_distinct", "prior_4"),
+    ],
+    "words_cpu": [("tree_4", "grpo_4")],
+}
+
+
+def arms_table(results: Results) -> Table:
+    """pass@1 of each arm before, after each part of its budget, with each seed in the end, and along the run."""
+    amount, num_evals, k = (results.arguments[name] for name in ("generated_tokens", "num_evals", "num_samples"))
+    amounts = [amount * i / num_evals for i in range(1, num_evals)]
+    header = ["", "rate", "before", *(f"{spent:,.0f}" for spent in amounts), f"{amount:,} tokens, with each seed"]
+    header += ["their mean", "mean along the run", f"pass@{k} in the end", "seconds"]
+    rows = []
+    for arm in results.arms:
+        runs = results.of_arm(arm)
+        ends = [final_rates(run).mean() for run in runs]
+        means = [fmean(rates(run["evaluations"][0]).mean() for run in runs)]
+        means += [fmean(rates_at(run, run["cost"], spent).mean() for run in runs) for spent in amounts]
+        along = fmean(mean_rates(run).mean() for run in runs)
+        told = [", ".join(map(_told, ends)), *map(_told, (fmean(ends), along))]
+        told += [_told(fmean(final_rates(run, k).mean() for run in runs))]
+        seconds = fmean(run["evaluations"][-1]["seconds"] for run in runs)
+        rate = f"{tuned(results.arms[arm], 'learning_rate'):.0e}".replace("e-0", "e-")
+        rows.append([f"`{arm}`", rate, *map(_told, means), *told, f"{seconds:,.0f}"])
+    return Table(header, rows)
+
+
+def differences_table(results: Results, pairs: list[tuple[str, str]]) -> Table:
+    """By how much arms are ahead of others, along the run and in the end."""
+    rows = []
+    for arm, other in pairs:
+        both = zip(results.of_arm(arm), results.of_arm(other), strict=True)
+        ends = interval_of([final_rates(run) - final_rates(of_other) for run, of_other in both], DIFFERENCE_OF_SHARES)
+        told = map(difference_text, (difference(results, arm, other), ends))
+        rows.append([f"`{arm}` − `{other}`", *told])
+    return Table(["with 95% intervals over seeds and prompts", "mean along the run", "in the end"], rows)
+
+
+def _told(rate: float) -> str:
+    return short(f"{rate:.3f}")
+
+
+def tables() -> list[Table]:
+    kept = {name: read_kept(RUNS / f"{name}.jsonl.gz") for name in PAIRS}
+    return [
+        table
+        for name, pairs in PAIRS.items()
+        for table in (arms_table(kept[name]), differences_table(kept[name], pairs))
+    ]
+
+
+if __name__ == "__main__":
+    print("\n\n".join(table.markdown() for table in tables()))
