@@ -193,7 +193,7 @@ def test_sizes_that_cannot_be(argument, capsys):
 
 
 @pytest.mark.parametrize("peft_config", [None, LoraConfig(target_modules="all-linear")], ids=["whole", "lora"])
-def test_memory_is_the_same_however_often_it_is_read(peft_config, monkeypatch):
+def test_memory_is_the_same_however_often_it_is_read(peft_config, monkeypatch, capfd):
     peaks, readings = [], []
     end = stopwatch._Allocations.end
     monkeypatch.setattr(stopwatch._Allocations, "end", lambda self: readings.append(self) or end(self))
@@ -206,3 +206,4 @@ def test_memory_is_the_same_however_often_it_is_read(peft_config, monkeypatch):
     assert readings[-1] is not readings[-2]  # once in the last step, at its end
     _, *peaks = peaks  # the first in a process has what is made once
     assert peaks[0] == peaks[1] > 1e5
+    assert "profiler" not in "".join(capfd.readouterr())  # of each reading

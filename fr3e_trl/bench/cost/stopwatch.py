@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -139,6 +140,7 @@ class _Allocations:
 
     def __init__(self) -> None:
         self.held = self.peak = 0
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it prints two lines at each reading
         self._begin()
 
     def _begin(self) -> None:
