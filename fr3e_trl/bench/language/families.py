@@ -196,14 +196,7 @@ FAMILIES: dict[str, Family] = {
         # Learned from stories of two events too, the policy writes well and solves few
         Words(name="short", levels=(1,), num_examples=240, max_completion_length=56, example_levels=(1, 2)),
         Words(name="words", levels=(1, 2, 3), num_examples=480, max_completion_length=88),
-        Words(
-            name="stories",
-            levels=(2,),
-            num_examples=480,
-            max_completion_length=160,
-            example_levels=(1, 2),
-            num_asides=3,
-        ),
+        Words(name="stories", levels=(1, 2), num_examples=480, max_completion_length=160, num_asides=3),
         Stocks(
             name="stocks",
             levels=(1, 2, 3),
