@@ -65,7 +65,7 @@ def test_step(settings, capsys):
     cli.main(["cost", "step", f"--policy={model_on_disk()}", f"--settings={settings}", *sizes])
     output, progress = capsys.readouterr()
     assert re.findall(r"turn \d of 2, after \d+ min", progress) == [f"turn {i} of 2, after 0 min" for i in (1, 2)]
-    assert "2 steps each of 4 prompts x 4 rows" in output
+    assert "steps of each: 2, with 4 prompts x 4 rows" in output
     assert "FR3E: 1 base trajectories and 3 anchors a prompt" in output
     ratio, _, fr3e, grpo, shared = map(float, cells(output, "generated tokens per row"))
     assert 0 < fr3e < min(grpo, shared) <= 8  # a prefix is not generated again
@@ -92,7 +92,7 @@ def test_step_of_a_task_of_ones_own(tmp_path, capsys):
     full = ["--min_completion_length=8", "--dtype=bfloat16", "--use_peft"]
     cli.main(["cost", "step", f"--model_name_or_path={policy}", *own, *sizes, *full])
     output = capsys.readouterr().out
-    assert "1 steps each of 2 prompts x 4 rows" in output
+    assert "steps of each: 1, with 2 prompts x 4 rows" in output
     assert float(cells(output, "generated tokens per row")[3]) == 8
     with pytest.raises(SystemExit):
         cli.main(["cost", "step", f"--model_name_or_path={policy}", *own, *sizes, "--min_completion_length=9"])

@@ -5,6 +5,7 @@ Makes the tables of docs/results.md anew, and the README's figure, from the runs
 """
 
 import math
+import re
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -94,7 +95,7 @@ SHOWN = {
 
 def short(text: str) -> str:
     """Numbers without the 0 before the point, as the pages have them."""
-    return text.replace("0.", ".")
+    return re.sub(r"(?<!\d)0\.", ".", text)
 
 
 def difference_cell(results: Results, arm: str, reference: str) -> str:

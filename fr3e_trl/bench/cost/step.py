@@ -79,7 +79,7 @@ def main(argv: list[str]) -> None:
         num_steps = options.num_steps * options.num_turns
         num_rows = num_steps * options.num_prompts * options.num_generations
         config = trainers["FR3E"].args
-        print(f"{num_steps} steps each of {options.num_prompts} prompts x {options.num_generations} rows")
+        print(f"steps of each: {num_steps}, with {options.num_prompts} prompts x {options.num_generations} rows")
         print(f"FR3E: {config.num_bases} base trajectories and {config.num_anchors} anchors a prompt")
         print_ratios(
             {
