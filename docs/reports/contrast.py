@@ -22,7 +22,7 @@ from fr3e_trl.bench.tables import Table
 ARMS = {
     **dict.fromkeys(FAMILIES, ("grpo_4", "tree_4_tracker")),
     **dict.fromkeys(("short", "words"), ("grpo_4_slow", "tree_4_slow")),
-    "stocks": ("grpo_4", "tree_4"),
+    **dict.fromkeys(("stocks", "stories"), ("grpo_4", "tree_4")),
 }
 
 

@@ -29,6 +29,7 @@ PAIRS = {
         ("tree_4_distinct_slow", "prior_4_slow"),
         ("tree_4", "grpo_4"),
     ],
+    "stories": [("tree_4", "grpo_4")],
     "stocks": [
         ("prior_4", "grpo_4"),
         ("tree_4", "grpo_4"),
