@@ -29,7 +29,7 @@ PAIRS = {
         ("tree_4_distinct_slow", "prior_4_slow"),
         ("tree_4", "grpo_4"),
     ],
-    "stories": [("tree_4", "grpo_4")],
+    "short_rows": [(f"{arm}_slow", "grpo_4_slow") for arm in ("grpo_8", "grpo_dapo", "tree_2", "tree_4", "tree_8")],
     "stocks": [
         ("prior_4", "grpo_4"),
         ("tree_4", "grpo_4"),
@@ -37,6 +37,7 @@ PAIRS = {
         ("tree_4", "prior_4"),
         ("tree_4_distinct", "prior_4"),
     ],
+    "stories": [("tree_4", "grpo_4")],
     "words_cpu": [("tree_4", "grpo_4")],
 }
 
