@@ -29,7 +29,16 @@ PAIRS = {
         ("tree_4_distinct_slow", "prior_4_slow"),
         ("tree_4", "grpo_4"),
     ],
-    "short_rows": [(f"{arm}_slow", "grpo_4_slow") for arm in ("grpo_8", "grpo_dapo", "tree_2", "tree_4", "tree_8")],
+    "short_rows": [
+        ("grpo_2_slow", "grpo_4_slow"),
+        ("grpo_8_slow", "grpo_4_slow"),
+        ("grpo_dapo_slow", "grpo_4_slow"),
+        ("tree_2_slow", "grpo_4_slow"),
+        ("tree_8_slow", "grpo_4_slow"),
+        ("tree_2_slow", "grpo_2_slow"),
+        ("tree_2_slow", "prior_2_slow"),
+        ("tree_8_slow", "grpo_8_slow"),
+    ],
     "stocks": [
         ("prior_4", "grpo_4"),
         ("tree_4", "grpo_4"),
