@@ -97,7 +97,6 @@ def main() -> None:
             max_completion_length=options.max_completion_length,
             num_iterations=2,
             learning_rate=1e-3,  # of LoRA on a small model
-            lr_scheduler_type="constant",
             gradient_checkpointing=False,
             bf16=False,  # the weights are, where that is fast
             use_cpu=not torch.cuda.is_available(),
