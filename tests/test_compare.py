@@ -27,7 +27,7 @@ import torch
 import yaml
 from bench_task import Ones
 from models import model_on_disk
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOTrainer
 
 from fr3e_trl.bench.arms import make_config, make_trainer, whole_prompts
@@ -587,6 +587,35 @@ def test_several_updates_of_a_batch(arm):
     assert end["batches"] == len(result["batches"]) and end["training_rows"] == 16 * end["batches"]
 
 
+@pytest.mark.parametrize(("schedule", "warmup"), [("linear", 0), ("linear", 0.25), ("cosine", 0), ("constant", 0)])
+def test_the_rate_falls_with_the_budget(schedule, warmup, monkeypatch):
+    """From its full value to nothing, by the share of the tokens that were spent before a batch."""
+    rates = []
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    def watched(*args, **kwargs):
+        trainer = make_trainer(*args, **kwargs)
+        trainer.add_callback(Watch())
+        return trainer
+
+    monkeypatch.setattr("fr3e_trl.bench.runs.make_trainer", watched)
+    scheduled = {"lr_scheduler_type": schedule, "warmup_steps": warmup, "num_iterations": 2}
+    (result,) = run(arms={"grpo": GRPO | scheduled})["runs"]
+    expected = []
+    for spent in [0, *(batch["generated_tokens"] for batch in result["batches"][:-1])]:
+        share = spent / 500
+        left = {
+            "linear": min(share / warmup, (1 - share) / (1 - warmup)) if warmup else 1 - share,
+            "cosine": 0.5 + 0.5 * math.cos(math.pi * share),
+            "constant": 1,
+        }
+        expected += 2 * [1e-3 * left[schedule]]
+    assert len(expected) > 8 and rates == pytest.approx(expected, abs=1e-10)
+
+
 def test_plan(capsys, monkeypatch):
     """Runs and tokens of each stage, before anything is run; hours by what two batches and an evaluation take."""
     monkeypatch.setattr("fr3e_trl.bench.progress.SECONDS_BETWEEN_LINES", 0.005)
@@ -683,7 +712,7 @@ def weights_in(output_dir):
 
 def test_killed_comparison_goes_on_as_the_uncut_one(monkeypatch):
     """Each run from its last evaluation, at a random moment after the second one, to the same weights."""
-    arms = {"fr3e": FR3E, "grpo": GRPO | {"num_iterations": 2}}
+    arms = {"fr3e": FR3E | {"lr_scheduler_type": "linear"}, "grpo": GRPO | {"num_iterations": 2}}
     settings = {"arms": arms, "generated_tokens": 3000, "num_evals": 5}
     uncut = run(output_dir="uncut", **settings)
 
@@ -1003,7 +1032,10 @@ def test_pooled_differences_that_cannot_be(arguments, message, capsys):
         ({"arms": {"grpo": GRPO | FR3E}}, "Arm 'grpo': There is no setting 'num_anchors' for trainer='grpo'.*FR3E's"),
         ({"arms": {"grpo": {"num_anchor": 1}}}, "no setting 'num_anchor' .* Did you mean num_anchors"),
         ({"arms": {"grpo": {"num_anchors": 2}}}, "Arm 'grpo': num_anchors=2 does not fit num_generations=4"),
-        ({"arms": {"grpo": {"lr_scheduler_type": "linear"}}}, "'linear' needs to know the number of steps"),
+        (
+            {"arms": {"grpo": GRPO | {"lr_scheduler_type": "inverse_sqrt"}}},
+            "'inverse_sqrt' must be one of constant, constant_with_warmup, linear, cosine",
+        ),
         ({"arms": {"grpo": {"per_device_train_batch_size": 5}}}, "=5 must divide the 16 rows of a generation batch"),
         ({"arms": {"a/b": GRPO}, "reference": "a/b"}, "name is a file's too"),
         ({"base": {k: v for k, v in BASE.items() if k != "epsilon_high"}}, "epsilon_high is not set.*defaults differ"),
@@ -1041,6 +1073,10 @@ def test_pooled_differences_that_cannot_be(arguments, message, capsys):
         (
             {"arms": {"grpo": GRPO | {"warmup_steps": 0.1}}},
             r"warmup_steps=0\.1 is a share of the steps.*a number of steps",
+        ),
+        (
+            {"arms": {"grpo": GRPO | {"lr_scheduler_type": "linear", "warmup_steps": 10}}},
+            "warmup_steps=10 is a number of steps, and lr_scheduler_type='linear' goes by the share",
         ),
         ({"arms": {"grpo": GRPO | {"max_steps": 9}}}, "max_steps=9 cannot end a run.*generated_tokens"),
         ({"task": "chain", "policy": None, "use_peft": True}, "use_peft=True is of a task of your own.*task='chain'"),

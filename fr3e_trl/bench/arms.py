@@ -45,6 +45,9 @@ DEFAULTS: dict[str, Any] = {
     "logging_steps": 100,
 }
 
+# Schedules of the learning rate that go by the share of its budget that a run has spent
+FALLING = ("linear", "cosine")
+
 # Settings of an arm that are whole numbers of at least 1
 COUNTS = (
     "num_prompts",

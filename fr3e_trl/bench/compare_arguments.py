@@ -5,6 +5,7 @@ from typing import Any
 
 from ..commands.counts import check_counts, check_distinct, check_lists, check_rate
 from .arguments import ArmsArguments
+from .arms import FALLING
 from .results import BUDGETS
 from .tuning import GRIDS
 
@@ -13,6 +14,8 @@ OWN_TOKENS = 1_000_000
 OWN_EVAL_BATCH_SIZE = 64
 
 USUAL_K = 4  # of pass@k, with as many samples
+
+SCHEDULES = ("constant", "constant_with_warmup", *FALLING)  # of the learning rate
 
 
 @dataclass(kw_only=True)
@@ -227,13 +230,16 @@ class CompareArguments(ArmsArguments):
                     f"{setting}={settings[setting]!r} cannot end a run. Leave it out, and set one of "
                     f"{', '.join(BUDGETS)}."
                 )
-        if 0 < settings.get("warmup_steps", 0) < 1:
+        schedule, warmup = settings.get("lr_scheduler_type", SCHEDULES[0]), settings.get("warmup_steps", 0)
+        if schedule not in SCHEDULES:
+            raise ValueError(f"lr_scheduler_type={schedule!r} must be one of {', '.join(SCHEDULES)} in a comparison.")
+        if schedule in FALLING and warmup >= 1:
             raise ValueError(
-                f"warmup_steps={settings['warmup_steps']!r} is a share of the steps, and a run ends by its tokens. Use "
-                "a number of steps, for example 10."
+                f"warmup_steps={warmup!r} is a number of steps, and lr_scheduler_type={schedule!r} goes by the share "
+                "of its budget that a run has spent. Use a share, for example 0.1."
             )
-        if settings.get("lr_scheduler_type", "constant") not in ("constant", "constant_with_warmup"):
+        if schedule not in FALLING and 0 < warmup < 1:
             raise ValueError(
-                f"lr_scheduler_type={settings['lr_scheduler_type']!r} needs to know the number of steps, and a "
-                "run ends by its tokens. Use 'constant' or 'constant_with_warmup'."
+                f"warmup_steps={warmup!r} is a share of the steps, and a run ends by its tokens. Use a number of "
+                "steps, for example 10."
             )

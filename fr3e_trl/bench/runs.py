@@ -21,7 +21,7 @@ from ..method.tree import Tree
 from ..page.record import record_trees, write_whole
 from ..trl_adapter.resume import checkpoints
 from ..trl_adapter.setup import tokenizer_of
-from .arms import make_trainer
+from .arms import FALLING, make_trainer
 from .evaluation import Evaluation, evaluate
 from .measures import Costs, now
 from .own_task import OwnTask
@@ -139,6 +139,7 @@ Report = Callable[[Place], None]
 class Course(transformers.TrainerCallback):
     """
     Measures a run along its course, saves it at each evaluation but the first, and ends it when its budget is spent.
+    A learning rate that falls does so by the share of the budget that is spent.
 
     Args:
         run ([`Run`]):
@@ -184,6 +185,8 @@ class Course(transformers.TrainerCallback):
         if micro_batches % (args.steps_per_generation * args.num_iterations) != 0:
             return  # the batch is still being trained on
         run, spent = self.run, self._spent
+        if args.lr_scheduler_type in FALLING:
+            self._set_learning_rate(spent / run.amount)
         control.should_training_stop = spent >= run.amount
         # Several fractions of the budget that one batch steps over are measured once
         num_measured = self.evaluations[-1][run.cost] * run.num_evals // run.amount
@@ -204,6 +207,12 @@ class Course(transformers.TrainerCallback):
         write_json(saved.pop(state.global_step) / MEASURED, measured)
         for other in saved.values():
             shutil.rmtree(other)
+
+    def _set_learning_rate(self, share: float) -> None:
+        """Have the schedule be where `share` of its steps are done: of `UNBOUNDED`, as the trainer has made it."""
+        scheduler = self.trainer.lr_scheduler
+        scheduler.last_epoch = int(min(share, 1) * UNBOUNDED) - 1
+        scheduler.step()
 
     @property
     def _spent(self) -> float:
