@@ -9,9 +9,10 @@ from statistics import fmean
 from results import RUNS, difference_text, short
 
 from fr3e_trl.bench.estimates import difference, final_rates, interval_of, mean_rates, rates, rates_at
+from fr3e_trl.bench.fits import LEAST_POINTS
 from fr3e_trl.bench.kept import read_kept
 from fr3e_trl.bench.results import Results
-from fr3e_trl.bench.tables import Table, tuned
+from fr3e_trl.bench.tables import Table, fits_table, tuned
 from fr3e_trl.commands.statistics import DIFFERENCE_OF_SHARES
 
 # By file: which arms are compared, each with the one behind it
@@ -38,6 +39,13 @@ PAIRS = {
         ("tree_2_slow", "grpo_2_slow"),
         ("tree_2_slow", "prior_2_slow"),
         ("tree_8_slow", "grpo_8_slow"),
+    ],
+    "short_linear": [
+        ("prior_4", "grpo_4"),
+        ("tree_4", "grpo_4"),
+        ("tree_4_distinct", "grpo_4"),
+        ("tree_4", "prior_4"),
+        ("tree_4_distinct", "prior_4"),
     ],
     "stocks": [
         ("prior_4", "grpo_4"),
@@ -88,12 +96,13 @@ def _told(rate: float) -> str:
 
 
 def tables() -> list[Table]:
-    kept = {name: read_kept(RUNS / f"{name}.jsonl.gz") for name in PAIRS}
-    return [
-        table
-        for name, pairs in PAIRS.items()
-        for table in (arms_table(kept[name]), differences_table(kept[name], pairs))
-    ]
+    found = []
+    for name, pairs in PAIRS.items():
+        results = read_kept(RUNS / f"{name}.jsonl.gz")
+        found += [arms_table(results), differences_table(results, pairs)]
+        if results.arguments["num_evals"] >= LEAST_POINTS:
+            found.append(fits_table(results))
+    return found
 
 
 if __name__ == "__main__":
