@@ -93,7 +93,7 @@ CASES = [
     based("more prompts than examples", {"num_prompts": 9}, "num_prompts=9", "num_train_examples=8"),
     based("parts", {"steps_per_generation": 3}, "steps_per_generation=3", "8 rows"),
     based("vllm", {"use_vllm": True}, "vllm_mode='server'"),
-    based("a schedule", {"lr_scheduler_type": "greedy"}, "lr_scheduler_type='greedy'", "linear"),
+    based("a schedule", {"lr_scheduler_type": "polynomial"}, "lr_scheduler_type='polynomial'", "linear"),
     Case("own policy", f"{OWN} --policy=model", ("policy='model'", "model_name_or_path")),
     Case("own streamed", f"{OWN} --dataset_streaming=true", ("dataset_streaming",)),
     Case("own without a score", f"{OWN} --reward_funcs=rewards.py:none", ("2 held-out prompts", "None")),
