@@ -6,6 +6,7 @@
 `BACKEND` is what is to shard, `"FSDP"` or `"DEEPSPEED"`: anything else is an error.
 """
 
+import atexit
 import os
 import runpy
 import sys
@@ -29,5 +30,7 @@ FR3EConfig.__post_init__ = with_devices
 backend = sys.argv.pop(1)
 script = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train.py"), run_name="__main__")
 assert script["trainer"].accelerator.distributed_type == backend
+# What an exit does, but for the end of the interpreter: a thread of gloo's that still runs now and then aborts that
+atexit._run_exitfuncs()
 sys.stdout.flush()
-os._exit(0)  # all is written; a thread of gloo's that still runs now and then aborts an exit
+os._exit(0)
