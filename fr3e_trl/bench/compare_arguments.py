@@ -5,7 +5,7 @@ from typing import Any
 
 from ..commands.counts import check_counts, check_distinct, check_lists, check_rate
 from .arguments import ArmsArguments
-from .arms import FALLING
+from .arms import DEFAULTS, FALLING
 from .results import BUDGETS
 from .tuning import GRIDS
 
@@ -230,7 +230,7 @@ class CompareArguments(ArmsArguments):
                     f"{setting}={settings[setting]!r} cannot end a run. Leave it out, and set one of "
                     f"{', '.join(BUDGETS)}."
                 )
-        schedule, warmup = settings.get("lr_scheduler_type", SCHEDULES[0]), settings.get("warmup_steps", 0)
+        schedule, warmup = (DEFAULTS | settings)["lr_scheduler_type"], settings.get("warmup_steps", 0)
         if schedule not in SCHEDULES:
             raise ValueError(f"lr_scheduler_type={schedule!r} must be one of {', '.join(SCHEDULES)} in a comparison.")
         if schedule in FALLING and warmup >= 1:
