@@ -47,6 +47,13 @@ PAIRS = {
         ("tree_4", "prior_4"),
         ("tree_4_distinct", "prior_4"),
     ],
+    "short_low": [("tree_4", "grpo_4")],
+    "short_low_arms": [
+        ("prior_4", "grpo_4"),
+        ("tree_4", "prior_4"),
+        ("tree_4_slow", "grpo_4_slow"),
+        ("tree_4", "grpo_4_slow"),
+    ],
     "stocks": [
         ("prior_4", "grpo_4"),
         ("tree_4", "grpo_4"),
@@ -101,7 +108,8 @@ def tables() -> list[Table]:
         results = read_kept(RUNS / f"{name}.jsonl.gz")
         found += [arms_table(results), differences_table(results, pairs)]
         if results.arguments["num_evals"] >= LEAST_POINTS:
-            found.append(fits_table(results))
+            fits = fits_table(results)
+            found += [fits] if any("yes" in row for row in fits.rows) else []  # else no arm has one
     return found
 
 
