@@ -108,8 +108,7 @@ def tables() -> list[Table]:
         results = read_kept(RUNS / f"{name}.jsonl.gz")
         found += [arms_table(results), differences_table(results, pairs)]
         if results.arguments["num_evals"] >= LEAST_POINTS:
-            fits = fits_table(results)
-            found += [fits] if any("yes" in row for row in fits.rows) else []  # else no arm has one
+            found.append(fits_table(results))
     return found
 
 
