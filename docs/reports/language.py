@@ -54,6 +54,12 @@ PAIRS = {
         ("tree_4_slow", "grpo_4_slow"),
         ("tree_4", "grpo_4_slow"),
     ],
+    "short_low_again": [("tree_4", "grpo_4")],
+    "short_low_half": [
+        ("grpo_4_half", "grpo_4"),
+        ("tree_4_half", "tree_4"),
+        ("tree_4_half", "grpo_4_half"),
+    ],
     "stocks": [
         ("prior_4", "grpo_4"),
         ("tree_4", "grpo_4"),
