@@ -198,8 +198,9 @@ def test_tables_are_whole(page):
     ("name", "page", "tables"),
     [
         ("results", "results", lambda script: script["tables"](script["kept_families"]())),
-        ("language", "language", lambda script: script["tables"]()),
-        ("contrast", "language", lambda script: [script["table"]()]),
+        ("language", "language", lambda script: [script["summary_table"]()]),
+        ("language", "language-results", lambda script: script["tables"]()),
+        ("contrast", "language-results", lambda script: [script["table"]()]),
     ],
 )
 def test_tables_of_results_are_those_of_the_kept_runs(name, page, tables, monkeypatch):

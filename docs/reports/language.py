@@ -1,5 +1,5 @@
 """
-Makes the tables of docs/language.md that compare arms, from the runs in docs/runs:
+Makes the tables of docs/language-results.md, and the one of docs/language.md that sums them up, from docs/runs:
 
     python docs/reports/language.py
 """
@@ -71,6 +71,35 @@ PAIRS = {
     "words_cpu": [("tree_4", "grpo_4")],
 }
 
+# By file: what it is called where the comparisons are summed up, and the defaults beside GRPO, four rows each
+SUMMARY = {
+    "short_low": ("`short`, solves few at first", "tree_4", "grpo_4"),
+    "short_low_again": ("the same, from another such policy", "tree_4", "grpo_4"),
+    "short": ("`short`", "tree_4_slow", "grpo_4_slow"),
+    "short_linear": ("`short`, with a rate that falls", "tree_4", "grpo_4"),
+    "words": ("`words`, on a GPU", "tree_4_slow", "grpo_4_slow"),
+    "words_cpu": ("`words`, with smaller batches", "tree_4", "grpo_4"),
+    "stocks": ("`stocks`", "tree_4", "grpo_4"),
+    "stories": ("`stories`", "tree_4", "grpo_4"),
+}
+
+
+def summary_table() -> Table:
+    """The defaults beside GRPO in every comparison: pass@1 before, how far ahead, and the ratio of seconds."""
+    rows = []
+    for name, (title, arm, other) in SUMMARY.items():
+        results = read_kept(RUNS / f"{name}.jsonl.gz")
+        starts = fmean(rates(run["evaluations"][0]).mean() for run in results.of_arm(other))
+        both = (str(len(results.of_arm(other))), _told(starts), *differences(results, arm, other))
+        rows.append([title, *both, f"{seconds_of(results, arm) / seconds_of(results, other):.2f}"])
+    header = ["", "seeds", "pass@1 before", "FR3E − GRPO along the run", "in the end", "seconds, of GRPO's"]
+    return Table(header, rows)
+
+
+def seconds_of(results: Results, arm: str) -> float:
+    """Of training, in the mean over an arm's runs."""
+    return fmean(run["evaluations"][-1]["seconds"] for run in results.of_arm(arm))
+
 
 def arms_table(results: Results) -> Table:
     """pass@1 of each arm before, after each part of its budget, with each seed in the end, and along the run."""
@@ -87,21 +116,22 @@ def arms_table(results: Results) -> Table:
         along = fmean(mean_rates(run).mean() for run in runs)
         told = [", ".join(map(_told, ends)), *map(_told, (fmean(ends), along))]
         told += [_told(fmean(final_rates(run, k).mean() for run in runs))]
-        seconds = fmean(run["evaluations"][-1]["seconds"] for run in runs)
         rate = f"{tuned(results.arms[arm], 'learning_rate'):.0e}".replace("e-0", "e-")
-        rows.append([f"`{arm}`", rate, *map(_told, means), *told, f"{seconds:,.0f}"])
+        rows.append([f"`{arm}`", rate, *map(_told, means), *told, f"{seconds_of(results, arm):,.0f}"])
     return Table(header, rows)
 
 
 def differences_table(results: Results, pairs: list[tuple[str, str]]) -> Table:
     """By how much arms are ahead of others, along the run and in the end."""
-    rows = []
-    for arm, other in pairs:
-        both = zip(results.of_arm(arm), results.of_arm(other), strict=True)
-        ends = interval_of([final_rates(run) - final_rates(of_other) for run, of_other in both], DIFFERENCE_OF_SHARES)
-        told = map(difference_text, (difference(results, arm, other), ends))
-        rows.append([f"`{arm}` − `{other}`", *told])
+    rows = [[f"`{arm}` − `{other}`", *differences(results, arm, other)] for arm, other in pairs]
     return Table(["with 95% intervals over seeds and prompts", "mean along the run", "in the end"], rows)
+
+
+def differences(results: Results, arm: str, other: str) -> list[str]:
+    """Along the run and in the end, each with its interval."""
+    both = zip(results.of_arm(arm), results.of_arm(other), strict=True)
+    ends = interval_of([final_rates(run) - final_rates(of_other) for run, of_other in both], DIFFERENCE_OF_SHARES)
+    return [difference_text(interval) for interval in (difference(results, arm, other), ends)]
 
 
 def _told(rate: float) -> str:
@@ -119,4 +149,4 @@ def tables() -> list[Table]:
 
 
 if __name__ == "__main__":
-    print("\n\n".join(table.markdown() for table in tables()))
+    print("\n\n".join(table.markdown() for table in (summary_table(), *tables())))
