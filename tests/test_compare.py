@@ -935,6 +935,24 @@ def test_runs_from_another_policy_are_not_taken_for_this_one():
         run(**settings, policy=name, kept="own.jsonl.gz", output_dir="second")
 
 
+def test_runs_that_begin_elsewhere_than_kept_ones_are_told_of_at_once(capsys):
+    """As with a policy of one name that another machine made. One line says so, before the hours of all runs."""
+    settings = {"arms": {"grpo": GRPO}, "generated_tokens": 100}
+    run(**settings, output_dir="first")
+    run(**settings, output_dir="second", seeds=[0, 1], kept="first/kept.jsonl.gz")
+    assert "Runs begin at" not in capsys.readouterr().err
+    head, line = map(json.loads, gzip.decompress(Path("first/kept.jsonl.gz").read_bytes()).decode().splitlines())
+    best = max(head["rewards_of_a_prompt"], key=lambda code: sum(head["rewards_of_a_prompt"][code]))
+    line["rewards"][0] = best * (len(line["rewards"][0]) // len(best))
+    Path("other.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, [head, line])).encode()))
+    run(**settings, output_dir="third", seeds=[0, 1, 2], kept="other.jsonl.gz")
+    warning = r"^Warning: Runs begin at pass@1 of 0\.\d{4} to [01]\.\d{4}: .* or another policy\.$"
+    told = capsys.readouterr().err
+    first = re.search(warning, told, re.MULTILINE)
+    assert first and told.count("Runs begin at") == 1
+    assert "runs [1/2]" not in told[: first.start()]
+
+
 def test_kept_file_that_is_damaged(capsys):
     Path("cut.jsonl.gz").write_bytes(gzip.compress(b'{"arms": {'))
     with pytest.raises(SystemExit):

@@ -3,12 +3,15 @@
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from .results import told_apart
 
 CONSOLE = Console(stderr=True)
 
@@ -52,9 +55,18 @@ class RunProgress:
             What that is of, to be read.
         first (`str`):
             What is done until the first run tells where it is.
+        starts (`Iterable[float]`):
+            Held-out pass@1 that earlier runs of the comparison began at. The first that begins elsewhere is told of.
     """
 
-    def __init__(self, stage: str, amounts: dict[str, float], cost: str, first: str = "first evaluation"):
+    def __init__(
+        self,
+        stage: str,
+        amounts: dict[str, float],
+        cost: str,
+        first: str = "first evaluation",
+        starts: Iterable[float] = (),
+    ):
         self.stage = stage
         self.amounts = amounts
         self.cost = cost
@@ -62,6 +74,8 @@ class RunProgress:
         self.done_before = dict.fromkeys(amounts, 0.0)  # by an earlier call
         self.num_finished = 0
         self.told = f"{first},"
+        self.starts = set(starts)
+        self.is_told_apart = False
         self.start = time.monotonic()
         self._is_over = threading.Event()
         self.bar = Progress(
@@ -92,6 +106,8 @@ class RunProgress:
         self.told = f"{name}: step {place.step}, {place.spent:,.0f} of {amount:,.0f} {self.cost},"
         if place.pass_at_1 is not None:
             self.told += f" pass@1 {place.pass_at_1:.3f},"
+            if place.step == 0 and not self.is_told_apart:
+                self._tell_apart(place.pass_at_1)
 
     def finish(self, name: str) -> None:
         """A run is done."""
@@ -99,6 +115,13 @@ class RunProgress:
         self.num_finished += 1
         self.told = name
         self._tell()
+
+    def _tell_apart(self, start: float) -> None:
+        """Hours of runs that cannot be compared would otherwise be told of in the report alone."""
+        self.starts.add(start)
+        if apart := told_apart(self.starts):
+            self.is_told_apart = True
+            CONSOLE.print(f"Warning: {apart}", markup=False, highlight=False, soft_wrap=True)
 
     def _spend(self, name: str, spent: float) -> None:
         self.done[name] = min(spent, self.amounts[name])

@@ -16,7 +16,7 @@ from .fits import MOST_OF_CEILING, MOST_OF_MIDPOINT
 from .kept import KEPT, keep, restore, with_readings
 from .plots import Plot, plot_all
 from .report_page import page
-from .results import COLLAPSED_NOISE, COSTS, Results, accuracies
+from .results import COLLAPSED_NOISE, COSTS, Results, accuracies, told_apart
 from .tables import Section
 from .tuning import TUNED
 
@@ -142,20 +142,9 @@ def sections(results: Results, has_runs: bool = True) -> list[Section]:
             after="With "
             + "; with ".join(made_with(results))
             + (f". Every run is in `results.json`, and its curve in `{KEPT}`." if has_runs else ".")
-            + _told_of_starts(results),
+            + (f" {apart}" if (apart := told_apart([accuracies(run)[0] for run in results.runs])) else ""),
         ),
     ]
-
-
-def _told_of_starts(results: Results) -> str:
-    """All runs begin with one policy, and are measured alike. Where that does not show, a reader should know."""
-    starts = [accuracies(run)[0] for run in results.runs]
-    if max(starts) - min(starts) < 1e-9:
-        return ""
-    return (
-        f" Runs begin at pass@1 of {min(starts):.4f} to {max(starts):.4f}: machines or versions that round otherwise, "
-        "a reward that varies, or another policy."
-    )
 
 
 def made_with(results: Results) -> list[str]:

@@ -1,7 +1,7 @@
 """What a comparison found, and what is computed of a run."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -25,6 +25,9 @@ SHARES = {"½": 1 / 2, "¾": 3 / 4, "9/10": 9 / 10}
 
 # A run has collapsed if its last pass@1 is under this share of its best, by more than the noise of an evaluation
 COLLAPSED_SHARE, COLLAPSED_NOISE = 0.5, 0.03
+
+# Of pass@1 between 0 and 1, in the files of `kept.py`
+KEPT_ROUNDING = 1e-6
 
 # What batches teach, see `sampled_prompts` and `batch_signal`
 SIGNALS = {
@@ -148,6 +151,25 @@ def taught(run: dict[str, Any]) -> dict[str, Any]:
 def curve(run: dict[str, Any], name: str) -> list[float]:
     """A cost, entropy or length along a run, at its evaluations."""
     return [evaluation[name] for evaluation in run["evaluations"]]
+
+
+def told_apart(starts: Collection[float]) -> str:
+    """
+    All runs begin with one policy, and are measured alike. Where that does not show, a reader should know.
+
+    Args:
+        starts (`Collection[float]`):
+            Held-out pass@1 of runs before they trained.
+
+    Returns:
+        A sentence, or nothing where all are the same.
+    """
+    if max(starts) - min(starts) < KEPT_ROUNDING:
+        return ""
+    return (
+        f"Runs begin at pass@1 of {min(starts):.4f} to {max(starts):.4f}: machines or versions that round otherwise, "
+        "a reward that varies, or another policy."
+    )
 
 
 def accuracies(run: dict[str, Any]) -> list[float]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..commands.usage import ExplainedError, UsageError, explain
 from .progress import RunProgress
+from .results import accuracies
 
 if TYPE_CHECKING:
     from .runs import Run
@@ -29,16 +30,20 @@ _reports: Any = None  # where to tell how far its run is
 
 def execute_all(stage: str, runs: "list[Run]", num_workers: int | None) -> None:
     """Execute the runs of a stage whose result is not there yet, in workers of a GPU each where there are several."""
+    from .runs import read_result
+
+    starts = set()
     for run in runs:
         if Path(run.path).exists():
             shutil.rmtree(run.under_way, ignore_errors=True)  # it was killed just after its result was written
+            starts.add(accuracies(read_result(run))[0])
     runs = [run for run in runs if not Path(run.path).exists()]
     if not runs:
         return
     devices = visible_devices()
     num_workers = num_workers or max(1, len(devices))
     amounts = {Path(run.path).stem: run.amount for run in runs}
-    with RunProgress(stage, amounts, runs[0].cost.replace("_", " ")) as progress:
+    with RunProgress(stage, amounts, runs[0].cost.replace("_", " "), starts=starts) as progress:
         if num_workers > 1 or len(devices) > 1:
             _execute_in_workers(runs, num_workers, devices, progress)
             return
