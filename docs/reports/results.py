@@ -23,9 +23,9 @@ from fr3e_trl.bench.estimates import difference, mean_rates, of_arm, rates, rate
 from fr3e_trl.bench.kept import read_kept
 from fr3e_trl.bench.pooled import GRPO, best_of, means_of
 from fr3e_trl.bench.results import Results
-from fr3e_trl.bench.tables import Table, number, signed_range, speed, tuned
+from fr3e_trl.bench.tables import Table, number, signed, signed_range, speed, tuned
 from fr3e_trl.bench.tuning import TUNED
-from fr3e_trl.commands.statistics import Interval
+from fr3e_trl.commands.statistics import Interval, mean_interval
 
 RUNS = Path(__file__).parent.parent / "runs"
 
@@ -66,6 +66,14 @@ AS_MANY_ROWS = [
     ("tree_3_tracker", "grpo_3"),
     ("tree_8_tracker", "grpo_8"),
     ("tree_3_distinct_tracker", "tree_3_tracker"),
+]
+
+# With negative advantages halved, and not
+HALVED = [
+    ("grpo_4_half", "grpo_4"),
+    ("tree_4_half", "tree_4"),
+    ("tree_4_half", "grpo_4_half"),
+    ("tree_4", "grpo_4_half"),
 ]
 
 # Trees by their rows a prompt
@@ -233,6 +241,33 @@ def added_table(families: dict[str, Results], kind: str, arms: dict[str, str]) -
     return Table(["mean pass@1, difference", *(f"`{name}`" for name in names)], rows)
 
 
+def halved_tables() -> list[Table]:
+    """Arms with negative advantages halved: their means, and their differences, each pooled over the tasks too."""
+    families = {name: means_of(RUNS / f"halved_{name}.jsonl.gz") for name in ("hard", "distractors", "chain")}
+    names = [f"`{name}`" for name in families]
+    means = [
+        [f"`{arm}`", *(short(f"{fmean(of[arm].values()):.3f}") for of in families.values())]
+        for arm in sorted({arm for pair in HALVED for arm in pair})
+    ]
+    rows = []
+    for arm, other in HALVED:
+        pairs = [[mean - of[other][seed] for seed, mean in of[arm].items()] for of in families.values()]
+        pooled = [pair for of_one in pairs for pair in of_one]
+        ahead = f"ahead in {sum(pair > 0 for pair in pooled)} of {len(pooled)}"
+        rows.append([f"`{arm}` − `{other}`", *map(interval_cell, pairs), f"{interval_cell(pooled)}, {ahead}"])
+    return [
+        Table(["mean pass@1 along the run", *names], means),
+        Table(["difference", *names, "pooled"], rows),
+    ]
+
+
+def interval_cell(differences: list[float]) -> str:
+    """The mean of differences between runs with one seed, with its 95% interval. Bold where that leaves out 0."""
+    interval = mean_interval(differences)
+    told = short(signed(interval)).replace("-", "−")
+    return f"**{told}**" if interval.low > 0 or interval.high < 0 else told
+
+
 def chosen_rows_table(names: Iterable[str]) -> Table:
     """What trees gain by the number of rows that is best for their task, as the other seeds tell it."""
     rows = []
@@ -303,6 +338,7 @@ def tables(families: dict[str, Results]) -> list[Table]:
         points_table(families),
         pairs_table(families, TRACKED),
         difficulty_table(families["lengths"]),
+        *halved_tables(),
         added_table(families, "prior", PRIORS),
         added_table(families, "masked", MASKED),
         added_table(families, "rows", ROWS),
