@@ -9,7 +9,8 @@ name. With --reports, the report of each is written anew too, to a folder of its
 
 It reports each arm that all comparisons have. A difference is the mean of pass@1 along a run, minus that of the
 reference's run with the same seed. Pooled, the pairs of all comparisons count as draws of one difference, with a 95%
-interval by Student's t. The interval is about these tasks, not about tasks at large.
+interval by Student's t. That interval is about these tasks. The one over comparisons takes their means as the draws: it
+is about tasks and policies like these.
 """
 
 import argparse
@@ -58,6 +59,9 @@ def main(argv: list[str]) -> None:
         pooled = [difference for of_one in differences.values() for difference in of_one]
         ahead = sum(difference > 0 for difference in pooled)
         print(f"{arm}: {signed(mean_interval(pooled))} pooled, ahead in {ahead} of {len(pooled)}")
+        if len(differences) > 1:
+            means = [mean(of_one) for of_one in differences.values()]
+            print(f"    over the {len(means)} comparisons: {signed(mean_interval(means))}")
         for name, of_one in differences.items():
             print(f"    {name}: {signed(mean_interval(of_one))}")
 
