@@ -1137,16 +1137,16 @@ def test_shipped_configurations(path):
 
 
 def test_recipe_extends_another():
-    """By a path from its own folder; entries of mappings are laid over, and all else is replaced."""
+    """By a path from its own folder; entries of mappings are laid over at every depth, and all else is replaced."""
     Path("folder").mkdir()
-    Path("folder/low.yaml").write_text("seeds: [0]\nnum_evals: 3\nbase: {a: 1, b: 1}\n")
+    Path("folder/low.yaml").write_text("seeds: [0]\nnum_evals: 3\nbase: {a: 1, b: 1}\narms: {x: {c: 1, d: 1}, y: {}}\n")
     Path("folder/middle.yaml").write_text("extends: low.yaml\nseeds: [1]\nbase: {b: 2}\n")
-    Path("recipe.yaml").write_text("extends: folder/middle.yaml\nseeds: [2]\narms: {x: {}}\n")
+    Path("recipe.yaml").write_text("extends: folder/middle.yaml\nseeds: [2]\narms: {x: {d: [2]}}\n")
     assert read_recipe(Path("recipe.yaml")) == {
         "seeds": [2],
         "num_evals": 3,
         "base": {"a": 1, "b": 2},
-        "arms": {"x": {}},
+        "arms": {"x": {"c": 1, "d": [2]}, "y": {}},
     }
 
 

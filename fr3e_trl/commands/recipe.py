@@ -21,7 +21,8 @@ class RecipeParser(TrlParser):
     [`~trl.TrlParser`] with recipes that may extend another, or a preset.
 
     A recipe that says `extends: other.yaml` takes the arguments that it lacks from `other.yaml`. The path starts at the
-    recipe's folder. Where both have a mapping of one name, the recipe's entries are laid over the other's.
+    recipe's folder. Where both have a mapping of one name, the recipe's entries are laid over the other's, at every
+    depth.
 
     A recipe that says `preset: paper` or `preset: released` takes the settings that it lacks from that preset.
 
@@ -111,10 +112,14 @@ def extended(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
         merged = read_recipe(folder / other)
     except RecursionError:
         raise ValueError(f"extends={other!r}: the recipes extend each other in a circle.") from None
-    for name, value in settings.items():
-        below = merged.get(name)
-        merged[name] = below | value if isinstance(below, dict) and isinstance(value, dict) else value
-    return merged
+    return laid_over(merged, settings)
+
+
+def laid_over(below: Any, above: Any) -> Any:
+    """What is above, but that entries of mappings are laid over those below, at every depth."""
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    return below | {name: laid_over(below.get(name), value) for name, value in above.items()}
 
 
 def beside(value: Any, folder: Path) -> Any:
