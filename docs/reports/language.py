@@ -67,6 +67,10 @@ PAIRS = {
         ("tree_4", "prior_4"),
         ("tree_4_distinct", "prior_4"),
     ],
+    "stocks_rows": [
+        *((arm, "grpo_4") for arm in ("grpo_8", "grpo_dapo", "tree_2", "tree_4", "tree_8")),
+        ("tree_8", "grpo_8"),
+    ],
     "stories": [("tree_4", "grpo_4")],
     "words_cpu": [("tree_4", "grpo_4")],
 }
@@ -80,6 +84,7 @@ SUMMARY = {
     "words": ("`words`, on a GPU", "tree_4_slow", "grpo_4_slow"),
     "words_cpu": ("`words`, with smaller batches", "tree_4", "grpo_4"),
     "stocks": ("`stocks`", "tree_4", "grpo_4"),
+    "stocks_rows": ("the same, from another policy", "tree_4", "grpo_4"),
     "stories": ("`stories`", "tree_4", "grpo_4"),
 }
 
