@@ -27,7 +27,7 @@ FEW_BATCHES = 10
 ARMS = {
     **dict.fromkeys(FAMILIES, ("grpo_4", "tree_4_tracker")),
     **dict.fromkeys(("short", "words"), ("grpo_4_slow", "tree_4_slow")),
-    **dict.fromkeys(("stocks", "stories", "short_low", "short_low_again"), ("grpo_4", "tree_4")),
+    **dict.fromkeys(("stocks", "stocks_rows", "stories", "short_low", "short_low_again"), ("grpo_4", "tree_4")),
 }
 
 

@@ -264,7 +264,7 @@ def halved_tables() -> list[Table]:
 def interval_cell(differences: list[float]) -> str:
     """The mean of differences between runs with one seed, with its 95% interval. Bold where that leaves out 0."""
     interval = mean_interval(differences)
-    told = short(signed(interval)).replace("-", "−")
+    told = short(signed(interval))
     return f"**{told}**" if interval.low > 0 or interval.high < 0 else told
 
 
