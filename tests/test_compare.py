@@ -1010,19 +1010,23 @@ def test_curves_that_do_not_determine_a_fit(curve, why):
 
 
 def test_pooled_differences(capsys):
-    """tree − grpo: .1 and .3, and .3 with the one seed that both have."""
+    """tree − grpo: .1 and .3, and .2 with the one seed that both have."""
     write_results("one", grpo_4=[0.5, 0.5], grpo_8=[0.1, 0.1], tree=[0.6, 0.8])
-    write_results("two", grpo_8=[0.4], tree=[0.7, 0.9], other=[0.5])
+    write_results("two", grpo_8=[0.4], tree=[0.6, 0.9], other=[0.5])
     cli.main(["pooled", "one", "two"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "reference: grpo_4 on one, grpo_8 on two"
     assert lines[1].startswith("grpo_8: −0.267 ± ") and lines[1].endswith(" pooled, ahead in 0 of 3")
-    assert lines[5:] == [
-        "tree: +0.233 ± 0.287 pooled, ahead in 3 of 3",  # a standard deviation of .1155 over three pairs, and t = 4.303
-        "    over the 2 comparisons: +0.250 ± 0.635",  # means of .2 and .3: .0707 / √2 · 12.706
+    # Means of −.4 and 0: a standard deviation of .2828 over two comparisons, and t = 12.706
+    assert lines[2] == "    over the 2 comparisons: −0.200 ± 2.541"
+    # A standard deviation of .1 over three pairs, and t = 4.303
+    first, over, *last = lines[5:]
+    assert [first, *last] == [
+        "tree: +0.200 ± 0.248 pooled, ahead in 3 of 3",
         "    one: +0.200 ± 1.271",
-        "    two: +0.300",
+        "    two: +0.200",
     ]
+    assert over == "    over the 2 comparisons: +0.200 ± 0.000"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Makes the tables of docs/language-results.md, and the one of docs/language.md th
 """
 
 from statistics import fmean
+from typing import Any
 
 from results import RUNS, difference_text, short
 
@@ -94,11 +95,16 @@ def summary_table() -> Table:
     rows = []
     for name, (title, arm, other) in SUMMARY.items():
         results = read_kept(RUNS / f"{name}.jsonl.gz")
-        starts = fmean(rates(run["evaluations"][0]).mean() for run in results.of_arm(other))
-        both = (str(len(results.of_arm(other))), _told(starts), *differences(results, arm, other))
+        runs = results.of_arm(other)
+        both = (str(len(runs)), _told(start_of(runs)), *differences(results, arm, other))
         rows.append([title, *both, f"{seconds_of(results, arm) / seconds_of(results, other):.2f}"])
     header = ["", "seeds", "pass@1 before", "FR3E − GRPO along the run", "in the end", "seconds, of GRPO's"]
     return Table(header, rows)
+
+
+def start_of(runs: list[dict[str, Any]]) -> float:
+    """pass@1 before training."""
+    return fmean(rates(run["evaluations"][0]).mean() for run in runs)
 
 
 def seconds_of(results: Results, arm: str) -> float:
@@ -116,7 +122,7 @@ def arms_table(results: Results) -> Table:
     for arm in results.arms:
         runs = results.of_arm(arm)
         ends = [final_rates(run).mean() for run in runs]
-        means = [fmean(rates(run["evaluations"][0]).mean() for run in runs)]
+        means = [start_of(runs)]
         means += [fmean(rates_at(run, run["cost"], spent).mean() for run in runs) for spent in amounts]
         along = fmean(mean_rates(run).mean() for run in runs)
         told = [", ".join(map(_told, ends)), *map(_told, (fmean(ends), along))]

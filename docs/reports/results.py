@@ -21,7 +21,7 @@ from matplotlib.ticker import EngFormatter
 
 from fr3e_trl.bench.estimates import difference, mean_rates, of_arm, rates, rates_at, reward_bounds
 from fr3e_trl.bench.kept import read_kept
-from fr3e_trl.bench.pooled import GRPO, best_of, means_of
+from fr3e_trl.bench.pooled import GRPO, ahead, best_of, means_of, paired
 from fr3e_trl.bench.results import Results
 from fr3e_trl.bench.tables import Table, number, signed, signed_range, speed, tuned
 from fr3e_trl.bench.tuning import TUNED
@@ -115,7 +115,12 @@ def difference_cell(results: Results, arm: str, reference: str) -> str:
 
 def difference_text(interval: Interval) -> str:
     """A difference with its interval, bold where it is beyond it."""
-    told = short(signed_range(interval))
+    return bold_beyond(signed_range(interval), interval)
+
+
+def bold_beyond(told: str, interval: Interval) -> str:
+    """What is told of a difference, bold where its interval leaves out 0."""
+    told = short(told)
     return f"**{told}**" if interval.low > 0 or interval.high < 0 else told
 
 
@@ -251,10 +256,9 @@ def halved_tables() -> list[Table]:
     ]
     rows = []
     for arm, other in HALVED:
-        pairs = [[mean - of[other][seed] for seed, mean in of[arm].items()] for of in families.values()]
+        pairs = [paired(of[arm], of[other]) for of in families.values()]
         pooled = [pair for of_one in pairs for pair in of_one]
-        ahead = f"ahead in {sum(pair > 0 for pair in pooled)} of {len(pooled)}"
-        rows.append([f"`{arm}` − `{other}`", *map(interval_cell, pairs), f"{interval_cell(pooled)}, {ahead}"])
+        rows.append([f"`{arm}` − `{other}`", *map(interval_cell, pairs), f"{interval_cell(pooled)}, {ahead(pooled)}"])
     return [
         Table(["mean pass@1 along the run", *names], means),
         Table(["difference", *names, "pooled"], rows),
@@ -264,8 +268,7 @@ def halved_tables() -> list[Table]:
 def interval_cell(differences: list[float]) -> str:
     """The mean of differences between runs with one seed, with its 95% interval. Bold where that leaves out 0."""
     interval = mean_interval(differences)
-    told = short(signed(interval))
-    return f"**{told}**" if interval.low > 0 or interval.high < 0 else told
+    return bold_beyond(signed(interval), interval)
 
 
 def chosen_rows_table(names: Iterable[str]) -> Table:
@@ -277,7 +280,7 @@ def chosen_rows_table(names: Iterable[str]) -> Table:
         seeds = sorted(set.intersection(*map(set, of_sizes.values())))
         chosen = {seed: best_size(of_sizes, [other for other in seeds if other != seed]) for seed in seeds}
         gains = {seed: of_sizes[size][seed] - of_sizes[4][seed] for seed, size in chosen.items()}
-        told = f"{fmean(gains.values()):+.3f}, ahead in {sum(gain > 0 for gain in gains.values())} of {len(seeds)}"
+        told = f"{fmean(gains.values()):+.3f}, {ahead(list(gains.values()))}"
         sizes = [", ".join(map(str, of)) for of in (sorted(of_sizes), sorted(set(chosen.values())))]
         rows.append([f"`{name}`", *sizes, short(told).replace("-", "−")])
     return Table(["task", "rows to choose from", "chosen", "− `tree_4_tracker`"], rows)
@@ -293,9 +296,7 @@ def added_cell(means: dict[int, float], of_other: dict[int, float]) -> str:
     if not means:
         return ""
     pairs = [mean - of_other[seed] for seed, mean in means.items()]
-    told = (
-        f"{fmean(means.values()):.3f}, {fmean(pairs):+.3f}, ahead in {sum(pair > 0 for pair in pairs)} of {len(pairs)}"
-    )
+    told = f"{fmean(means.values()):.3f}, {fmean(pairs):+.3f}, {ahead(pairs)}"
     return short(told).replace("-", "−")
 
 

@@ -15,6 +15,7 @@ is about tasks and policies like these.
 
 import argparse
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
@@ -47,23 +48,29 @@ def main(argv: list[str]) -> None:
     references = {name: best_of(options.reference, arms, name) for name, arms in comparisons.items()}
     print("reference:", ", ".join(f"{arm} on {name}" for name, arm in references.items()))
     for arm in sorted(set.intersection(*map(set, comparisons.values()))):
-        differences = {
-            name: [arms[arm][seed] - value for seed, value in arms[references[name]].items() if seed in arms[arm]]
-            for name, arms in comparisons.items()
-        }
+        differences = {name: paired(arms[arm], arms[references[name]]) for name, arms in comparisons.items()}
         for name, of_one in differences.items():
             if not of_one:
                 raise UsageError(
                     f"{name}: {arm} and {references[name]} have no seed in common. Run both with the same seeds."
                 )
         pooled = [difference for of_one in differences.values() for difference in of_one]
-        ahead = sum(difference > 0 for difference in pooled)
-        print(f"{arm}: {signed(mean_interval(pooled))} pooled, ahead in {ahead} of {len(pooled)}")
+        print(f"{arm}: {signed(mean_interval(pooled))} pooled, {ahead(pooled)}")
         if len(differences) > 1:
             means = [mean(of_one) for of_one in differences.values()]
             print(f"    over the {len(means)} comparisons: {signed(mean_interval(means))}")
         for name, of_one in differences.items():
             print(f"    {name}: {signed(mean_interval(of_one))}")
+
+
+def paired(of_arm: dict[int, float], of_other: dict[int, float]) -> list[float]:
+    """What the means of an arm's runs are ahead of another's with the same seeds, where both have one."""
+    return [of_arm[seed] - value for seed, value in of_other.items() if seed in of_arm]
+
+
+def ahead(differences: Sequence[float]) -> str:
+    """In how many pairs of runs the first is ahead."""
+    return f"ahead in {sum(difference > 0 for difference in differences)} of {len(differences)}"
 
 
 def name_of(path: Path) -> str:

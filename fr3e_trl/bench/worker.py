@@ -30,16 +30,15 @@ _reports: Any = None  # where to tell how far its run is
 
 def execute_all(stage: str, runs: "list[Run]", num_workers: int | None) -> None:
     """Execute the runs of a stage whose result is not there yet, in workers of a GPU each where there are several."""
-    from .runs import read_result
-
-    starts = set()
-    for run in runs:
-        if Path(run.path).exists():
-            shutil.rmtree(run.under_way, ignore_errors=True)  # it was killed just after its result was written
-            starts.add(accuracies(read_result(run))[0])
+    done = [run for run in runs if Path(run.path).exists()]
+    for run in done:
+        shutil.rmtree(run.under_way, ignore_errors=True)  # it was killed just after its result was written
     runs = [run for run in runs if not Path(run.path).exists()]
     if not runs:
         return
+    from .runs import execute, read_result
+
+    starts = [accuracies(read_result(run))[0] for run in done]
     devices = visible_devices()
     num_workers = num_workers or max(1, len(devices))
     amounts = {Path(run.path).stem: run.amount for run in runs}
@@ -47,8 +46,6 @@ def execute_all(stage: str, runs: "list[Run]", num_workers: int | None) -> None:
         if num_workers > 1 or len(devices) > 1:
             _execute_in_workers(runs, num_workers, devices, progress)
             return
-        from .runs import execute
-
         for run in runs:
             name = Path(run.path).stem
             execute(run, lambda place, name=name: progress.update(name, place))  # type: ignore[misc]
