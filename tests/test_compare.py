@@ -26,7 +26,7 @@ import pytest
 import torch
 import yaml
 from bench_task import Ones
-from models import model_on_disk
+from models import make_model, make_tokenizer, model_on_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOTrainer
 
@@ -977,6 +977,27 @@ def test_what_a_first_token_decides():
     costs.generated_tokens = 120
     branches.on_step_end(None, None, control)
     assert branches.squares == {False: [0.25] * 2, True: [4.0] * 2} and control.should_training_stop
+
+
+def test_what_hidden_states_tell():
+    """The script of docs/language.md: of rows of different lengths the right states, and R² of what is known."""
+    script = runpy.run_path(str(ROOT / "docs" / "reports" / "value_head.py"))
+    model, tokenizer = make_model().eval(), make_tokenizer()
+    lines = [{"prompt": "12 + 3 =", "completion": " 15 15"}, {"prompt": "1 +", "completion": " 1 1 1 1"}]
+    found = script["states"](model, tokenizer, lines)
+    for i, line in enumerate(lines):
+        prompt, rest = (tokenizer(line[name]).input_ids for name in ("prompt", "completion"))
+        for place, share in enumerate(script["PLACES"].values()):
+            before = prompt + rest[: int(share * len(rest))]
+            alone = model(torch.tensor([before]), output_hidden_states=True).hidden_states[-1][0, -1]
+            assert torch.allclose(found[-1, place, i], alone.double(), atol=1e-5)
+    x = torch.randn(400, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    prompts, y = torch.arange(400) // 2, x @ torch.arange(5.0).double()
+    noise = torch.randn(400, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert min(script["shares"](x, None, y, prompts)) > 0.999
+    assert min(script["shares"](None, y, y, prompts)) > 0.999
+    assert min(script["shares"](x, noise, y + noise, prompts)) > 0.99
+    assert abs(np.mean([*script["shares"](x, None, noise, prompts)])) < 0.1
 
 
 @pytest.mark.parametrize("bound", [1.0, math.inf])
