@@ -56,7 +56,7 @@ def ridge(x: torch.Tensor, y: torch.Tensor, penalty: float) -> torch.Tensor:
 
 
 def predict(x: torch.Tensor, y: torch.Tensor, prompts: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
-    """What a ridge regression on the other rows makes of the unseen ones. A quarter of their prompts decide how."""
+    """What a ridge regression on the other rows makes of the unseen. A quarter of their prompts decide the penalty."""
 
     def fitted(rows: torch.Tensor, targets: torch.Tensor, penalty: float) -> torch.Tensor:
         center, scale, mean = x[rows].mean(0), x[rows].std(0).clamp(min=1e-6), y[rows].mean()
