@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fr3e_trl.bench.tables import number
@@ -23,49 +24,51 @@ from fr3e_trl.commands.eval import read_lines
 from fr3e_trl.commands.statistics import mean_interval
 
 PLACES = {"at the end of the prompt": 0, "after a quarter": 0.25, "after half": 0.5, "after three quarters": 0.75}
-NUM_LAYERS = 3  # of which states are read: evenly spaced, the last among them
+NUM_LAYERS = 3  # whose states are read: evenly spaced, the last among them
 NUM_FOLDS = 8
 PENALTIES = [10.0**exponent for exponent in range(-3, 5)]  # times the number of rows
 BATCH_SIZE = 32
 
 
+def layers_of(model) -> list[int]:
+    return [model.config.num_hidden_layers * i // NUM_LAYERS for i in range(1, NUM_LAYERS + 1)]
+
+
 def states(model, tokenizer, lines: list[dict]) -> torch.Tensor:
     """Hidden states of shape (layers, places, rows, hidden size), each of the last token before its place."""
     found = []
-    for start in range(0, len(lines), BATCH_SIZE):
+    for start in trange(0, len(lines), BATCH_SIZE, unit="batch"):
         batch = lines[start : start + BATCH_SIZE]
         prompts = [tokenizer(line["prompt"], add_special_tokens=False).input_ids for line in batch]
         completions = [tokenizer(line["completion"], add_special_tokens=False).input_ids for line in batch]
         rows = [torch.tensor(prompt + rest) for prompt, rest in zip(prompts, completions, strict=True)]
         with torch.no_grad():  # what pads them comes behind, and is seen by none of their tokens
             of_layers = model(pad_sequence(rows, batch_first=True), output_hidden_states=True).hidden_states
-        layers = [of_layers[(len(of_layers) - 1) * i // NUM_LAYERS] for i in range(1, NUM_LAYERS + 1)]
+        layers = [of_layers[layer] for layer in layers_of(model)]
         ends = [
             torch.tensor([len(p) - 1 + int(share * len(c)) for p, c in zip(prompts, completions, strict=True)])
             for share in PLACES.values()
         ]
         found.append(torch.stack([torch.stack([layer[range(len(batch)), end] for end in ends]) for layer in layers]))
-        print(f"\r{start + len(batch)} of {len(lines)} completions", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
     return torch.cat(found, dim=2).double()
 
 
-def ridge(x: torch.Tensor, y: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Coefficients by which `x`, of zero mean, predicts `y`, of zero mean."""
-    return torch.linalg.solve(x.T @ x + penalty * len(x) * torch.eye(x.shape[1], dtype=x.dtype), x.T @ y)
+def ridge(x: torch.Tensor, y: torch.Tensor, targets: torch.Tensor, penalties: list[float]) -> torch.Tensor:
+    """What regressions of `y` on `x` make of the targets: a row for each penalty, all from one decomposition."""
+    center, scale, mean = x.mean(0), x.std(0).clamp(min=1e-6), y.mean()
+    inputs = (x - center) / scale
+    values, vectors = torch.linalg.eigh(inputs.T @ inputs)
+    weights = vectors.T @ (inputs.T @ (y - mean))
+    shrunk = torch.stack([weights / (values + penalty * len(x)) for penalty in penalties])
+    return mean + shrunk @ ((targets - center) / scale @ vectors).T
 
 
 def predict(x: torch.Tensor, y: torch.Tensor, prompts: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
     """What a ridge regression on the other rows makes of the unseen. A quarter of their prompts decide the penalty."""
-
-    def fitted(rows: torch.Tensor, targets: torch.Tensor, penalty: float) -> torch.Tensor:
-        center, scale, mean = x[rows].mean(0), x[rows].std(0).clamp(min=1e-6), y[rows].mean()
-        return mean + ((x[targets] - center) / scale) @ ridge((x[rows] - center) / scale, y[rows] - mean, penalty)
-
     judges = ~unseen & (prompts // NUM_FOLDS % 4 == 0)
     teachers = ~unseen & ~judges
-    errors = [(fitted(teachers, judges, penalty) - y[judges]).square().sum().item() for penalty in PENALTIES]
-    return fitted(~unseen, unseen, PENALTIES[errors.index(min(errors))])
+    errors = (ridge(x[teachers], y[teachers], x[judges], PENALTIES) - y[judges]).square().sum(1)
+    return ridge(x[~unseen], y[~unseen], x[unseen], [PENALTIES[errors.argmin()]])[0]
 
 
 def shares(
@@ -101,7 +104,7 @@ def main() -> None:
 
     print(f"{len(lines)} completions of {len(of_prompts)} prompts, mean reward {y.mean():.3f}")
     print(f"R² of the prompt's other completions: {told(None, others)}\n")
-    layers = [model.config.num_hidden_layers * i // NUM_LAYERS for i in range(1, NUM_LAYERS + 1)]
+    layers = layers_of(model)
     titles = [f"layer {layer}" for layer in layers] + [f"layer {layers[1]} and the other completions"]
     print(f"| R² | {' | '.join(titles)} |\n|{'---|' * (1 + len(titles))}")
     for i, place in enumerate(PLACES):
