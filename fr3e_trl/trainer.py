@@ -21,26 +21,25 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 
 from .config import FR3EConfig
+from .credit_to_batch import mask_dropped, set_credit, weigh_dropped
 from .generation.context import CompletionBudget, context_length
 from .generation.sampler import InStepSampler, OwnSampler
 from .generation.tools import EnvironmentFailure, ToolCallingSampler
 from .generation.vllm_server import VLLMServerError
-from .method.anchors import next_threshold
 from .method.credit import CREDIT_RULES, credit_rows
 from .method.credit.prior import ValueTracker, track_values
-from .method.explore import explore
 from .method.metrics import tree_metrics
 from .method.refill import Refill, hand_over
-from .method.rows import Row, rows_of
+from .method.rows import Row
 from .method.sampling import Sampler
-from .method.tree import TokenIds, Tree, as_ids
+from .method.tree import TokenIds, Tree
 from .page.callback import TreeLog
-from .processes import agree, in_every_process, in_step
-from .trl_adapter import card, checks, console, decoding, images, logprobs, loss, prompts, resume, shared_forward
-from .trl_adapter.assemble import assemble
-from .trl_adapter.exploring import Exploring
+from .processes import in_every_process
+from .rollout import Explorer, StepRollouts, longest_prompt
+from .tool_loop import TRLToolLoop, limited_tools
+from .trl_adapter import card, checks, console, decoding, images, logprobs, prompts, resume, shared_forward
 from .trl_adapter.logs import log_metrics, note_evaluation
-from .trl_adapter.old_logprobs import score_leftovers
+from .trl_adapter.old_logprobs import OldLogprobs, VLLMCorrection, old_logps_of, score_leftovers
 from .trl_adapter.samplers import make_sampler
 from .trl_adapter.setup import (
     EnvironmentFactory,
@@ -54,7 +53,6 @@ from .trl_adapter.setup import (
 )
 from .trl_adapter.shared_attention import without_cudnn
 from .trl_adapter.stopwatch import Stopwatch
-from .trl_adapter.tools import TRLToolLoop, time_limit
 from .trl_adapter.vllm_weights import adapter_sync, awake_engine
 
 if TYPE_CHECKING:
@@ -103,8 +101,6 @@ class FR3ETrainer(GRPOTrainer):
     Attributes:
         sampler ([`Sampler`]):
             Draws the rollouts.
-        trees (`list[Tree]`):
-            What the last generation step explored, one tree for each prompt.
         stopwatch ([`~trl_adapter.stopwatch.Stopwatch`]):
             Where the time of the steps of a run has gone.
 
@@ -136,9 +132,19 @@ class FR3ETrainer(GRPOTrainer):
     _shares_prefixes: bool | None = False  # None where it is not known yet
     _refill: Refill | None = None
     _value_tracker: ValueTracker | None = None
-    _threshold: float | None = None  # at which base trajectories branch, where past steps say it
-    _uncertainties: list[float]  # of a step's base trajectories: those of all its refills count once
+    _explorer: Explorer | None = None  # grows the trees of a step; None while TRL sets up, and for plain GRPO
+    _tool_loop: TRLToolLoop | None = None
     _tree_log: TreeLog | None = None
+    _rollout_func: RolloutFunc | None = None
+    _masks_truncated: bool = False
+
+    # Within a step, and None or empty between steps
+    _inputs: list[dict[str, Any]] = []
+    _explored: list[Row] = []
+    _rollouts: StepRollouts | None = None
+    _old_logps: OldLogprobs | VLLMCorrection
+    _score_old_policy: Callable[..., Any] | None = None  # scores the old policy, once, in TRL's place
+    _loss_mask: torch.Tensor | None = None  # tokens in the loss of a micro-batch, until they are scored
 
     def __init__(
         self,
@@ -194,7 +200,6 @@ class FR3ETrainer(GRPOTrainer):
         console.take_over(self, callbacks)
         images.take_no_empty_images(self)
         self.share_prefixes(bool(args.share_prefixes))
-        self.trees: list[Tree] = []
         self.stopwatch = Stopwatch()
         self.evaluations: list[list[tuple[float, float]]] = []  # see `note_evaluation`
         if not args.is_plain_grpo:
@@ -216,152 +221,248 @@ class FR3ETrainer(GRPOTrainer):
         checks.check_model(self.model)
         checks.check_tokenizer(self)
         checks.refuse_unsupported_setup(self)
-        self.obstacle_to_images = checks.obstacle_to_images(self)
+        obstacle_to_images = checks.obstacle_to_images(self)
         example = None if self.train_dataset is None else next(iter(self.train_dataset))
-        checks.check_images([] if example is None else [example], self.obstacle_to_images)
+        checks.check_images([] if example is None else [example], obstacle_to_images)
         self.reward_funcs = [
             checks.checked_reward_func(func, name)
             for func, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
         context = context_length(self.model.config)
         if self.use_vllm:
-            prompt = [] if example is None else prompts.tokenize(self, prompts.prepare(self, [example]))[0]
-            context = self.vllm_generation.checked_context(context, len(prompt), self.max_completion_length)
+            prompt_length = 0 if example is None else longest_prompt(self, [example])
+            context = self.vllm_generation.checked_context(context, prompt_length, self.max_completion_length)
             checks.warn_of_unscored_sampling(self.args)
             checks.warn_of_timeouts(self.args)
-        self.budget = CompletionBudget(self.max_completion_length, context, self.processing_class)
+        budget = CompletionBudget(self.max_completion_length, context, self.processing_class)
         if sampler is not None:
             own = OwnSampler(sampler(self), self.use_vllm and self.vllm_importance_sampling_correction)
             self.sampler = InStepSampler(own) if is_sharded(self) else own
         if self.tools:
+            self._video_pad_token_id = None  # no tool returns a video: such a token is the policy's
+            self._tool_loop = TRLToolLoop(self, partial(checks.obstacle_to_tool_images, self), self.args.tool_timeout)
             self.sampler = ToolCallingSampler(
-                TRLToolLoop(self), self.sampler, skip_mismatches=self.args.replay_mismatch == "skip"
+                self._tool_loop, self.sampler, skip_mismatches=self.args.replay_mismatch == "skip"
             )
         checks.warn_of_independent_branches(self)
         checks.warn_of_float32_generation(self)
+        self._explorer = Explorer(
+            self,
+            self.args.plan,
+            self.sampler,
+            budget,
+            self.stopwatch,
+            obstacle_to_images,
+            ends=(*self.eos_token_ids, tokenizer_of(self).pad_token_id),
+            masks_truncated=self._masks_truncated,
+            scores_early=self.args.max_refills > 0 or self.args.base_selection != "all",
+        )
 
     # A step
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """The only change is that the batch of a training step has the rows of trees, which are grown here."""
-        try:
-            if self.args.is_plain_grpo or not self.model.training:
-                with time_limit(self), decoding.generating_in_its_mode(self):
-                    batch = super()._generate_and_score_completions(inputs)
-                if not self.model.training:
-                    note_evaluation(self)
-                return batch
-            return self._explore_and_assemble(inputs)
-        except (VLLMServerError, EnvironmentFailure) as error:
-            resume.save_before(self, error)
-            raise
+    @property
+    def is_exploring(self) -> bool:
+        """Whether a step that is made now grows trees: in training, unless all of FR3E is off."""
+        return self._explorer is not None and self.model.training
 
-    def _explore_and_assemble(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Grow trees from the prompts of a step, credit their rows, and have them for its batch."""
-        num_rows = len(inputs) * self.accelerator.num_processes
-        num_prompts = num_rows // self.num_generations
-        self.trees, self._uncertainties = [], []
-        explored: list[Row] = []
-        metrics: dict[str, float] = {}
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """
+        The only change is that a training step's completions are the rows of trees, and its advantages their credit.
+
+        TRL's step is entered once. It calls [`_generate`], which grows the trees, then scores the rows.
+        """
+        explorer = self._explorer
+        if explorer is None or not self.is_exploring:
+            batch = super()._generate_and_score_completions(inputs)
+            if not self.model.training:
+                note_evaluation(self)
+            return batch
+        try:
+            if self._refill is not None:
+                inputs = self._drawn_inputs()
+            explorer.check(inputs)
+            self._inputs = inputs
+            batch = super()._generate_and_score_completions(inputs)
+            return self._with_credit(batch)
+        except Exception as error:
+            if self._refill is not None:
+                self._refill.undo()  # a checkpoint that is saved now is of the step before
+            if isinstance(error, VLLMServerError | EnvironmentFailure) or error is explorer.refusal:
+                resume.save_before(self, error)
+            raise
+        finally:
+            self._inputs, self._rollouts, self._explored, self._score_old_policy = [], None, [], None
+
+    def _drawn_inputs(self) -> list[dict[str, Any]]:
+        """The examples of this process's rows, where refill draws the prompts of a step."""
+        assert self._refill is not None
+        num_rows = self.args.generation_batch_size
+        indices = self._refill.begin(num_rows // self.num_generations)
+        return [self.train_dataset[indices[row // self.num_generations]] for row in sharding(self, num_rows).own]
+
+    @property
+    def rollout_func(self) -> RolloutFunc | None:
+        """What TRL generates by: trees in a training step, else what it was given."""
+        return self._hand_over if self.is_exploring else self._rollout_func
+
+    @rollout_func.setter
+    def rollout_func(self, rollout_func: RolloutFunc | None) -> None:
+        self._rollout_func = rollout_func
+
+    def _hand_over(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        assert self._rollouts is not None
+        # In a process where all rollouts were given up too: those of all processes are corrected together
+        has_logps = any(row.rollout.logprobs is not None for row in self._rollouts.own)
+        return self._rollouts.handed_to_trl(
+            with_logps=self.use_vllm and (has_logps or self.vllm_importance_sampling_correction)
+        )
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        """The only change is that trees are grown from the prompts of a training step."""
+        if not self.is_exploring:
+            return super()._generate(prompts)
         with awake_engine(self):
-            if self._refill is None:
-                # TRL repeats an example for its group, and deals out the repeats as it does the rows
-                own = sharding(self, num_rows).own
-                examples = {row // self.num_generations: inputs[i] for i, row in enumerate(own)}
-                rows = explored = self._explore(num_prompts, examples)
-                credit_rows(rows, self.trees, self.args.plan, self._value_tracker)
-            else:
-                rows, metrics = self._refill.fill(partial(self._explore_drawn, explored), num_prompts, num_rows)
-                hand_over(rows, sharding(self, num_rows), in_every_process, self.train_dataset)
-        counts = self.sampler.take_counts() if isinstance(self.sampler, ToolCallingSampler) else (0, 0)
-        if self.args.anchor_threshold == "auto":
-            self._threshold = next_threshold(self._threshold, self._uncertainties)
-        batch = assemble(self, rows, counts)
-        rule = CREDIT_RULES[self.args.plan.credit]
-        has_dropped = rule.leaves_out_truncated and loss.mask_dropped(self, batch, rows)
+            rollouts = self._rollouts = self._grow_trees(prompts)
+        prompts[:] = rollouts.prompts  # TRL goes on with this list, and refill may have put others in
+        prompt_ids, completion_ids, _, completions, logps, extra_fields, *_ = super()._generate(prompts)
+        images, tool_images = rollouts.images()
+        # TRL has logged the lengths of whole completions. In the loss a row has the tokens that it sampled itself
+        masks = [row.loss_mask for row in rollouts.own]
+        return prompt_ids, completion_ids, masks, completions, logps, extra_fields, images, tool_images
+
+    def _grow_trees(self, prompts: list[Any]) -> StepRollouts:
+        """Grow trees from the prompts of a step, and have them for its batch."""
+        explorer, num_generations = self._explorer, self.num_generations
+        assert explorer is not None
+        explorer.begin_step()
+        num_rows = len(prompts) * self.accelerator.num_processes
+        own = sharding(self, num_rows).own
+        # TRL repeats an example for its group, and deals out the repeats as it does the rows
+        examples = {row // num_generations: example for row, example in zip(own, self._inputs, strict=True)}
+        of_trees: dict[int, list[Any]] = {i: [] for i in examples}
+        for row, prompt in zip(own, prompts, strict=True):
+            of_trees[row // num_generations].append(prompt)
+        num_prompts = num_rows // num_generations
+        if self._refill is None:
+            self._explored = explorer.explore(num_prompts, examples, of_trees)
+            rows = self._explored
+        else:
+            rows = self._refill.fill(partial(self._explore_drawn, examples, of_trees), num_prompts, num_rows)
+            hand_over(rows, sharding(self, num_rows), in_every_process, self.train_dataset)
+        explorer.end_step()
+        own_part = own_rows(self, rows)
+        rollouts = StepRollouts(
+            rows,
+            own_part,
+            # TRL's own prompts, unless refill has put other rows among them
+            prompts if self._refill is None else [images.prompt_of(self, row.example) for row in own_part],
+            is_scored=explorer.scores_early,
+            tool_counts=self.sampler.take_counts() if isinstance(self.sampler, ToolCallingSampler) else (0, 0),
+        )
+        if self.environment_factories is not None:  # for rewards, and for the tools that prompts are rendered with
+            self.environments = [None if turns is None else turns.environment for turns in rollouts.dialogues]
+            names = [row.example.get("environment") for row in own_part]
+            self._batch_environments = names if self._multi_environment else [None] * len(names)
+        self._old_logps = old_logps_of(self, rows, self.has_own_sampler)
+        self._score_old_policy = self._old_logps.score_in_place_of_trl
+        return rollouts
+
+    def _explore_drawn(
+        self, examples: dict[int, dict[str, Any]], prompts: dict[int, list[Any]], indices: list[int]
+    ) -> list[Row]:
+        """Explore the prompts at `indices` of the training set, the first of which TRL has prepared."""
+        assert self._explorer is not None
+        own = {row // self.num_generations for row in sharding(self, len(indices) * self.num_generations).own}
+        if not self._explored:
+            rows = self._explorer.explore(len(indices), examples, prompts, indices)
+        else:
+            rows = self._explorer.explore(len(indices), {i: self.train_dataset[indices[i]] for i in own}, None, indices)
+        self._explored += rows
+        credit_rows(self._explored, self.trees, self.args.plan, self._value_tracker)
+        return self._explored
+
+    def _generate_single_turn(
+        self, prompt_ids: list[Any], images: Any, *args: Any, **kwargs: Any
+    ) -> tuple[list[list[int]], Any]:
+        """The only changes: the turns of dialogues in trees are the sampler's, and the model stays in its mode."""
+        if self._tool_loop is not None and self._tool_loop.write_turns is not None:
+            return self._tool_loop.write(prompt_ids, images), None
+        with decoding.in_its_mode(self):
+            return super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
+
+    def _tool_call_loop(
+        self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, logprobs: Any, *args: Any
+    ) -> tuple[Any, ...]:
+        """The only changes: tools of finished rows were called, and others are given up after `tool_timeout`."""
+        rollouts = self._rollouts
+        if rollouts is not None:
+            # TRL logs the lengths of whole completions, by these masks
+            masks = [row.path_mask for row in rollouts.own]
+            messages = [[] if turns is None else turns.messages for turns in rollouts.dialogues]
+            return masks, messages, completion_ids, logprobs, *rollouts.tool_counts, []
+        if self._tool_loop is None or self._tool_loop.write_turns is None:  # those of trees are limited already
+            for dicts in (self._sync_tool_dicts, self._async_tool_dicts):
+                dicts[:] = [limited_tools(self, tools, self.args.tool_timeout) for tools in dicts]
+        return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, logprobs, *args)
+
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> torch.Tensor:
+        """The only change is that rows of trees keep their rewards, and that those of copies are dropped."""
+        rollouts = self._rollouts
+        if rollouts is None:
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if rollouts.is_scored:
+            self._pending_extra_logs.update(rollouts.extra_logs())
+        else:
+            with self.stopwatch.part("rewards"):
+                rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            rollouts.take_rewards(rewards, self.reward_weights, self.trees)
+        return rollouts.rewards(self.accelerator.device, len(self.reward_funcs))
+
+    def _with_credit(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The batch of TRL's step, with the credit of its rows in the place of TRL's advantages."""
+        assert self._rollouts is not None and self._explorer is not None
+        rows, plan = self._rollouts.rows, self.args.plan
+        metrics: dict[str, float] = {}
+        if self._refill is None:
+            credit_rows(rows, self.trees, plan, self._value_tracker)
+        else:
+            metrics = self._refill.metrics
+        self._old_logps.finish(batch)
+        rule = CREDIT_RULES[plan.credit]
+        has_dropped = rule.leaves_out_truncated and mask_dropped(self, batch, rows)
         if has_dropped:
-            credit_rows(explored, self.trees, self.args.plan, self._value_tracker)
-        loss.set_credit(self, batch, rows, of_tokens=rule.by_token)
+            credit_rows(self._explored, self.trees, plan, self._value_tracker)
+        set_credit(self, batch, rows, by_token=rule.by_token)
         if has_dropped:
-            loss.weigh_dropped(self, batch)
+            weigh_dropped(self, batch)
         if self._tree_log is not None:
-            shown = explored
-            if self._refill is not None:  # some may have found no place
-                placed = {id(row) for row in rows}
-                shown = [replace(row, in_loss=row.in_loss and id(row) in placed) for row in explored]
+            placed = {id(row) for row in rows}  # some may have found no place
+            shown = [replace(row, in_loss=row.in_loss and id(row) in placed) for row in self._explored]
             self._tree_log.write(self.trees, shown, self.args, self.state.global_step + 1)
         log_metrics(self, self._metrics_of_step(rows) | metrics)
         if self._refill is not None:
-            score_leftovers(self, self._refill.leftovers)
+            score_leftovers(self, self._refill.leftovers, self.has_own_sampler)
+        for rollout in (rollout for tree in self.trees for state in tree.states for rollout in state.rollouts):
+            if rollout.dialogue is not None:  # environments are for the next rollouts
+                rollout.dialogue.environment, rollout.dialogue.snapshots = None, []
         return batch
 
-    def _explore_drawn(self, rows: list[Row], indices: list[int]) -> list[Row]:
-        """Explore the prompts at `indices` of the training set, and add their rows to `rows`."""
-        own = {row // self.num_generations for row in sharding(self, len(indices) * self.num_generations).own}
-        rows += self._explore(len(indices), {i: self.train_dataset[indices[i]] for i in own}, indices)
-        credit_rows(rows, self.trees, self.args.plan, self._value_tracker)
-        return rows
-
-    def _explore(
-        self, num_prompts: int, examples: dict[int, dict[str, Any]], indices: list[int] | None = None
-    ) -> list[Row]:
-        """
-        Grow trees from the prompts of all processes.
-
-        Args:
-            num_prompts (`int`):
-                How many.
-            examples (`dict[int, dict]`):
-                The dataset's examples of those that have rows in this process.
-            indices (`list[int]`, *optional*):
-                Places of all of them in the dataset, if they were drawn from it.
-
-        Returns:
-            `list[Row]`: The rows of all processes. The trees are added to `trees`.
-        """
-        of_rows = sharding(self, num_prompts * self.num_generations)
-        trees = [Tree(as_ids(), 0) for _ in range(num_prompts)]
-        exploring = Exploring(self, trees, examples, of_rows)
-        try:
-            of_processes = in_every_process(exploring.read)
-        except (NotImplementedError, ValueError) as error:  # of an example
-            resume.save_before(self, error)
-            raise
-        for keys in of_processes:
-            for i, key in keys.items():
-                trees[i].key = key
-        call_all, score = in_every_process, exploring.score
-        if is_sharded(self):  # all processes run the model together
-            call_all, score = in_step, lambda *completions: agree(lambda: exploring.score(*completions))
-        with self.stopwatch.part("generation"):
-            uncertainties = explore(
-                trees,
-                replace(self.args.plan, temperature=self.temperature),  # of the loss, whatever a callback sets
-                self.sampler,
-                score,
-                self.token_statistics,
-                (self.args.seed, self.state.global_step),
-                of_rows,
-                call_all,
-                self._threshold,
-            )
-        self._uncertainties += uncertainties
-        for dialogue in (rollout.dialogue for tree in trees for state in tree.states for rollout in state.rollouts):
-            if dialogue is not None:
-                dialogue.environment, dialogue.snapshots = None, []  # for the next rollouts
-        self.trees += trees
-        return rows_of(trees, of_rows, examples, indices or [None] * num_prompts)
+    @property
+    def trees(self) -> list[Tree]:
+        """What the last generation step explored, one tree for each prompt."""
+        return [] if self._explorer is None else self._explorer.trees
 
     def _metrics_of_step(self, rows: list[Row]) -> dict[str, float]:
         """What to log of a step, but for TRL's metrics. The value tracker learns what its prompts were worth."""
+        assert self._explorer is not None
         learned = torch.tensor([row.advantage for row in rows if row.teaches], dtype=torch.float64)
         metrics = tree_metrics(self.trees, learned, len(rows))
         if self.args.replay_mismatch == "skip":
-            dialogues = [row.rollout.dialogue for row in own_rows(self, rows)]
-            is_broken = [dialogue is not None and dialogue.is_broken for dialogue in dialogues]
-            metrics["fr3e/tools/skipped"] = sum(map(sum, in_every_process(lambda: is_broken))) / len(rows)
-        if self._threshold is not None:
-            metrics["fr3e/anchor/threshold"] = self._threshold
+            metrics["fr3e/tools/skipped"] = sum(row.rollout.score.is_broken for row in rows) / len(rows)
+        if self._explorer.threshold is not None:
+            metrics["fr3e/anchor/threshold"] = self._explorer.threshold
         if self._value_tracker is not None:
             metrics |= track_values(self.trees, self.args.plan, self._value_tracker)
         hit_rate = getattr(self.sampler, "hit_rate", None)  # of what was sampled last: the anchors' rollouts
@@ -371,11 +472,27 @@ class FR3ETrainer(GRPOTrainer):
 
     # The update
 
+    @property
+    def mask_truncated_completions(self) -> bool:
+        """Whether TRL masks all of a completion that is cut off. Not where tokens of it are still credited."""
+        rule = CREDIT_RULES[self.args.plan.credit] if self.is_exploring else None
+        return self._masks_truncated and not (rule is not None and rule.leaves_out_truncated)
+
+    @mask_truncated_completions.setter
+    def mask_truncated_completions(self, mask: bool) -> None:
+        self._masks_truncated = mask
+
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The only change is that rows that are not in the loss are left out, and out of what TRL divides by."""
-        if "in_loss" not in inputs:
+        """The only change is that nothing is computed of rows that have no token in the loss."""
+        if not self.is_exploring:
             return super()._compute_loss(model, inputs)
-        return loss.compute_loss(self, super()._compute_loss, model, inputs)
+        self._loss_mask = inputs["completion_mask"] * inputs["tool_mask"]
+        entropy_control = self.entropy_coef, self._last_world_entropy
+        loss = super()._compute_loss(model, inputs)
+        if self.use_adaptive_entropy and self.accelerator.sync_gradients and self._last_world_entropy == 0:
+            # No token of this update is in the loss, which TRL takes for an entropy of 0
+            self.entropy_coef, self._last_world_entropy = entropy_control
+        return loss * inputs["row_shares"].mean() if "row_shares" in inputs else loss
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -384,14 +501,32 @@ class FR3ETrainer(GRPOTrainer):
         attention_mask: torch.Tensor,
         logits_to_keep: int,
         *args: Any,
-        loss_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The only change is that prefixes that rows share are forwarded once, and only tokens in `loss_mask`."""
+        """
+        The only changes: prefixes that rows share are forwarded once, rows without a token in the loss are skipped, and
+        the first scores of a step, those of the old policy, may be known.
+        """
         rows = model, input_ids, attention_mask, logits_to_keep
-        if not self.shares_prefixes:
+        if self._score_old_policy is not None:
+            score_old_policy, self._score_old_policy = self._score_old_policy, None
+            return score_old_policy(*rows, **kwargs)
+        loss_mask, self._loss_mask = self._loss_mask, None
+        if self.shares_prefixes:
+            return shared_forward.logps_and_entropies(self, *rows, loss_mask, *args, **kwargs)
+        if loss_mask is None:
             return super()._get_per_token_logps_and_entropies(*rows, *args, **kwargs)
-        return shared_forward.logps_and_entropies(self, *rows, loss_mask, *args, **kwargs)
+        kept = loss_mask.any(1)
+        kept[0] |= ~kept.any()  # for the gradient of 0 that other processes wait for
+        of_kept = images.select_rows(images.images_in(kwargs), kept.nonzero().flatten().tolist())
+        *scores, aux_loss = super()._get_per_token_logps_and_entropies(
+            model, input_ids[kept], attention_mask[kept], logits_to_keep, *args, **{**kwargs, **of_kept}
+        )
+        # 0 in rows that were skipped
+        logps, entropies = (
+            None if x is None else x.new_zeros(loss_mask.shape).masked_scatter(kept.unsqueeze(1), x) for x in scores
+        )
+        return logps, entropies, aux_loss
 
     @property
     def shares_prefixes(self) -> bool:
@@ -435,8 +570,8 @@ class FR3ETrainer(GRPOTrainer):
             state |= self._refill.state(self.accelerator.num_processes, self.accelerator.process_index)
         if self._value_tracker is not None:
             state["value_memory"] = self._value_tracker.state()
-        if self._threshold is not None:
-            state["anchor_threshold"] = self._threshold
+        if self._explorer is not None and self._explorer.threshold is not None:
+            state["anchor_threshold"] = self._explorer.threshold
         return state
 
     def resume_from_state(self, state: dict[str, Any], has_changed: bool) -> None:
@@ -456,7 +591,9 @@ class FR3ETrainer(GRPOTrainer):
             self._value_tracker = ValueTracker()
             if "value_memory" in state:
                 self._value_tracker.resume(state["value_memory"])
-        self._threshold = state.get("anchor_threshold") if self.args.anchor_threshold == "auto" else None
+        if self._explorer is not None:
+            is_auto = self.args.anchor_threshold == "auto"
+            self._explorer.threshold = state.get("anchor_threshold") if is_auto else None
 
     # For samplers, and for whoever looks at rollouts
 

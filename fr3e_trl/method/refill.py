@@ -102,6 +102,8 @@ class Refill:
     Attributes:
         leftovers (`list[Row]`):
             Rows to learn from that the last batch had no place for.
+        metrics (`dict[str, float]`):
+            What to log of the last batch.
     """
 
     def __init__(
@@ -111,33 +113,33 @@ class Refill:
         self.max_rounds = max_rounds
         self.prompts = PromptStream(new_sampler)
         self.leftovers: list[Row] = []
+        self.metrics: dict[str, float] = {}
 
-    def fill(
-        self, explore: Callable[[list[int]], list[Row]], num_prompts: int, num_rows: int
-    ) -> tuple[list[Row], dict[str, float]]:
+    def begin(self, num_prompts: int) -> list[int]:
+        """Draw the prompts of a step: their places in the training set."""
+        self._num_drawn_before = self.prompts.num_drawn
+        self._first = self.prompts.draw(num_prompts)
+        return self._first
+
+    def undo(self) -> None:
+        """Go back to where the step began, which has failed."""
+        self.prompts.go_to(self._num_drawn_before)
+
+    def fill(self, explore: Callable[[list[int]], list[Row]], num_prompts: int, num_rows: int) -> list[Row]:
         """
         Explore until a batch is full.
 
         Args:
             explore (`Callable`):
-                Explores the prompts at these indices, and returns the rows of all prompts of the step so far.
+                Explores the prompts at these indices, and returns the rows of all prompts of the step so far. It is
+                called first for those that [`begin`] has drawn.
             num_prompts, num_rows (`int`):
                 Prompts of a step, and rows of its batch.
 
         Returns:
-            `tuple[list[Row], dict[str, float]]`: The batch, and what to log of it. `leftovers` are then this step's.
+            `list[Row]`: The batch. `leftovers` are then this step's, and `metrics` tells what to log of it.
         """
-        num_drawn = self.prompts.num_drawn
-        try:
-            return self._fill(explore, num_prompts, num_rows)
-        except Exception:
-            self.prompts.go_to(num_drawn)  # a checkpoint that is saved now is of the step before
-            raise
-
-    def _fill(
-        self, explore: Callable[[list[int]], list[Row]], num_prompts: int, num_rows: int
-    ) -> tuple[list[Row], dict[str, float]]:
-        rows = explore(self.prompts.draw(num_prompts))
+        rows = explore(self._first)
         num_explored, num_rounds = num_prompts, 0
         while num_rounds < self.max_rounds:
             num_informative = sum(row.teaches for row in rows)
@@ -148,7 +150,7 @@ class Refill:
             num_explored, num_rounds = num_explored + len(drawn), num_rounds + 1
             rows = explore(drawn)
         batch, left_over, num_reused = fill_batch(rows, self.leftovers, num_rows)
-        metrics: dict[str, float] = {
+        self.metrics = {
             "fr3e/refill/rounds": num_rounds,
             "fr3e/refill/prompts": num_explored - num_prompts,
             "fr3e/refill/rows": sum(row.teaches for row in batch) - sum(row.teaches for row in rows[:num_rows]),
@@ -156,7 +158,7 @@ class Refill:
             "fr3e/refill/dropped": len(self.leftovers) - num_reused,
         }
         self.leftovers = left_over
-        return batch, metrics
+        return batch
 
     def state(self, num_processes: int, process: int) -> dict[str, Any]:
         """For the checkpoint of a process, in plain values and tensors."""

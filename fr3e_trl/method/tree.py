@@ -37,6 +37,8 @@ class Score:
             where the credit rule leaves such rollouts out.
         is_left_out (`bool`):
             The same where the rule counts its outcome: TRL leaves its tokens out of the loss.
+        is_broken (`bool`):
+            Whether it could not go on from its prefix, see [`Dialogue`]: it has no reward.
     """
 
     rewards: list[float]
@@ -44,6 +46,7 @@ class Score:
     logs: dict[str, Any] = field(default_factory=dict)
     is_masked: bool = False
     is_left_out: bool = False
+    is_broken: bool = False
 
 
 @dataclass(eq=False)

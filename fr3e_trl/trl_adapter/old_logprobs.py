@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import gather_object
 from torch.nn.functional import linear
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from trl import GRPOTrainer
 
 from ..generation.context import knows_padding
 from ..method.rows import Row
@@ -28,14 +29,14 @@ MAX_DIVERGENCE = 1.0
 MAX_LOGITS = 2**24
 
 
-def score_leftovers(trainer: Any, leftovers: list[Row]) -> None:
+def score_leftovers(trainer: GRPOTrainer, leftovers: list[Row], has_own_sampler: bool) -> None:
     """Have rows for the next step know how likely they are under the policy as it is now."""
     for row in leftovers:
         row.is_left_over = True
     if (trainer.use_vllm and trainer.vllm_importance_sampling_correction) or not leftovers:
         return  # vLLM's log-probs are of the policy as it is now
     held = [row for row in leftovers if row.holder == trainer.accelerator.process_index]
-    for row, logprobs in zip(held, _known(trainer, held), strict=True):
+    for row, logprobs in zip(held, _known(trainer, held, has_own_sampler), strict=True):
         row.old_logprobs = logprobs
     unknown = [row for row in held if row.old_logprobs is None]
     statistics = token_statistics(
@@ -48,6 +49,13 @@ def score_leftovers(trainer: Any, leftovers: list[Row]) -> None:
         row.old_logprobs = logprobs.clone()
 
 
+def old_logps_of(trainer: GRPOTrainer, rows: list[Row], has_own_sampler: bool) -> "OldLogprobs | VLLMCorrection":
+    """The old log-probs of a batch of these rows, as the trainer is set up."""
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        return VLLMCorrection(trainer, rows)
+    return OldLogprobs(trainer, rows, has_own_sampler)
+
+
 class OldLogprobs:
     """
     Old log-probs of a batch as the policy's, at the start of the step or of the one that a row was sampled in.
@@ -57,16 +65,19 @@ class OldLogprobs:
             Trains on the batch.
         rows (`list[Row]`):
             The rows of all processes.
+        has_own_sampler (`bool`):
+            Whether the sampler is the user's, whose log-probs hold.
 
     Attributes:
         score_in_place_of_trl (`Callable`, *optional*):
             Scores the old policy in the place of `_get_per_token_logps_and_entropies`. If `None`, TRL does.
     """
 
-    def __init__(self, trainer: Any, rows: list[Row]):
+    def __init__(self, trainer: GRPOTrainer, rows: list[Row], has_own_sampler: bool):
         self.trainer = trainer
         self.rows = own_rows(trainer, rows)
-        self.known = _known(trainer, self.rows)
+        self.has_own_sampler = has_own_sampler
+        self.known = _known(trainer, self.rows, has_own_sampler)
         self.has_leftovers = any(row.is_left_over for row in rows)
         args = trainer.args
         # Where updates are of batches sampled before other updates, as TRL decides it
@@ -78,7 +89,7 @@ class OldLogprobs:
 
     def finish(self, batch: dict[str, torch.Tensor]) -> None:
         """Set the old log-probs that TRL has not, or not of the right policy."""
-        is_told = self.trainer.has_own_sampler and any(gather_object([logprobs is not None for logprobs in self.known]))
+        is_told = self.has_own_sampler and any(gather_object([logprobs is not None for logprobs in self.known]))
         if not (self.has_leftovers or is_told):
             return
         if "old_per_token_logps" not in batch:
@@ -111,7 +122,7 @@ class VLLMCorrection:
     Args, attributes: those of [`OldLogprobs`].
     """
 
-    def __init__(self, trainer: Any, rows: list[Row]):
+    def __init__(self, trainer: GRPOTrainer, rows: list[Row]):
         self.trainer = trainer
         self.rows = own_rows(trainer, rows)
         self.is_truncated = trainer.top_p < 1 or trainer.top_k > 0 or bool(trainer.min_p)
@@ -145,7 +156,7 @@ class VLLMCorrection:
         return logprobs, None, None
 
 
-def _known(trainer: Any, rows: Sequence[Row]) -> list[torch.Tensor | None]:
+def _known(trainer: GRPOTrainer, rows: Sequence[Row], has_own_sampler: bool) -> list[torch.Tensor | None]:
     """
     Log-probs of each row's tokens, of shape (L,), under the policy that it was sampled from, if they were told: by
     generation in float32, by a sampler of one's own, or for a row left over by the step before. 0 for a prefix, not in
@@ -154,7 +165,7 @@ def _known(trainer: Any, rows: Sequence[Row]) -> list[torch.Tensor | None]:
     has it, from the first column of the padded batch.
     """
     is_alike = in_float32(trainer) and not trainer.use_vllm and not knows_padding(trainer.model.config)
-    is_told = trainer.has_own_sampler or is_alike
+    is_told = has_own_sampler or is_alike
     return [
         row.old_logprobs
         if row.old_logprobs is not None or row.rollout.logprobs is None or not is_told
@@ -165,7 +176,7 @@ def _known(trainer: Any, rows: Sequence[Row]) -> list[torch.Tensor | None]:
 
 @torch.no_grad()
 def fill_in(
-    trainer: Any,
+    trainer: GRPOTrainer,
     logprobs: torch.Tensor,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
@@ -221,7 +232,7 @@ def _tokens(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]
     return input_ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
 
 
-def _warpers(trainer: Any) -> LogitsProcessorList:
+def _warpers(trainer: GRPOTrainer) -> LogitsProcessorList:
     """What vLLM truncates by, in its order."""
     warpers = LogitsProcessorList()
     if trainer.min_p:
@@ -233,7 +244,7 @@ def _warpers(trainer: Any) -> LogitsProcessorList:
     return warpers
 
 
-def _check_same_policy(trainer: Any, batch: dict[str, torch.Tensor]) -> None:
+def _check_same_policy(trainer: GRPOTrainer, batch: dict[str, torch.Tensor]) -> None:
     """Refuse samples of another model: of a server that was started with the wrong one, say."""
     difference = batch["sampling_per_token_logps"] - batch["old_per_token_logps"]
     mask = (batch["completion_mask"] * batch["tool_mask"]).bool() & difference.isfinite()

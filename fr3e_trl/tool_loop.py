@@ -1,0 +1,180 @@
+"""Tools and environments, by TRL's loop."""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from trl import GRPOTrainer
+from trl.chat_template_utils import parse_response
+
+from .generation.time_limit import limited
+from .generation.tools import Instance, ToolDicts, TurnWriter
+from .trl_adapter.images import NO_PROMPT, prompt_of
+from .trl_adapter.setup import tokenizer_of
+
+
+class TRLToolLoop:
+    """
+    TRL's loop, which calls the tools of completions turn after turn: see [`~generation.tools.ToolLoop`].
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            Has the loop.
+        obstacle_to_images (`Callable`):
+            Says why the trainer cannot explore where tools return images, or `None` if it can.
+        timeout (`float`, *optional*):
+            Seconds that a call may take.
+
+    Attributes:
+        write_turns (`TurnWriter`, *optional*):
+            Writes the next turns, while the loop runs for dialogues of trees: the trainer asks it in the place of its
+            own generation.
+    """
+
+    def __init__(
+        self, trainer: GRPOTrainer, obstacle_to_images: Callable[[], str | None], timeout: float | None = None
+    ):
+        self.trainer = trainer
+        self.obstacle_to_images = obstacle_to_images
+        self.timeout = timeout
+        self.write_turns: TurnWriter | None = None
+        self.accelerator = trainer.accelerator
+        self.eos_token_id: int = trainer.eos_token_ids[0]
+
+    def run(
+        self,
+        tools: tuple[list[dict[str, Any]], list[dict[str, Any]]],
+        names: list[str | None],
+        prompt_ids: list[list[int]],
+        first_turns: list[list[int]],
+        write_turns: TurnWriter,
+    ) -> tuple[list[list[int]], list[list[dict[str, Any]]], int, int]:
+        trainer = self.trainer
+        # The tools that each prompt was rendered with
+        known = [trainer.tools if trainer.environment_factories is None else trainer._env_tools[name] for name in names]
+        messages = [
+            [parse_response(tokenizer_of(trainer), ids, prefix=prompt, tools=of_row)]
+            for prompt, ids, of_row in zip(prompt_ids, first_turns, known, strict=True)
+        ]
+        # What TRL's step has set up for its rows is that of these dialogues now; see `Explorer` for the rows' own
+        trainer._sync_tool_dicts, trainer._async_tool_dicts = tools
+        trainer._batch_environments = names
+        self.write_turns = write_turns
+        try:
+            _, messages, completion_ids, _, num_calls, num_failures, _ = trainer._tool_call_loop(
+                [[] for _ in prompt_ids], prompt_ids, list(first_turns), messages, None, None, {}
+            )
+        finally:
+            self.write_turns = None
+        return completion_ids, messages, num_calls, num_failures
+
+    def write(self, ids: list[Any], images: list[list[Any]] | None) -> list[list[int]]:
+        """Write the next turns of dialogues, in the place of TRL's generation."""
+        tool_images = [of_row or [] for of_row in images or [None] * len(ids)]
+        if any(tool_images) and (obstacle := self.obstacle_to_images()):
+            raise NotImplementedError(
+                f"A tool returned an image, and FR3ETrainer cannot explore from it here: {obstacle}. Or have the "
+                "tool return text, or set num_anchors=0 to train with plain GRPO."
+            )
+        assert self.write_turns is not None
+        return self.write_turns(ids, tool_images)
+
+    def limited(self, tools: ToolDicts) -> ToolDicts:
+        sync_tools, async_tools = (limited_tools(self.trainer, of_kind, self.timeout) for of_kind in tools)
+        return sync_tools, async_tools
+
+    def decode(self, ids: Any) -> str:
+        return str(tokenizer_of(self.trainer).decode(ids))
+
+
+def limited_tools(
+    trainer: GRPOTrainer, tools: dict[str, Callable[..., Any]], seconds: float | None
+) -> dict[str, Callable[..., Any]]:
+    """Tools that fail where they take longer than they may."""
+    if seconds is None:
+        return tools
+
+    def abandon(tool: Callable[..., Any]) -> None:
+        """Do not use the environment of a tool again that still goes on in its thread."""
+        for pool in getattr(trainer, "_environment_pool", {}).values():
+            pool[:] = [environment for environment in pool if environment is not getattr(tool, "__self__", None)]
+
+    return {name: limited(name, tool, seconds, abandon) for name, tool in tools.items()}
+
+
+def instances_of_trl(trainer: GRPOTrainer, prompts: list[Any]) -> list[Instance]:
+    """What TRL's step has set up for the rows of these prompts to call their tools in."""
+    instances = []
+    for k, ids in enumerate(trainer._tokenize_prompts(prompts)[0] if prompts else []):
+        instance = Instance(ids, (trainer._sync_tool_dicts[k], trainer._async_tool_dicts[k]))
+        if trainer.environments is not None:
+            instance.name, instance.environment = trainer._batch_environments[k], trainer.environments[k]
+        instances.append(instance)
+    return instances
+
+
+def new_instances(
+    trainer: GRPOTrainer, examples: list[dict[str, Any]], in_use: Counter[str | None]
+) -> tuple[list[Any], list[Instance]]:
+    """
+    Set up what further rollouts call their tools in, as TRL's step does for those of its rows.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            Has the tools and environments.
+        examples (`list[dict]`):
+            The dataset's example of each rollout.
+        in_use (`Counter`):
+            How many environments of each name are in use in this step. Those that are taken here are added.
+
+    Returns:
+        `tuple`: The prompt of each, with what its environment says to begin with, and its instance.
+    """
+    if not examples:
+        return [], []
+    names: list[str | None] = [None] * len(examples)
+    environments: list[Any] = [None] * len(examples)
+    if trainer.environment_factories is not None:
+        for k, example in enumerate(examples):
+            name = example.get("environment") if trainer._multi_environment else None
+            pool = trainer._environment_pool[name]
+            if in_use[name] == len(pool):
+                pool.append(trainer.environment_factories[name]())
+            names[k], environments[k] = name, pool[in_use[name]]
+            in_use[name] += 1
+    prompts = []
+    for example, environment in zip(examples, environments, strict=True):
+        with_prompt = NO_PROMPT | example
+        if environment is not None:
+            columns = {k: v for k, v in example.items() if k != "environment" or not trainer._multi_environment}
+            with_prompt["prompt"] = _with_observation(with_prompt["prompt"], environment.reset(**columns))
+        prompts.append(prompt_of(trainer, with_prompt))
+    trainer._batch_environments = names  # of the rows that are tokenized
+    all_ids = trainer._tokenize_prompts(prompts)[0]
+    tools = [_tools_of(trainer, environment) for environment in environments]
+    return prompts, [Instance(*of_row) for of_row in zip(all_ids, tools, names, environments, strict=True)]
+
+
+def _with_observation(prompt: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
+    """A prompt with what an environment said when it was reset, at the end of its last message."""
+    if observation is None:
+        return prompt
+    content = prompt[-1]["content"]
+    if isinstance(observation, list) and isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if isinstance(observation, str) and isinstance(content, list):
+        observation = [{"type": "text", "text": observation}]
+    return [*prompt[:-1], {**prompt[-1], "content": content + observation}]
+
+
+def _tools_of(trainer: GRPOTrainer, environment: Any) -> ToolDicts:
+    """Functions and coroutine functions that a rollout calls: the trainer's, and the methods of its environment."""
+    names = [
+        name
+        for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)
+        if environment is not None and name not in ("reset", "get_reward") and not name.startswith("_")
+    ]
+    tools = [*trainer._standalone_tools, *(getattr(environment, name) for name in names)]
+    coroutines = {tool.__name__: tool for tool in tools if inspect.iscoroutinefunction(tool)}
+    return {tool.__name__: tool for tool in tools if tool.__name__ not in coroutines}, coroutines
