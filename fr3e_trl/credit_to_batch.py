@@ -59,7 +59,6 @@ def set_credit(trainer: GRPOTrainer, batch: dict[str, torch.Tensor], rows: list[
     mask = batch["completion_mask"] * batch["tool_mask"]
     num_in_loss = trainer.accelerator.gather(mask.sum()).sum()
     batch["num_items_in_batch"] = num_in_loss  # TRL counted the tokens of all rows
-    num_rows_in_loss = in_loss.sum().clamp(min=1)
     if trainer.loss_type in PER_TOKEN and weights is not None:
         # A token counts for all rows that pass through it
         num_counted = trainer.accelerator.gather((weights * mask).sum()).sum()
@@ -67,14 +66,34 @@ def set_credit(trainer: GRPOTrainer, batch: dict[str, torch.Tensor], rows: list[
     elif trainer.loss_type in PER_ROW_MEAN and weights is not None:
         # Weights have the length of each whole row in them, and TRL divides by the row's own tokens in the loss
         batch["advantages"] *= mask.sum(1, keepdim=True)
-    elif trainer.loss_type not in PER_TOKEN and weights is None:
-        batch["advantages"] *= len(rows) / num_rows_in_loss  # the mean over the rows in the loss
+    _count_rows(trainer, batch, own_rows(trainer, in_loss), len(rows) / in_loss.sum().clamp(min=1))
+
+
+def _count_rows(
+    trainer: GRPOTrainer, batch: dict[str, torch.Tensor], in_loss: torch.Tensor, rows_per_row_in_loss: torch.Tensor
+) -> None:
+    """Have means over rows be over those in the loss, and old log-probs be of the tokens in it."""
+    if trainer.loss_type not in PER_TOKEN and batch["advantages"].dim() == 1:
+        batch["advantages"] = batch["advantages"] * rows_per_row_in_loss
     if trainer.loss_type == "bnpo":
         # Its means are over the tokens of a micro-batch, which have as many rows in the loss as the shuffle gives them
-        batch["row_shares"] = own_rows(trainer, in_loss) * (len(rows) / num_rows_in_loss)
+        batch["row_shares"] = in_loss * rows_per_row_in_loss
     if "old_per_token_logps" in batch:
         # Where only tokens in the loss are scored, the others have a log-prob of 0, which may be far from their old one
+        mask = batch["completion_mask"] * batch["tool_mask"]
         batch["old_per_token_logps"] = batch["old_per_token_logps"].masked_fill(mask == 0, 0)
+
+
+def upgrade_batch(trainer: GRPOTrainer, batch: dict[str, torch.Tensor]) -> None:
+    """Bring a micro-batch of a checkpoint of version 0.1, whose loss did what the batch does now, to today's form."""
+    if "in_loss" not in batch:
+        return
+    in_loss, num_rows_in_loss = batch.pop("in_loss"), batch.pop("num_rows_in_loss")
+    tokens_per_counted = batch.pop("tokens_per_counted", None)
+    batch.pop("rows_per_counted", None)
+    if trainer.loss_type in PER_TOKEN and tokens_per_counted is not None:
+        batch["advantages"] = batch["advantages"] * tokens_per_counted
+    _count_rows(trainer, batch, in_loss, trainer.args.generation_batch_size / num_rows_in_loss.clamp(min=1))
 
 
 def mask_dropped(trainer: GRPOTrainer, batch: dict[str, torch.Tensor], rows: list[Row]) -> bool:

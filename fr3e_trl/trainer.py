@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -19,9 +19,10 @@ from transformers import (
     TrainerCallback,
 )
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import RepeatSampler
 
 from .config import FR3EConfig
-from .credit_to_batch import mask_dropped, set_credit, weigh_dropped
+from .credit_to_batch import mask_dropped, set_credit, upgrade_batch, weigh_dropped
 from .generation.context import CompletionBudget, context_length
 from .generation.sampler import InStepSampler, OwnSampler
 from .generation.tools import EnvironmentFailure, ToolCallingSampler
@@ -37,7 +38,7 @@ from .page.callback import TreeLog
 from .processes import in_every_process
 from .rollout import Explorer, StepRollouts, longest_prompt
 from .tool_loop import TRLToolLoop, limited_tools
-from .trl_adapter import card, checks, console, decoding, images, logprobs, prompts, resume, shared_forward
+from .trl_adapter import card, checks, console, decoding, images, logprobs, resume, shared_forward
 from .trl_adapter.logs import log_metrics, note_evaluation
 from .trl_adapter.old_logprobs import OldLogprobs, VLLMCorrection, old_logps_of, score_leftovers
 from .trl_adapter.samplers import make_sampler
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 
-class FR3ETrainer(GRPOTrainer):
+class FR3ETrainer(resume.ExactResume):
     """
     Trainer for FR3E, [First Return, Entropy-Eliciting Explore](https://huggingface.co/papers/2507.07017).
 
@@ -139,8 +140,8 @@ class FR3ETrainer(GRPOTrainer):
     _masks_truncated: bool = False
 
     # Within a step, and None or empty between steps
-    _inputs: list[dict[str, Any]] = []
-    _explored: list[Row] = []
+    _inputs: Sequence[dict[str, Any]] = ()
+    _explored: list[Row]
     _rollouts: StepRollouts | None = None
     _old_logps: OldLogprobs | VLLMCorrection
     _score_old_policy: Callable[..., Any] | None = None  # scores the old policy, once, in TRL's place
@@ -197,6 +198,7 @@ class FR3ETrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        self.callback_handler.callbacks.insert(0, resume.NoteUpdates(self))
         console.take_over(self, callbacks)
         images.take_no_empty_images(self)
         self.share_prefixes(bool(args.share_prefixes))
@@ -281,7 +283,7 @@ class FR3ETrainer(GRPOTrainer):
             if self._refill is not None:
                 inputs = self._drawn_inputs()
             explorer.check(inputs)
-            self._inputs = inputs
+            self._inputs, self._explored = inputs, []
             batch = super()._generate_and_score_completions(inputs)
             return self._with_credit(batch)
         except Exception as error:
@@ -291,7 +293,7 @@ class FR3ETrainer(GRPOTrainer):
                 resume.save_before(self, error)
             raise
         finally:
-            self._inputs, self._rollouts, self._explored, self._score_old_policy = [], None, [], None
+            self._inputs, self._rollouts, self._explored, self._score_old_policy = (), None, [], None
 
     def _drawn_inputs(self) -> list[dict[str, Any]]:
         """The examples of this process's rows, where refill draws the prompts of a step."""
@@ -548,20 +550,18 @@ class FR3ETrainer(GRPOTrainer):
         `resume_from_checkpoint=True` takes the last checkpoint that is complete: one that was being written when the
         run was killed is passed over. A run that goes on from a checkpoint is the run that was not cut.
         """
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = resume.last_complete_checkpoint(self.args.output_dir)
-        with (
-            resume.exact_resume(self),
-            shared_forward.kept_together(self),
-            console.without_bars(),
-            without_cudnn(),
-        ):
+        with shared_forward.kept_together(self), console.without_bars(), without_cudnn():
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def begin(self) -> None:
         """Draw prompts from the beginning of the data, as a run does before its first step."""
         if self.args.max_refills > 0:
-            self._refill = Refill(self.train_dataset, partial(prompts.epoch_order, self), self.args.max_refills)
+            self._refill = Refill(self.train_dataset, self._epoch_order, self.args.max_refills)
+
+    def _epoch_order(self) -> RepeatSampler:
+        """Indices of the training set, each once an epoch, in the order that TRL's sampler gives them."""
+        indices = range(len(self.train_dataset))
+        return RepeatSampler(indices, mini_repeat_count=1, shuffle=self.shuffle_dataset, seed=self.args.seed)
 
     def state_to_resume(self) -> dict[str, Any]:
         """What the next step depends on, beside what TRL and transformers keep, in plain values and tensors."""
@@ -576,6 +576,8 @@ class FR3ETrainer(GRPOTrainer):
 
     def resume_from_state(self, state: dict[str, Any], has_changed: bool) -> None:
         """Take up what [`state_to_resume`] returned, without rows left over if the settings have changed."""
+        for batch in self._buffered_inputs or []:
+            upgrade_batch(self, batch)
         if self._refill is not None and "leftovers" in state:
             self._refill.resume(state, self.accelerator.num_processes)
             if has_changed:

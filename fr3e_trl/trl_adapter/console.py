@@ -18,7 +18,6 @@ from transformers.utils import logging
 from ..page.record import FOLDER, METRICS, PAGE, evaluated
 from .course import VALUE, Change, changes
 from .resume import TRAINER_STATE_FILE
-from .stopwatch import Stopwatch
 
 # A line: what is called how, in which format
 COLUMNS = [
@@ -83,7 +82,7 @@ class Console(ProgressCallback, PrinterCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began, self._first_step = time.monotonic(), state.global_step
         self._told.clear()
-        self.trainer.stopwatch = Stopwatch()
+        self.trainer.stopwatch.seconds.clear()
         if _has_bars(args):
             super().on_train_begin(args, state, control, **kwargs)
         if state.is_world_process_zero and state.global_step >= state.max_steps:

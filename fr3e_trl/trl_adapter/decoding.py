@@ -10,8 +10,6 @@ from transformers import LogitsProcessorList
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
-from .overriding import overridden
-
 # What transformers calls the hooks that have embeddings require gradients
 HOOK = "make_inputs_require_grads"
 
@@ -96,23 +94,6 @@ def in_its_mode(trainer: Any) -> Iterator[None]:
     finally:
         if trainer.model.training != training:
             trainer.model.train(training)
-
-
-@contextmanager
-def generating_in_its_mode(trainer: Any) -> Iterator[None]:
-    """
-    Have the model stay in training or evaluation mode when TRL generates.
-
-    TRL leaves it in training mode after continuous batching. The evaluation that goes on would take itself for a step.
-    """
-    generate = trainer._generate_single_turn
-
-    def generate_in_mode(*args: Any, **kwargs: Any) -> Any:
-        with in_its_mode(trainer):
-            return generate(*args, **kwargs)
-
-    with overridden(trainer, _generate_single_turn=generate_in_mode):
-        yield
 
 
 def drop_surplus_hooks(model: nn.Module) -> None:

@@ -4,8 +4,7 @@ import copy
 import json
 import logging
 import pickle
-from collections.abc import Iterator, Sized
-from contextlib import contextmanager
+from collections.abc import Sized
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import gather_object, send_to_device
+from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import GRPOConfig
-
-from .overriding import overridden
+from trl import GRPOConfig, GRPOTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -43,76 +41,66 @@ DECISIVE = (
 NOT_DECISIVE = ("log_trees", "share_prefixes", "tool_timeout")
 
 
-@contextmanager
-def exact_resume(trainer: Any) -> Iterator[None]:
+class ExactResume(GRPOTrainer):
     """
-    Have a trainer write checkpoints, while it trains, that hold all that training goes on from, and go on from them.
+    A trainer whose checkpoints hold all that training goes on from, so that a resumed run is the run that was not cut.
 
-    The difference from TRL's: the batch that is still being trained on (`num_iterations`, `steps_per_generation`), the
-    place within it, metrics that were not yet logged, the order of the data in later epochs, and what the trainer's
-    `state_to_resume` returns.
+    The difference from [`~trl.GRPOTrainer`]'s: the batch that is still being trained on (`num_iterations`,
+    `steps_per_generation`), the place within it, metrics that were not yet logged, the order of the data in later
+    epochs, and what `state_to_resume` returns.
 
     With other batch sizes, or another number of processes, what was left of the batch is dropped, with a warning. A
     warning also names settings that have changed, or a checkpoint that lacks all this.
 
     A checkpoint that is saved within an update, as before an error, goes on from where the update began. A run begins
     with nothing of what an earlier one in the same process left behind.
-
-    Args:
-        trainer (`GRPOTrainer`):
-            Has three methods more: `begin`, called before the first step of a run, when the order of the data is
-            decided; `state_to_resume`, which returns what else its next step depends on, in plain values and tensors;
-            and `resume_from_state`, which takes that up, given also whether settings have changed.
     """
-    resume = _Resume(trainer)
-    with (
-        overridden(
-            trainer,
-            _get_train_sampler=resume.get_train_sampler,
-            _init_training_state=resume.init_training_state,
-            _save_rng_state=resume.save_state,
-            _load_rng_state=resume.load_state,
-            _load_from_checkpoint=resume.load_weights,
-            _load_best_model=resume.load_best_model,
-            _issue_warnings_after_load=resume.note_names,
-        ),
-        overridden(trainer.callback_handler, on_step_begin=resume.begin_update),
-    ):
-        yield
 
+    _update_began: tuple[int, dict[str, Any]] | None = None  # the last update: its step, and what it began with
+    _train_sampler: Any = None
+    _has_other_names = False  # whether weights were saved under other names than those of the model
 
-class _Resume:
-    """What takes the place of a trainer's methods in [`exact_resume`]. Each calls the method and adds to it."""
+    # For subclasses
 
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-        self._get_train_sampler = trainer._get_train_sampler
-        self._init_training_state = trainer._init_training_state
-        self._save_rng_state = trainer._save_rng_state
-        self._load_rng_state = trainer._load_rng_state
-        self._load_from_checkpoint = trainer._load_from_checkpoint
-        self._load_best_model = trainer._load_best_model
-        self._issue_warnings_after_load = trainer._issue_warnings_after_load
-        self._on_step_begin = trainer.callback_handler.on_step_begin
-        self._begun: tuple[int, dict[str, Any]] | None = None  # the last update: its step, and what it began with
-        self._train_sampler: Any = None
-        self._has_other_names = False
+    def begin(self) -> None:
+        """Called before the first step of a run, when the order of the data is decided."""
+
+    def state_to_resume(self) -> dict[str, Any]:
+        """What else the next step depends on, in plain values and tensors."""
+        return {}
+
+    def resume_from_state(self, state: dict[str, Any], has_changed: bool) -> None:
+        """Take up what [`state_to_resume`] returned, given also whether settings have changed."""
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """
+        Train, as [`~transformers.Trainer.train`].
+
+        `resume_from_checkpoint=True` takes the last checkpoint that is complete: one that was being written when the
+        run was killed is passed over. A run that goes on from a checkpoint is the run that was not cut.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
+        self._update_began = None
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     # The order of the data. TRL's sampler shuffles by one random generator, which each epoch moves on.
 
-    def get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        self._train_sampler = self._get_train_sampler(*args, **kwargs)
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """The only change is that the sampler is kept, for later epochs to go on from."""
+        self._train_sampler = super()._get_train_sampler(*args, **kwargs)
         return self._train_sampler
 
-    def init_training_state(
+    def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
-        epochs_trained, steps_trained_in_epoch = self._init_training_state(
+        """The only change is that a run begins with nothing of an earlier one, and goes on in the order of the data."""
+        epochs_trained, steps_trained_in_epoch = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs
         )
-        _forget(self.trainer)
-        self.trainer.begin()
-        if self.trainer.state.global_step >= max_steps:
+        _forget(self)
+        self.begin()
+        if self.state.global_step >= max_steps:
             return num_train_epochs, 0  # transformers would train one step more
         for _ in range(epochs_trained):
             next(iter(self._train_sampler), None)
@@ -121,37 +109,37 @@ class _Resume:
     # Each process saves and loads its own, where transformers does so with the states of the random generators: when
     # the data are where they were, and before the next step.
 
-    def begin_update(self, *args: Any, **kwargs: Any) -> Any:
-        self._begun = self.trainer.state.global_step, self._state()
-        return self._on_step_begin(*args, **kwargs)
+    def begin_update(self) -> None:
+        """Keep what an update begins with."""
+        self._update_began = self.state.global_step, self._state_of_step()
 
-    def save_state(self, output_dir: str) -> None:
-        self._save_rng_state(output_dir)
-        step, state = self._begun or (None, {})
-        if step != self.trainer.state.global_step:  # the update is through
-            state = self._state()
+    def _save_rng_state(self, output_dir: str) -> None:
+        """The only change is that what the next step goes on from is saved too."""
+        super()._save_rng_state(output_dir)
+        step, state = self._update_began or (None, {})
+        if step != self.state.global_step:  # the update is through
+            state = self._state_of_step()
         tables = json.dumps(state["tables"], default=str)  # reward functions may log any object
-        torch.save(state | {"tables": tables}, _state_file(output_dir, self.trainer.args.process_index))
+        torch.save(state | {"tables": tables}, _state_file(output_dir, self.args.process_index))
 
-    def _state(self) -> dict[str, Any]:
-        trainer = self.trainer
-        is_batch_used_up = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
-        has_tables = trainer.log_completions and trainer.is_world_process_zero() and not is_batch_used_up
-        return {name: copy.deepcopy(getattr(trainer, name)) for name in STATE} | {
-            "sizes": _sizes(trainer),
-            "settings": _settings(trainer),
-            "buffered_inputs": None if is_batch_used_up else trainer._buffered_inputs,
-            "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
-            "tables": _tables(trainer) if has_tables else {},
-            "of_method": trainer.state_to_resume(),
+    def _state_of_step(self) -> dict[str, Any]:
+        is_batch_used_up = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+        has_tables = self.log_completions and self.is_world_process_zero() and not is_batch_used_up
+        return {name: copy.deepcopy(getattr(self, name)) for name in STATE} | {
+            "sizes": _sizes(self),
+            "settings": _settings(self),
+            "buffered_inputs": None if is_batch_used_up else self._buffered_inputs,
+            "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
+            "tables": _tables(self) if has_tables else {},
+            "of_method": self.state_to_resume(),
         }
 
-    def load_state(self, checkpoint: str | None) -> None:
-        self._load_rng_state(checkpoint)
-        trainer = self.trainer
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """The only change is that what the next step goes on from is loaded too."""
+        super()._load_rng_state(checkpoint)
         if checkpoint is None:
             return
-        own = _state_file(checkpoint, trainer.args.process_index)
+        own = _state_file(checkpoint, self.args.process_index)
         # Without its own, there were fewer processes. A node may have the files of its own processes alone
         file = own if own.exists() else _state_file(checkpoint, 0)
         are_there = gather_object([file.exists()])
@@ -161,9 +149,9 @@ class _Resume:
                 "the others too, and the run goes on with a new batch, as from a checkpoint of GRPOTrainer's."
             )
         if not file.exists():
-            trainer.resume_from_state({}, False)
+            self.resume_from_state({}, False)
             _warn(
-                trainer,
+                self,
                 "%s has no %s, as a checkpoint of GRPOTrainer's. Its weights, its optimizer and its place in the data "
                 "are kept. The batch that was in use, the value tracker, rows left over and the anchors' threshold "
                 "begin anew: losses will differ from those of the run that was not cut.",
@@ -172,25 +160,25 @@ class _Resume:
             )
             return
         state = _read_state(file)
-        if file != own and state["sizes"] == _sizes(trainer):
+        if file != own and state["sizes"] == _sizes(self):
             raise ValueError(
                 f"{own} is missing, as if the checkpoint had been cut while it was written. Resume from the checkpoint "
                 "before it."
             )
         for name in STATE:
-            setattr(trainer, name, send_to_device(state[name], trainer.args.device))
-        trainer._buffered_inputs = send_to_device(state["buffered_inputs"], trainer.args.device)
-        trainer._metrics["train"].update(state["metrics"])
-        _fill(trainer._logs, json.loads(state["tables"]))
-        if state["sizes"] != _sizes(trainer):
-            _begin_new_batch(trainer, state["sizes"])
-        has_changed = _warn_of_settings(trainer, state["settings"])
+            setattr(self, name, send_to_device(state[name], self.args.device))
+        self._buffered_inputs = send_to_device(state["buffered_inputs"], self.args.device)
+        self._metrics["train"].update(state["metrics"])
+        _fill(self._logs, json.loads(state["tables"]))
+        if state["sizes"] != _sizes(self):
+            _begin_new_batch(self, state["sizes"])
+        has_changed = _warn_of_settings(self, state["settings"])
         if has_changed:
-            trainer._buffered_inputs = None  # its old log-probs, say, are at another temperature
-        trainer.resume_from_state(state["of_method"], has_changed)
-        if trainer.args.sync_ref_model:
+            self._buffered_inputs = None  # its old log-probs, say, are at another temperature
+        self.resume_from_state(state["of_method"], has_changed)
+        if self.args.sync_ref_model:
             _warn(
-                trainer,
+                self,
                 "A checkpoint has no reference model: sync_ref_model=True goes on from that which the run began with. "
                 "Losses will differ from those of the run that was not cut.",
             )
@@ -198,42 +186,55 @@ class _Resume:
     # The weights. transformers saves those of some models, of most that see, under other names than it looks for here,
     # and would go on from those that the run began with.
 
-    def load_weights(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """The only change is that weights are found that are saved under other names."""
         self._has_other_names = False
-        self._load_from_checkpoint(resume_from_checkpoint, model)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
         self._load_other_names(resume_from_checkpoint)
 
-    def load_best_model(self) -> None:
+    def _load_best_model(self) -> None:
+        """The only change is that weights are found that are saved under other names."""
         self._has_other_names = False
-        self._load_best_model()
-        self._load_other_names(self.trainer.state.best_model_checkpoint)
-        if self.trainer.use_vllm:
-            self.trainer._last_loaded_step = -1  # vLLM has the last weights
+        super()._load_best_model()
+        self._load_other_names(self.state.best_model_checkpoint)
+        if self.use_vllm:
+            self._last_loaded_step = -1  # vLLM has the last weights
 
-    def _load_other_names(self, checkpoint: str) -> None:
+    def _load_other_names(self, checkpoint: str | None) -> None:
         if self._has_other_names:
-            policy = self.trainer.model
-            saved = type(policy).from_pretrained(checkpoint, dtype=policy.dtype)
-            policy.load_state_dict(saved.state_dict())
+            saved = type(self.model).from_pretrained(checkpoint, dtype=self.model.dtype)
+            self.model.load_state_dict(saved.state_dict())
 
-    def note_names(self, load_result: Any) -> None:
-        tied = getattr(self.trainer.model, "all_tied_weights_keys", {})  # saved once, under the other name
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """The only change is that names are not missing that are found in another way."""
+        tied = getattr(self.model, "all_tied_weights_keys", {})  # saved once, under the other name
         load_result = load_result._replace(missing_keys=[key for key in load_result.missing_keys if key not in tied])
         self._has_other_names = bool(load_result.missing_keys and load_result.unexpected_keys)
         if not self._has_other_names:
-            self._issue_warnings_after_load(load_result)
+            super()._issue_warnings_after_load(load_result)
 
 
-def _forget(trainer: Any) -> None:
+class NoteUpdates(TrainerCallback):
+    """Has a trainer keep what each update begins with."""
+
+    def __init__(self, trainer: ExactResume):
+        self.trainer = trainer
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer.begin_update()
+
+
+def _forget(trainer: GRPOTrainer) -> None:
     """What an earlier run in this process left behind, which may have ended at any point."""
     trainer._step, trainer._buffered_inputs = 0, None
+    trainer._entropy_window_stats, trainer._current_train_step_time = None, 0.0
     for left in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
         left.clear()
     if trainer.use_vllm:
         trainer._last_loaded_step = -1  # its number of a step may be this run's too
 
 
-def _tables(trainer: Any) -> dict[str, Any]:
+def _tables(trainer: GRPOTrainer) -> dict[str, Any]:
     """What `log_completions` shows of the batch, without images."""
     return {
         name: {key: list(values) for key, values in part.items()} if isinstance(part, dict) else list(part)
@@ -255,11 +256,11 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _sizes(trainer: Any) -> dict[str, int]:
+def _sizes(trainer: GRPOTrainer) -> dict[str, int]:
     return {name: _plain(getattr(trainer.args, name)) for name in SIZES}
 
 
-def _settings(trainer: Any) -> dict[str, Any]:
+def _settings(trainer: GRPOTrainer) -> dict[str, Any]:
     """What decides how a run goes on, beside the sizes, in plain values."""
     args = trainer.args
     names = [field.name for field in fields(args) if field.name not in GRPOConfig.__dataclass_fields__]
@@ -285,7 +286,7 @@ def _read_state(file: Path) -> dict[str, Any]:
     return state
 
 
-def _warn_of_settings(trainer: Any, saved: dict[str, Any]) -> bool:
+def _warn_of_settings(trainer: GRPOTrainer, saved: dict[str, Any]) -> bool:
     """
     Name the settings that the checkpoint was saved with other values of, and what of it is kept.
 
@@ -319,12 +320,12 @@ def _warn_of_settings(trainer: Any, saved: dict[str, Any]) -> bool:
     return True
 
 
-def _warn(trainer: Any, message: str, *arguments: Any) -> None:
+def _warn(trainer: GRPOTrainer, message: str, *arguments: Any) -> None:
     if trainer.accelerator.is_main_process:
         logger.warning(message, *arguments)
 
 
-def _begin_new_batch(trainer: Any, saved_sizes: dict[str, int]) -> None:
+def _begin_new_batch(trainer: GRPOTrainer, saved_sizes: dict[str, int]) -> None:
     """Have the next step generate, from where transformers begins in the data, and say why."""
     trainer._step = 0  # counts within a batch: the new one has another length, or begins elsewhere in the data
     trainer._buffered_inputs = None
@@ -345,7 +346,7 @@ def _state_file(checkpoint: str, process_index: int) -> Path:
     return Path(checkpoint) / f"grpo_state_{process_index}.pt"
 
 
-def save_before(trainer: Any, error: Exception) -> None:
+def save_before(trainer: GRPOTrainer, error: Exception) -> None:
     """Save a checkpoint of the last step before a run ends with `error`."""
     step = trainer.state.global_step
     if step > 0:
