@@ -33,7 +33,8 @@ def set_credit(trainer: GRPOTrainer, batch: dict[str, torch.Tensor], rows: list[
         batch (`dict[str, torch.Tensor]`):
             This process's part of what TRL's step returned, of B rows with completions of T tokens; changed in place.
             `advantages` becomes (B, T) if each token has its own, else it stays (B,). `tool_mask` (B, T) is 1 for the
-            tokens in the loss, and `num_items_in_batch` their number in all processes.
+            tokens in the loss, and `num_items_in_batch` their number in all processes. `in_loss` (B,) says which rows
+            are in the loss.
         rows (`list[Row]`):
             The rows of all processes, with their credit.
         by_token (`bool`):
@@ -45,7 +46,8 @@ def set_credit(trainer: GRPOTrainer, batch: dict[str, torch.Tensor], rows: list[
     trainer._logs["advantages"].extend(advantages.tolist())
     for i, name in enumerate(trainer.reward_func_names):
         trainer._logs["rewards"][name].extend(row.rollout.score.rewards[i] for row in rows)
-    batch["tool_mask"] = batch["tool_mask"] * own_rows(trainer, in_loss).unsqueeze(1)
+    batch["in_loss"] = own_rows(trainer, in_loss)
+    batch["tool_mask"] = batch["tool_mask"] * batch["in_loss"].unsqueeze(1)
     weights = None
     if by_token:
         own = own_rows(trainer, rows)
@@ -66,18 +68,16 @@ def set_credit(trainer: GRPOTrainer, batch: dict[str, torch.Tensor], rows: list[
     elif trainer.loss_type in PER_ROW_MEAN and weights is not None:
         # Weights have the length of each whole row in them, and TRL divides by the row's own tokens in the loss
         batch["advantages"] *= mask.sum(1, keepdim=True)
-    _count_rows(trainer, batch, own_rows(trainer, in_loss), len(rows) / in_loss.sum().clamp(min=1))
+    _count_rows(trainer, batch, len(rows) / in_loss.sum().clamp(min=1))
 
 
-def _count_rows(
-    trainer: GRPOTrainer, batch: dict[str, torch.Tensor], in_loss: torch.Tensor, rows_per_row_in_loss: torch.Tensor
-) -> None:
+def _count_rows(trainer: GRPOTrainer, batch: dict[str, torch.Tensor], rows_per_row_in_loss: torch.Tensor) -> None:
     """Have means over rows be over those in the loss, and old log-probs be of the tokens in it."""
     if trainer.loss_type not in PER_TOKEN and batch["advantages"].dim() == 1:
         batch["advantages"] = batch["advantages"] * rows_per_row_in_loss
     if trainer.loss_type == "bnpo":
         # Its means are over the tokens of a micro-batch, which have as many rows in the loss as the shuffle gives them
-        batch["row_shares"] = in_loss * rows_per_row_in_loss
+        batch["row_shares"] = batch["in_loss"] * rows_per_row_in_loss
     if "old_per_token_logps" in batch:
         # Where only tokens in the loss are scored, the others have a log-prob of 0, which may be far from their old one
         mask = batch["completion_mask"] * batch["tool_mask"]
@@ -86,14 +86,14 @@ def _count_rows(
 
 def upgrade_batch(trainer: GRPOTrainer, batch: dict[str, torch.Tensor]) -> None:
     """Bring a micro-batch of a checkpoint of version 0.1, whose loss did what the batch does now, to today's form."""
-    if "in_loss" not in batch:
+    if "num_rows_in_loss" not in batch:
         return
-    in_loss, num_rows_in_loss = batch.pop("in_loss"), batch.pop("num_rows_in_loss")
+    num_rows_in_loss = batch.pop("num_rows_in_loss")
     tokens_per_counted = batch.pop("tokens_per_counted", None)
     batch.pop("rows_per_counted", None)
     if trainer.loss_type in PER_TOKEN and tokens_per_counted is not None:
         batch["advantages"] = batch["advantages"] * tokens_per_counted
-    _count_rows(trainer, batch, in_loss, trainer.args.generation_batch_size / num_rows_in_loss.clamp(min=1))
+    _count_rows(trainer, batch, trainer.args.generation_batch_size / num_rows_in_loss.clamp(min=1))
 
 
 def mask_dropped(trainer: GRPOTrainer, batch: dict[str, torch.Tensor], rows: list[Row]) -> bool:

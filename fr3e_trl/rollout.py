@@ -124,8 +124,6 @@ class Explorer:
             Has the policy, the tokenizer, the tools and the reward functions.
         plan ([`Plan`]):
             How trees are grown.
-        sampler ([`Sampler`]):
-            Draws the rollouts.
         budget ([`CompletionBudget`]):
             How many tokens a prompt's completions may have.
         stopwatch ([`Stopwatch`]):
@@ -134,8 +132,6 @@ class Explorer:
             Why images cannot be explored from, if there is a reason.
         ends (`Sequence[int]`):
             Tokens that end a completion.
-        masks_truncated (`bool`):
-            Whether nothing is learned from completions that are cut off.
         scores_early (`bool`):
             Whether rewards are needed while trees grow: to select base trajectories, or to see what a refill lacks.
         threshold (`float`, *optional*):
@@ -150,12 +146,10 @@ class Explorer:
 
     trainer: GRPOTrainer
     plan: Plan
-    sampler: Sampler
     budget: CompletionBudget
     stopwatch: Stopwatch
     obstacle_to_images: str | None
     ends: Sequence[int]
-    masks_truncated: bool
     scores_early: bool
     threshold: float | None = None
     trees: list[Tree] = field(default_factory=list)
@@ -163,7 +157,17 @@ class Explorer:
     _uncertainties: list[float] = field(default_factory=list)
     _in_use: Counter[str | None] = field(default_factory=Counter)  # environments, by their names
 
-    def begin_step(self) -> None:
+    def begin_step(self, sampler: Sampler, masks_truncated: bool) -> None:
+        """
+        Begin with no trees.
+
+        Args:
+            sampler ([`Sampler`]):
+                Draws the rollouts of this step.
+            masks_truncated (`bool`):
+                Whether nothing is learned from completions that are cut off.
+        """
+        self.sampler, self.masks_truncated = sampler, masks_truncated
         self.trees, self._uncertainties = [], []
 
     def check(self, examples: list[dict[str, Any]]) -> None:

@@ -251,12 +251,10 @@ class FR3ETrainer(resume.ExactResume):
         self._explorer = Explorer(
             self,
             self.args.plan,
-            self.sampler,
             budget,
             self.stopwatch,
             obstacle_to_images,
             ends=(*self.eos_token_ids, tokenizer_of(self).pad_token_id),
-            masks_truncated=self._masks_truncated,
             scores_early=self.args.max_refills > 0 or self.args.base_selection != "all",
         )
 
@@ -336,7 +334,7 @@ class FR3ETrainer(resume.ExactResume):
         """Grow trees from the prompts of a step, and have them for its batch."""
         explorer, num_generations = self._explorer, self.num_generations
         assert explorer is not None
-        explorer.begin_step()
+        explorer.begin_step(self.sampler, self._masks_truncated)
         num_rows = len(prompts) * self.accelerator.num_processes
         own = sharding(self, num_rows).own
         # TRL repeats an example for its group, and deals out the repeats as it does the rows

@@ -33,7 +33,6 @@ from trees import rollouts_of
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl import trainer as fr3e_trainer
 from fr3e_trl.method.sampling import Sample
-from fr3e_trl.trl_adapter.assemble import assemble
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -81,10 +80,9 @@ class FakeCaller(FakeSampler):
         return Sample(ids[: request.max_new_tokens])
 
 
-def with_drops(trainer, rows, counts):
-    """The batch, with the ratios of TRL's correction: 0 for a row that it drops."""
-    batch = assemble(trainer, rows, counts)
-    kept = [sum(row.completion_ids.tolist()) % 3 > 0 for row in rows if row.holder == RANK]
+def with_drops(trainer, batch):
+    """A batch of TRL's step, with the ratios of TRL's correction: 0 for a row that it drops."""
+    kept = [sum(row.completion_ids.tolist()) % 3 > 0 for row in trainer._rollouts.own]
     ratio = torch.tensor(kept, dtype=torch.float).unsqueeze(1).expand(batch["completion_mask"].shape).clone()
     logprobs = batch["old_per_token_logps"]
     return batch | {"importance_sampling_ratio": ratio, "sampling_per_token_logps": logprobs.clone()}
@@ -136,10 +134,11 @@ def main(output: Path, settings: dict, *options: str) -> None:
         trainer.sampler.sample = fail
     if "drops" in options:
         trainer.vllm_importance_sampling_mode = "sequence_mask"
-        fr3e_trainer.assemble = with_drops
+        give_credit = trainer._with_credit
+        trainer._with_credit = lambda batch: give_credit(with_drops(trainer, batch))
     trees = []
 
-    explore = trainer._explore_and_assemble
+    explore = trainer._generate_and_score_completions
 
     def record(inputs):
         batch = explore(inputs)
@@ -166,7 +165,7 @@ def main(output: Path, settings: dict, *options: str) -> None:
         )
         return batch
 
-    trainer._explore_and_assemble = record
+    trainer._generate_and_score_completions = record
     trainer.train(checkpoint)
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     backend = str(trainer.accelerator.distributed_type)

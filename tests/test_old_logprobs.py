@@ -25,7 +25,8 @@ from transformers import (
 )
 
 import fr3e_trl.trainer
-from fr3e_trl.trl_adapter import loss, old_logprobs
+from fr3e_trl import trainer as fr3e_trainer
+from fr3e_trl.trl_adapter import old_logprobs
 
 TRUNCATED = {"min_p": 0.05, "top_k": 12, "top_p": 0.9}
 ERROR = 0.02  # of the engine's log-probs, in nats a token
@@ -167,18 +168,22 @@ def test_how_often_a_row_is_passed_forward(settings, again, monkeypatch):
     states = {"num_anchors": 3, "value_prior_strength": 0.0, "credit": "rollout"}
     trainer = make_trainer(**states, share_prefixes=False, **settings)
     passed = Counter()
-    assemble = fr3e_trl.trainer.assemble
 
     def count(module, args, kwargs):
         passed.update(map(tuple, kwargs["input_ids"].tolist()))
 
-    def watched(*args):
-        handle = trainer.model.model.register_forward_pre_hook(count, with_kwargs=True)
-        batch = assemble(*args)
-        handle.remove()
+    def generate(prompts):
+        generated = FR3ETrainer._generate(trainer, prompts)
+        trainer.model.model.register_forward_pre_hook(count, with_kwargs=True)
+        return generated
+
+    def watched(inputs):
+        batch = FR3ETrainer._generate_and_score_completions(trainer, inputs)
+        trainer.model.model._forward_pre_hooks.clear()
         return batch
 
-    monkeypatch.setattr(fr3e_trl.trainer, "assemble", watched)
+    monkeypatch.setattr(trainer, "_generate", generate)
+    monkeypatch.setattr(trainer, "_generate_and_score_completions", watched)
     set_seed(2)
     trainer.train()
     batch, _ = trainer.batches[0]
@@ -294,7 +299,7 @@ def test_rows_left_over_that_are_dropped_leave_the_loss():
     trainer.sampler = trainer.vllm_generation = exact = Exact(trainer)
     exact.sampler = generate
     dropped = []
-    mask_dropped = loss.mask_dropped
+    mask_dropped = fr3e_trainer.mask_dropped
 
     def record(of_trainer, batch, rows):
         ratios = (batch["importance_sampling_ratio"] == 0).all(1).tolist()
@@ -304,7 +309,7 @@ def test_rows_left_over_that_are_dropped_leave_the_loss():
         return mask_dropped(of_trainer, batch, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss, "mask_dropped", record)
+        patch.setattr(fr3e_trainer, "mask_dropped", record)
         set_seed(1)
         trainer.train()
     assert any(dropped)

@@ -56,14 +56,14 @@ make_trainer = functools.partial(
 def explored(trainer):
     """The trees of each step of a training, and the rows' advantages."""
     steps = {}
-    explore = trainer._explore_and_assemble
+    explore = trainer._generate_and_score_completions
 
     def record(inputs):
         batch = explore(inputs)
         steps[trainer.state.global_step + 1] = trainer.trees, batch["advantages"]
         return batch
 
-    trainer._explore_and_assemble = record
+    trainer._generate_and_score_completions = record
     trainer.train()
     return steps
 

@@ -353,7 +353,7 @@ def test_a_coroutine_that_is_called_amiss_is_answered_in_the_same_order(name, mo
         return message
 
     monkeypatch.setattr("trl.trainer.grpo_trainer.parse_response", both)
-    monkeypatch.setattr("fr3e_trl.trl_adapter.tools.parse_response", both)
+    monkeypatch.setattr("fr3e_trl.tool_loop.parse_response", both)
     trainer = make_trainer(tools=[look, look_later], max_completion_length=200)
     branched = [rollout for trees, _ in explored(trainer) for _, state, rollout in rollouts_of(trees) if state.position]
     turns = [rollout.dialogue.messages for rollout in branched if len(rollout.dialogue.messages) > 3]
@@ -421,7 +421,7 @@ def calls_amiss(monkeypatch):
         return message
 
     monkeypatch.setattr("trl.trainer.grpo_trainer.parse_response", amiss)
-    monkeypatch.setattr("fr3e_trl.trl_adapter.tools.parse_response", amiss)
+    monkeypatch.setattr("fr3e_trl.tool_loop.parse_response", amiss)
 
 
 @pytest.mark.parametrize(
