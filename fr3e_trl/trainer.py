@@ -237,7 +237,6 @@ class FR3ETrainer(GRPOTrainer):
             self.sampler = ToolCallingSampler(
                 TRLToolLoop(self), self.sampler, skip_mismatches=self.args.replay_mismatch == "skip"
             )
-        checks.warn_of_independent_branches(self)
         checks.warn_of_float32_generation(self)
 
     # A step

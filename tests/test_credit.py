@@ -14,7 +14,6 @@ from enumeration import (
     first_uncertain,
     fixed,
     grow,
-    grow_distinct,
     grow_further,
     if_right,
     most_uncertain,
@@ -31,7 +30,6 @@ from fr3e_trl.method.credit.tree import (
     Paths,
     Stretches,
     root_baselines,
-    set_weights,
     tree_credit,
     tree_values,
 )
@@ -46,9 +44,8 @@ Row = tuple[float, int | None, int, int]
 def paths(rows: list[Row], prompts: list[int] | None = None, copies: list[int] | None = None) -> Paths:
     rewards, parents, positions, lengths = map(list, zip(*rows, strict=True))
     prompts, copies = prompts or [0] * len(rows), copies or [1] * len(rows)
-    masses, distinct = [float(count) for count in copies], [False] * len(rows)
     rewards = torch.tensor(rewards, dtype=torch.float64)
-    return Paths(rewards, parents, positions, lengths, torch.tensor(prompts), masses, distinct)
+    return Paths(rewards, parents, positions, lengths, torch.tensor(prompts), copies)
 
 
 def one_tree(rows: list[Row], baseline: float, prior_strength: float, copies: list[int] | None = None) -> Stretches:
@@ -416,8 +413,7 @@ def test_unbiased_with_the_other_prompts_as_prior():
         prompts = torch.tensor([0] * len(outcomes[0].parents) + [1] * len(outcomes[1].parents))
         rewards = torch.cat([policy.rewards[o.completions] for policy, o in zip(policies, outcomes, strict=True)])
         lengths = [3] * len(prompts)
-        distinct = [False] * len(lengths)
-        credit = by_crowd(Paths(rewards, both.parents, both.positions, lengths, prompts, both.masses, distinct), 4.0)
+        credit = by_crowd(Paths(rewards, both.parents, both.positions, lengths, prompts, both.counts), 4.0)
         stretches = zip(credit.rows, credit.starts, credit.ends, credit.advantages, strict=True)
         for row, start, end, advantage in stretches:
             scores = policies[prompts[row]].scores[both.completions[row]]
@@ -440,74 +436,14 @@ def with_gap(rule, gap):
     return apart
 
 
-# Rules, how many anchors and rollouts of each
-DISTINCT = {
-    "one anchor": (first_uncertain(0.6), 1, 1),
-    "two anchors": (first_uncertain(0.5, 2), 2, 1),
-    "two anchors apart": (with_gap(first_uncertain(0.3, 2), 2), 2, 1),
-    "sets of three": (first_uncertain(0.6), 1, 2),
-    "two sets of three": (first_uncertain(0.6, 2), 2, 2),
-    "at fixed positions": (fixed(1, 2), 2, 1),
-    "at random": (at_random, 1, 1),
+# Rules, and how many anchors
+RULES = {
+    "one anchor": (first_uncertain(0.6), 1),
+    "two anchors": (first_uncertain(0.5, 2), 2),
+    "two anchors apart": (with_gap(first_uncertain(0.3, 2), 2), 2),
+    "at fixed positions": (fixed(1, 2), 2),
+    "at random": (at_random, 1),
 }
-
-
-@pytest.mark.parametrize("strength", [0.0, 4.0])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", DISTINCT)
-def test_distinct_branches_are_unbiased(name, policy, strength):
-    rule, num_anchors, num_rollouts = DISTINCT[name]
-    outcomes = grow_distinct(policy, rule, num_anchors, num_rollouts)
-    num_rows = 1 + num_anchors * num_rollouts
-    assert sum(outcome.probability for outcome in outcomes) == pytest.approx(1, abs=1e-10)
-    assert all(sum(outcome.masses) == pytest.approx(num_rows) for outcome in outcomes)
-    assert relative_error(of_trees(policy, outcomes, 0.3, strength), policy, num_rows) < 1e-9
-
-
-def test_distinct_branches_have_less_variance():
-    """Than independent ones, and than if all rows that come to an anchor were shared out by the weights of its set."""
-    rows = []
-    for policy in POLICIES:
-        rule = first_uncertain(0.5, 2)
-        by_weights = grow_distinct(policy, rule, 2, all_by_weights=True)
-        of_policies = [
-            of_trees(policy, outcomes, 0.3)
-            for outcomes in (grow(policy, rule, 2), grow_distinct(policy, rule, 2), by_weights)
-        ]
-        assert all(relative_error(of_policy, policy, 3) < 1e-9 for of_policy in of_policies)
-        rows.append([of_policy.variance for of_policy in of_policies])
-    print("\nVariance by policy: independent, distinct, all by weights")
-    print("\n".join(" ".join(f"{variance:.3f}" for variance in row) for row in rows))
-    independent, distinct, all_by_weights = map(sum, zip(*rows, strict=True))
-    assert distinct < all_by_weights < 0.9 * independent
-
-
-def test_a_partner_in_the_baseline_is_a_bias():
-    """The tokens of an anchor were drawn with an eye to each other."""
-    policy = POLICIES[0]
-    outcomes = [replace(o, is_distinct=False) for o in grow_distinct(policy, first_uncertain(0.6), 1)]
-    assert relative_error(of_trees(policy, outcomes, 0.3), policy, 2) > 0.02
-
-
-def test_weights_of_a_set_by_hand():
-    # (1 - .2) / (2 - .5 - .2) and (1 - .5) / (2 - .5 - .2)
-    assert set_weights([0.5, 0.2]) == pytest.approx([0.8 / 1.3, 0.5 / 1.3])
-    # A set of all that there is has the probabilities themselves
-    assert set_weights([0.5, 0.2, 0.3]) == pytest.approx([0.5, 0.2, 0.3])
-    assert set_weights([1.0, 1e-12]) == pytest.approx([1.0, 0.0], abs=1e-9)
-
-
-def test_weights_of_a_set_by_all_orders():
-    """And those of a set as large as is allowed, of which there are too many orders to go through."""
-    chances = [0.3, 0.05, 0.2, 0.15, 0.1]
-
-    def in_any_order(tokens, left=1.0):
-        drawn = [(tokens[:i] + tokens[i + 1 :], p / left, left - p) for i, p in enumerate(tokens)]
-        return sum(p * in_any_order(rest, remains) for rest, p, remains in drawn) if tokens else 1.0
-
-    first = [p * in_any_order(chances[:i] + chances[i + 1 :], 1 - p) for i, p in enumerate(chances)]
-    assert set_weights(chances) == pytest.approx([p / sum(first) for p in first])
-    assert set_weights([0.5 / 10] * 11) == pytest.approx([1 / 11] * 11)
 
 
 def is_cut_off(completion):
@@ -544,15 +480,13 @@ def counted_gradient(policy, baseline, masked):
 
 
 @pytest.mark.parametrize("masked", NOT_COUNTED)
-@pytest.mark.parametrize("name", DISTINCT)
-def test_distinct_branches_of_which_only_some_count(name, masked):
-    """The objective is the same as that of independent branches, and the masses of rows that do not count are lost."""
-    rule, num_anchors, num_rollouts = DISTINCT[name]
+@pytest.mark.parametrize("name", RULES)
+def test_trees_of_which_only_some_rows_count(name, masked):
+    rule, num_anchors = RULES[name]
     policy = Policy(vocabulary=3, length=3, seed=5, rewards="graded", eos=True)
-    outcomes = grow_distinct(policy, rule, num_anchors, num_rollouts)
-    expected = (1 + num_anchors * num_rollouts) * counted_gradient(policy, 0.3, NOT_COUNTED[masked])
+    expected = (1 + num_anchors) * counted_gradient(policy, 0.3, NOT_COUNTED[masked])
     # A prior of such a weight is the baseline
-    mean = of_trees(policy, outcomes, 0.3, 1e13, masked=NOT_COUNTED[masked]).mean
+    mean = of_trees(policy, grow(policy, rule, num_anchors), 0.3, 1e13, masked=NOT_COUNTED[masked]).mean
     assert float((mean - expected).norm() / expected.norm()) < 1e-10
 
 
@@ -575,31 +509,28 @@ def failing(policy, outcomes, chance):
 
 
 @pytest.mark.parametrize("strength", [0.0, 4.0])
-@pytest.mark.parametrize("name", ["one anchor", "two anchors", "sets of three"])
-def test_distinct_branches_whose_scoring_fails_at_random_are_unbiased(name, strength):
-    rule, num_anchors, num_rollouts = DISTINCT[name]
+@pytest.mark.parametrize("name", ["one anchor", "two anchors"])
+def test_trees_whose_scoring_fails_at_random_are_unbiased(name, strength):
+    """As far as no row stands for others, which would fail with it."""
+    rule, num_anchors = RULES[name]
     policy = Policy(vocabulary=3, length=3, seed=5, rewards="graded", eos=True)
-    outcomes = grow_distinct(policy, rule, num_anchors, num_rollouts)
-    estimate = of_trees(*failing(policy, outcomes, 0.25), 0.3, strength)
+    estimate = of_trees(*failing(policy, grow(policy, rule, num_anchors), 0.25), 0.3, strength)
     assert float(estimate.probabilities.sum()) == pytest.approx(1, abs=1e-10)
-    assert relative_error(estimate, policy, 0.75 * (1 + num_anchors * num_rollouts)) < 1e-10
+    assert relative_error(estimate, policy, 0.75 * (1 + num_anchors)) < 1e-10
 
 
 @pytest.mark.parametrize("masked", NOT_COUNTED)
 def test_a_baseline_of_rows_that_left_changes_what_it_is_worth_to_count(masked):
     """
     What is learned of rows that do not count depends on the baseline. A finite prior strength has it depend on rewards
-    of rows that left, so that the gradient is not that of a fixed baseline: as much with distinct branches as without.
+    of rows that left, so that the gradient is not that of a fixed baseline.
     """
     policy = Policy(vocabulary=3, length=3, seed=5, rewards="graded", eos=True)
     expected = 3 * counted_gradient(policy, 0.3, NOT_COUNTED[masked])
-    rule = first_uncertain(0.5, 2)
-    biases = []
-    for outcomes in (grow(policy, rule, 2), grow_distinct(policy, rule, 2)):
-        mean = of_trees(policy, outcomes, 0.3, 4.0, masked=NOT_COUNTED[masked]).mean
-        biases.append(float((mean - expected).norm() / expected.norm()))
-    print(f"{masked}: independent {biases[0]:.1%}, distinct {biases[1]:.1%}")
-    assert min(biases) > 0.005 and max(biases) < 0.2
+    mean = of_trees(policy, grow(policy, first_uncertain(0.5, 2), 2), 0.3, 4.0, masked=NOT_COUNTED[masked]).mean
+    bias = float((mean - expected).norm() / expected.norm())
+    print(f"{masked}: {bias:.1%}")
+    assert 0.005 < bias < 0.2
 
 
 def test_a_loss_divided_by_the_rows_in_it_has_another_scale_and_direction_than_one_divided_by_all_rows():

@@ -27,8 +27,6 @@ class Plan:
             the positions with the highest scores become anchors.
         anchor_min_gap (`int`):
             Least distance of two anchors of a trajectory, in tokens.
-        distinct (`bool`):
-            Whether the rollouts of an anchor begin with different tokens, drawn without replacement.
         base_selection (`str`):
             Base trajectories to explore: `"all"`, or `"mixed"` for one of the best and one of the worst.
         reuse_base (`bool`):
@@ -58,7 +56,6 @@ class Plan:
     anchor_score: str = "entropy"
     anchor_threshold: float | str | None = None
     anchor_min_gap: int = 1
-    distinct: bool = False
     base_selection: str = "all"
     reuse_base: bool = True
     prior_strength: float | None = 4.0

@@ -105,9 +105,6 @@ class Rollout:
         copy_of (`int`, *optional*):
             The base trajectory that it is again, in the place of a branch that had no anchor there. It was not sampled
             anew, and is not learned from.
-        chances (`tuple[float, float]`, *optional*):
-            Of a branch whose first token was drawn without replacement: how likely the base trajectory's token was
-            there, and how likely its own was, in the distribution that both were drawn from.
         differs (`bool`, *optional*):
             Of a branch: whether it begins with another token than the base trajectory has there.
     """
@@ -121,7 +118,6 @@ class Rollout:
     num_written: int = 0
     dialogue: Dialogue | None = None
     copy_of: int | None = None
-    chances: tuple[float, float] | None = None
     differs: bool | None = None
 
     def __post_init__(self) -> None:

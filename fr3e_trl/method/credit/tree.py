@@ -97,11 +97,9 @@ class Paths(NamedTuple):
             Tokens of each row's whole completion.
         prompts (`torch.Tensor` of shape (R,)):
             Prompt of each row, as an index.
-        masses (`list[float]`):
+        counts (`list[int]`):
             How many rows each stands for. A base trajectory that was to have three branches, and ended before two of
             them could leave, stands for three.
-        distinct (`list[bool]`):
-            Whether each is a branch whose first token was drawn without replacement.
     """
 
     rewards: torch.Tensor
@@ -109,16 +107,14 @@ class Paths(NamedTuple):
     positions: list[int]
     lengths: list[int]
     prompts: torch.Tensor
-    masses: list[float]
-    distinct: list[bool]
+    counts: list[int]
 
 
 def paths_of(trees: Sequence[Tree]) -> Paths:
     """The rows of `trees`, in order. Copies are unscorable rows, which their base trajectories count for."""
     rewards: list[float] = []
     parents: list[int | None] = []
-    positions, lengths, prompts, distinct = [], [], [], []
-    masses: list[float] = []
+    positions, lengths, prompts, counts = [], [], [], []
     for i, tree in enumerate(trees):
         root = len(rewards)
         for state in tree.states:
@@ -128,98 +124,11 @@ def paths_of(trees: Sequence[Tree]) -> Paths:
                 positions.append(state.position)
                 lengths.append(state.position + rollout.length)
                 prompts.append(i)
-                distinct.append(rollout.chances is not None)
-        masses += masses_of(tree)
+                counts.append(1)
+            for copy in (rollout.copy_of for rollout in state.rollouts if rollout.copy_of is not None):
+                counts[root + copy] += 1
     rewards_R = torch.tensor(rewards, dtype=torch.float64)
-    return Paths(rewards_R, parents, positions, lengths, torch.tensor(prompts), masses, distinct)
-
-
-def masses_of(tree: Tree) -> list[float]:
-    """
-    How many rows each rollout of a tree stands for, in order; 1 for a copy, which has no reward.
-
-    A base trajectory begins with all its rows: its own, those of its branches and its copies. At an anchor s of them
-    draw a token, its own and those of the branches there. The others go on with it, and leave later or never.
-        - Independent branches take a row each.
-        - Where tokens are drawn without replacement, the s rows are shared out by [`set_weights`].
-        - A branch that drew none, as its environment could not go on from the prefix, takes a row.
-    What the base trajectory keeps is shared out among the rows that go on, evenly.
-    """
-    is_base = [rollout.copy_of is None for rollout in tree.states[0].rollouts]
-    rows = [1 + sum(r.copy_of == b for r in tree.states[0].rollouts) for b in range(len(is_base))]
-    for state in tree.states[1:]:
-        assert state.base is not None
-        rows[state.base] += len(state.rollouts)
-    masses = [float(number) for number in rows]
-    of_branches: list[float] = []
-    for state in tree.states[1:]:  # along each base trajectory they are in order of position
-        base = state.base
-        assert base is not None
-        per_row = masses[base] / rows[base]
-        taken = [per_row * share for share in _shares(state)]
-        of_branches += taken
-        masses[base] -= sum(taken)
-        rows[base] -= len(taken)
-    return [masses[i] if of_row else 1.0 for i, of_row in enumerate(is_base)] + of_branches
-
-
-def masses_by_rollout(tree: Tree) -> dict[int, float]:
-    """[`masses_of`] a tree's rollouts by their `id`, without copies."""
-    rollouts = [rollout for state in tree.states for rollout in state.rollouts]
-    masses = zip(rollouts, masses_of(tree), strict=True)
-    return {id(rollout): mass for rollout, mass in masses if rollout.copy_of is None}
-
-
-def _shares(state: State) -> list[float]:
-    """How many of the rows that come to an anchor each of its rollouts takes."""
-    drawn = [rollout.chances for rollout in state.rollouts if rollout.chances is not None]
-    weights = set_weights([drawn[0][0], *(own for _, own in drawn)]) if drawn else []
-    shares = iter([len(weights) * weight for weight in weights[1:]])
-    return [1.0 if rollout.chances is None else next(shares) for rollout in state.rollouts]
-
-
-def set_weights(chances: Sequence[float]) -> list[float]:
-    """
-    Weights of tokens that were drawn one after the other without replacement: Murthy's estimator.
-
-    The mean over what may be drawn of the sum of w f, over the tokens of the set, is the mean of f. With two tokens a
-    and b, w_a = (1 - p_b) / (2 - p_a - p_b).
-
-    Args:
-        chances (`Sequence[float]`):
-            Probability of each of k tokens, in the distribution that they were drawn from.
-
-    Returns:
-        `list[float]`: k weights. They sum to 1.
-
-    Source: Kool, van Hoof and Welling, "Estimating gradients for discrete random variables by sampling without
-    replacement", 2020.
-    """
-    weights = [
-        chance * _set_probability([other / max(1 - chance, sum(rest)) for other in rest])
-        for i, chance in enumerate(chances)
-        for rest in [[*chances[:i], *chances[i + 1 :]]]
-    ]
-    total = sum(weights)
-    return [weight / total for weight in weights]
-
-
-def _set_probability(chances: Sequence[float]) -> float:
-    """
-    That of drawing a set of tokens without replacement, in whichever order.
-
-    A bit of an index says whether a token is in a subset. Each is reached from those that lack one of its tokens.
-    """
-    subsets = range(1 << len(chances))
-    whole = subsets[-1]
-    members = [[i for i in range(len(chances)) if subset >> i & 1] for subset in subsets]
-    totals = [sum(chances[i] for i in of_subset) for of_subset in members]
-    reached = [1.0]
-    for subset in subsets[1:]:
-        rests = [(chances[i], subset ^ 1 << i) for i in members[subset]]
-        # Where the set is all that there is, but for rounding, what is left is what is not drawn yet
-        reached.append(sum(reached[r] * chance / max(1 - totals[r], totals[whole ^ r]) for chance, r in rests))
-    return reached[whole]
+    return Paths(rewards_R, parents, positions, lengths, torch.tensor(prompts), counts)
 
 
 @dataclass(frozen=True)
@@ -310,18 +219,14 @@ def tree_credit(paths: Paths, baselines: torch.Tensor, prior_strength: float) ->
     _check_branches(paths)
     own = _totals(paths).tolist()
     below = _with_descendants(paths.parents, own)
-    *places, sums, counts, partner_sums, partner_counts = zip(*_stretches(paths, own, below), strict=True)
+    *places, sums, counts = zip(*_stretches(paths, own, below), strict=True)
     device = paths.rewards.device
     rows, starts, ends = torch.tensor(places, device=device)
     sums, counts = torch.tensor([sums, counts], dtype=torch.float64, device=device)
-    partner_sums, partner_counts = torch.tensor([partner_sums, partner_counts], dtype=torch.float64, device=device)
 
     bases = torch.tensor(_bases(paths.parents), device=device)[rows]
     all_sums, all_counts = sums.new_tensor(below)[bases].T
-    others, num_others = all_sums - sums - partner_sums, all_counts - counts - partner_counts
-    is_empty = num_others <= 1e-9 * all_counts  # but for rounding
-    others, num_others = others.masked_fill(is_empty, 0), num_others.masked_fill(is_empty, 0)
-    compared_with = _shrink(others, num_others, baselines.to(sums)[bases], prior_strength)
+    compared_with = _shrink(all_sums - sums, all_counts - counts, baselines.to(sums)[bases], prior_strength)
     advantages = (sums / counts - compared_with).nan_to_num(0)
     rounding = 1000 * torch.finfo(sums.dtype).eps * paths.rewards.nan_to_num(0).abs().max()
     advantages = advantages.masked_fill(advantages.abs() <= rounding, 0)
@@ -371,7 +276,7 @@ def _check_branches(paths: Paths) -> None:
 
 def _totals(paths: Paths) -> torch.Tensor:
     """Reward and number of what each row stands for, (R, 2); 0 and 0 for an unscorable one."""
-    counts = torch.tensor(paths.masses, dtype=torch.float64).to(paths.rewards.device)
+    counts = torch.tensor(paths.counts, dtype=torch.float64).to(paths.rewards.device)
     counts = counts.masked_fill(paths.rewards.isnan(), 0)
     return torch.stack([paths.rewards.double().nan_to_num(0) * counts, counts], dim=1)
 
@@ -399,44 +304,29 @@ def _with_descendants(parents: list[int | None], totals: list[list[float]]) -> l
 
 def _stretches(
     paths: Paths, own: list[list[float]], below: list[list[float]]
-) -> Iterator[tuple[int, int, int, float, float, float, float]]:
+) -> Iterator[tuple[int, int, int, float, float]]:
     """
-    (row, start, end, reward of T, number of T, reward and number of partners), in order of row and position.
+    (row, start, end, reward of T, number of T), in order of row and position.
 
-    `own` has the reward and number of each row, `below` those of the row and all that descend from it. Partners are the
-    rows whose tokens were drawn with this one, without replacement. They are neither in T nor in U.
+    `own` has the reward and number of each row, `below` those of the row and all that descend from it.
     """
-    _, parents, positions, lengths, _, _, distinct = paths
-    branches: list[list[int]] = [[] for _ in parents]
-    for row, parent in enumerate(parents):
+    branches: list[list[int]] = [[] for _ in paths.parents]
+    for row, parent in enumerate(paths.parents):
         if parent is not None:
             branches[parent].append(row)
-    partners = [(0.0, 0.0)] * len(parents)  # of the first token of each row
     for row, leaving in enumerate(branches):
         stretches = []
-        end, (total, count) = lengths[row], own[row]
-        by_position = sorted(leaving, key=positions.__getitem__, reverse=True)
-        for position, at_position in itertools.groupby(by_position, key=positions.__getitem__):
-            group = list(at_position)
-            of_group, num_of_group = (sum((below[branch][k] for branch in group), 0.0) for k in (0, 1))
-            is_distinct = any(distinct[branch] for branch in group)
+        end, (total, count) = paths.lengths[row], own[row]
+        by_position = sorted(leaving, key=paths.positions.__getitem__, reverse=True)
+        for position, group in itertools.groupby(by_position, key=paths.positions.__getitem__):
             if position < end:
-                rest = position + 1 if is_distinct else position
-                if rest < end:
-                    stretches.append((row, rest, end, total, count, 0.0, 0.0))
-                if is_distinct:
-                    stretches.append((row, position, rest, total, count, of_group, num_of_group))
+                stretches.append((row, position, end, total, count))
                 end = position
-            for branch in group if is_distinct else []:
-                partners[branch] = (total + of_group - below[branch][0], count + num_of_group - below[branch][1])
-            total, count = total + of_group, count + num_of_group
-        first = positions[row]
-        if distinct[row]:
-            if first + 1 < end:
-                stretches.append((row, first + 1, end, total, count, 0.0, 0.0))
-            stretches.append((row, first, first + 1, total, count, *partners[row]))
-        elif first < end:
-            stretches.append((row, first, end, total, count, 0.0, 0.0))
+            at_position = list(group)
+            total += sum(below[branch][0] for branch in at_position)
+            count += sum(below[branch][1] for branch in at_position)
+        if paths.positions[row] < end:
+            stretches.append((row, paths.positions[row], end, total, count))
         yield from reversed(stretches)
 
 
