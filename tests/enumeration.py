@@ -289,6 +289,7 @@ def of_trees(
     prior_strength: float = 4.0,
     copies: bool = True,
     counted: bool = True,
+    length_normalized: bool = False,
     masked: Callable[[Completion], bool] = lambda completion: False,
 ) -> Estimate:
     """
@@ -304,10 +305,21 @@ def of_trees(
         paths = paths._replace(counts=[1] * len(paths.counts))
     priors = torch.full((len(outcomes),), prior, dtype=torch.float64)
     baselines = root_baselines(tree_values(paths), paths.prompts, priors, prior_strength)
-    credit = tree_credit(paths, baselines, prior_strength)
+    credit = tree_credit(paths, baselines, prior_strength, length_normalized)
     if not counted:
         credit = replace(credit, advantages=(credit.advantages / credit.weights).nan_to_num(0))
     return estimate(policy, outcomes, credit)
+
+
+def of_groups(policy: Policy, size: int) -> Estimate:
+    """GRPO with `loss_type="grpo"` and `scale_rewards="none"`: `size` rows, whose mean reward is the baseline."""
+    outcomes = several(grow(policy, lambda *_: [(1.0, ())], 0), size)
+    paths = paths_of(policy, outcomes)
+    means = torch.zeros(len(outcomes), dtype=torch.float64).index_add(0, paths.prompts, paths.rewards) / size
+    lengths = torch.tensor(paths.lengths)
+    rows, weights = torch.arange(len(lengths)), 1 / lengths.double()
+    advantages = (paths.rewards - means[paths.prompts]) * weights
+    return estimate(policy, outcomes, Stretches(rows, torch.zeros_like(lengths), lengths, weights, advantages))
 
 
 def of_branches(policy: Policy, outcomes: list[Outcome], prior: float, prior_strength: float = 4.0) -> Estimate:
@@ -342,4 +354,4 @@ def paths_of(policy: Policy, outcomes: list[Outcome]) -> Paths:
         lengths += [len(policy.completions[completion]) for completion in outcome.completions]
         prompts += [i] * len(outcome.parents)
         counts += outcome.counts
-    return Paths(torch.cat(rewards), parents, positions, lengths, torch.tensor(prompts), counts)
+    return Paths(torch.cat(rewards), parents, positions, lengths, torch.tensor(prompts), counts, lengths)

@@ -159,6 +159,8 @@ class State:
             α, the factor on the advantages of its rollouts.
         rejected (`bool`):
             Whether its rollouts leave the loss.
+        num_written (`int`):
+            How many tokens of its prefix the policy wrote, and no tool. By default, all.
     """
 
     position: int = 0
@@ -170,6 +172,11 @@ class State:
     value: float = float("nan")
     modulation: float = 1.0
     rejected: bool = False
+    num_written: int = -1
+
+    def __post_init__(self) -> None:
+        if self.num_written < 0:
+            self.num_written = self.position
 
 
 @dataclass(eq=False)
