@@ -113,14 +113,14 @@ def grow(model: PreTrainedModel, prompts: list[Tensor], threshold: float | None)
     return trees, following
 
 
-def masses(tree: Tree) -> Tensor:
+def counts(tree: Tree) -> Tensor:
     """How many rows each row counts as, (R,). Each missing branch counts its base trajectory once more."""
     return torch.tensor([NUM_ANCHORS + 2 - len(tree)] + [1] * (len(tree) - 1), dtype=torch.float64)
 
 
 def priors_of(trees: list[Tree]) -> Tensor:
     """What each prompt is expected to be worth, (P,): the mean reward of the other prompts' trees."""
-    values = [masses(tree) @ torch.tensor([row.reward for row in tree]).double() / (NUM_ANCHORS + 1) for tree in trees]
+    values = [counts(tree) @ torch.tensor([row.reward for row in tree]).double() / (NUM_ANCHORS + 1) for tree in trees]
     return (sum(values) - torch.stack(values)) / (len(trees) - 1)
 
 
@@ -131,7 +131,7 @@ def tree_credit(tree: Tree, prior: Tensor) -> list[tuple[Tensor, Tensor]]:
     Of the tree's rows, T pass through the token, and U do not. Its weight is |T|, and its advantage
     |T| * (mean reward of T - (κ prior + sum of the rewards of U) / (κ + |U|)).
     """
-    mass, rewards = masses(tree), torch.tensor([row.reward for row in tree]).double()  # (R,)
+    count, rewards = counts(tree), torch.tensor([row.reward for row in tree]).double()  # (R,)
     credit = []
     for i, row in enumerate(tree):
         positions = torch.arange(len(row.ids))
@@ -139,8 +139,8 @@ def tree_credit(tree: Tree, prior: Tensor) -> list[tuple[Tensor, Tensor]]:
         passes[i] = True
         if i == 0:  # branches pass through their base trajectory's tokens before the anchor
             passes |= torch.tensor([branch.start for branch in tree]).unsqueeze(1) > positions
-        size, total = mass @ passes.double(), (mass * rewards) @ passes.double()  # |T|, and the sum of its rewards
-        baseline = (PRIOR_STRENGTH * prior + mass @ rewards - total) / (PRIOR_STRENGTH + mass.sum() - size)
+        size, total = count @ passes.double(), (count * rewards) @ passes.double()  # |T|, and the sum of its rewards
+        baseline = (PRIOR_STRENGTH * prior + count @ rewards - total) / (PRIOR_STRENGTH + count.sum() - size)
         advantages = (total - size * baseline) * (positions >= row.start)
         advantages[advantages.abs() < 1e-9] = 0  # no more than rounding
         credit.append((size * (positions >= row.start) * advantages.any(), advantages))

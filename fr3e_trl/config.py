@@ -24,7 +24,6 @@ PAPER: dict[str, Any] = {
     "anchor_score": "entropy",
     "anchor_threshold": None,
     "anchor_min_gap": 1,
-    "distinct_branches": False,
     "base_selection": "mixed",
     "reuse_base": True,
     "modulation": "exp",
@@ -98,7 +97,6 @@ class FR3EConfig(GRPOConfig):
 
         anchor_threshold (`float` or `"auto"`, *optional*, defaults to `"auto"`): least entropy of an anchor, in nats.
         anchor_min_gap (`int`, *optional*, defaults to `1`): least distance of two anchors, in tokens.
-        distinct_branches (`bool`, *optional*, defaults to `False`): whether branches begin with other tokens.
 
         > Advantages
 
@@ -180,15 +178,6 @@ class FR3EConfig(GRPOConfig):
         default=1,
         metadata={"help": "Least distance between two anchors of a trajectory, in tokens. 1 allows any two positions."},
     )
-    distinct_branches: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether each branch begins with another token than its base trajectory has at the anchor. The "
-            "tokens are drawn without replacement, and tree credit weighs them so that its estimate stays unbiased. "
-            "It needs `credit='tree'`. A backend that cannot draws independent branches, and says so."
-        },
-    )
-
     # Advantages
 
     credit: str | None = field(
@@ -413,7 +402,6 @@ class FR3EConfig(GRPOConfig):
             anchor_score=self.anchor_score,
             anchor_threshold=self.anchor_threshold,
             anchor_min_gap=self.anchor_min_gap,
-            distinct=self.distinct_branches,
             base_selection=self.base_selection,
             reuse_base=self.reuse_base,
             prior_strength=self.value_prior_strength,
@@ -734,8 +722,6 @@ def _takes(credit: str, name: str, values: Sequence[Any], config: FR3EConfig) ->
     return config.credit != credit or getattr(config, name) in values
 
 
-MOST_DISTINCT = 10  # of 12 the weights take a tenth of a second for each anchor, and of 16 seconds
-
 # When a check applies, and the checks. "given": before anything is chosen. "settled": once all settings have their
 # values. "active": then too, unless nothing of FR3E is on
 CHECKS: dict[str, tuple[Check, ...]] = {
@@ -745,7 +731,6 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         _is("num_base_trajectories", or_none(integer()), "2"),
         _is("anchor_threshold", THRESHOLD, "0.3"),
         _is("anchor_min_gap", integer(least=1), "1"),
-        _is("distinct_branches", BOOLEAN),
         _is("credit", or_none(_choices("credit"))),
         _is("value_prior_strength", or_none(number(least=0)), "4.0"),
         _is("value_tracker", or_none(BOOLEAN)),
@@ -798,17 +783,6 @@ CHECKS: dict[str, tuple[Check, ...]] = {
             lambda config: config.max_refills == 0 or bool(config.reject_degenerate_states),
             "0 with reject_degenerate_states=False, which leaves nothing to refill; or set "
             "reject_degenerate_states=True",
-        ),
-        Check(
-            "distinct_branches",
-            lambda config: not config.distinct_branches or config.credit == "tree",
-            "False unless credit='tree', which weighs branches by how likely they were",
-        ),
-        Check(
-            "num_anchors",
-            lambda config: not config.distinct_branches or config.num_rollouts <= MOST_DISTINCT,
-            f"so many with distinct_branches=True that at most {MOST_DISTINCT} branches share an anchor: their weights "
-            "go through all subsets of these. Raise num_anchors, or lower num_generations",
         ),
         *_credit_checks(),
     ),

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 from transformers import PreTrainedTokenizerBase
 
-from .method.credit.tree import masses_by_rollout
 from .method.tree import Rollout, State, TokenIds, Tree
 
 WIDTH = 100  # columns of a line
@@ -85,10 +84,8 @@ def _credit(tree: Tree, base: int) -> str:
     anchors = {state.position: (i, state) for i, state in enumerate(tree.states) if state.base == base}
     parts, end = [], 0
     for length, _, advantage in tree.bases[base].credit:
-        start, end = end, end + length
+        end += length
         where = f"before S{anchors[end][0]}" if end in anchors else "to the end"
-        if start in anchors and anchors[start][1].rollouts[0].chances:  # this token was drawn with the branches'
-            where = f"at S{anchors[start][0]}"
         parts.append(f"{advantage:+.2f} {where}")
     return "advantages: " + ", ".join(parts)
 
@@ -102,19 +99,13 @@ def _state_lines(tree: Tree, i: int, tokenizer: PreTrainedTokenizerBase) -> list
     facts += ["rejected"] if state.rejected else []
     lines = [f"S{i}  {_origin(tree, state)}" + (f": {', '.join(facts)}" if facts else "")]
     explored = {id(tree.bases[s.base]): s.base for s in tree.states if s.base is not None}
-    is_distinct = any(rollout.chances for s in tree.states for rollout in s.rollouts)
-    masses = masses_by_rollout(tree) if is_distinct else {}
     outcomes = _outcomes(state.rollouts, tree)
     for rollout, outcome in zip(state.rollouts, outcomes, strict=True):
         notes = [f"trajectory {explored[id(rollout)] + 1}"] if id(rollout) in explored else []
         if rollout.copy_of is not None:
             notes = [f"copy: trajectory {rollout.copy_of + 1} again, which had no more anchors"]
-        elif rollout.chances is not None:
-            notes.append("p {1:.2f}, there {0:.2f}".format(*rollout.chances))
         elif rollout.differs is False:
             notes.append("same token")
-        if id(rollout) in masses:
-            notes.append(f"mass {masses[id(rollout)]:.2f}")
         note = f"  ({', '.join(notes)})" if notes else ""
         text = _text(tokenizer, state.prefix_ids, rollout.token_ids)
         if len(rollout.token_ids) == 0:

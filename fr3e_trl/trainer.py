@@ -246,7 +246,6 @@ class FR3ETrainer(resume.ExactResume):
             self.sampler = ToolCallingSampler(
                 self._tool_loop, self.sampler, skip_mismatches=self.args.replay_mismatch == "skip"
             )
-        checks.warn_of_independent_branches(self)
         checks.warn_of_float32_generation(self)
         self._explorer = Explorer(
             self,

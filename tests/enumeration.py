@@ -16,7 +16,7 @@ import torch
 
 from fr3e_trl.method.credit.prior import Prior
 from fr3e_trl.method.credit.rollout import row_baselines
-from fr3e_trl.method.credit.tree import Paths, Stretches, root_baselines, set_weights, tree_credit, tree_values
+from fr3e_trl.method.credit.tree import Paths, Stretches, root_baselines, tree_credit, tree_values
 
 Completion = tuple[int, ...]
 # Ways to choose where to branch from a completion, each with its probability
@@ -157,18 +157,15 @@ class Outcome:
             Of these rows.
         completions (`list[int]`):
             Completion of each row, as an index.
-        parents (`list[int | None]`), positions (`list[int]`), masses (`list[float]`):
+        parents (`list[int | None]`), positions (`list[int]`), counts (`list[int]`):
             As in [`Paths`].
-        is_distinct (`bool`):
-            Whether branches begin with tokens that were drawn without replacement.
     """
 
     probability: float
     completions: list[int]
     parents: list[int | None]
     positions: list[int]
-    masses: list[float]
-    is_distinct: bool = False
+    counts: list[int]
 
     def __add__(self, other: "Outcome") -> "Outcome":
         """Both, independently."""
@@ -178,8 +175,7 @@ class Outcome:
             self.completions + other.completions,
             self.parents + [None if parent is None else parent + shift for parent in other.parents],
             self.positions + other.positions,
-            self.masses + other.masses,
-            self.is_distinct,
+            self.counts + other.counts,
         )
 
 
@@ -197,58 +193,12 @@ def grow(policy: Policy, rule: Rule, num_branches: int) -> list[Outcome]:
     return outcomes
 
 
-def grow_distinct(
-    policy: Policy, rule: Rule, num_anchors: int, num_rollouts: int = 1, all_by_weights: bool = False
-) -> list[Outcome]:
-    """
-    Every tree of a base trajectory and `num_rollouts` branches from each position that the rule names, up to
-    `num_anchors`, whose first tokens were drawn without replacement. What stands for missing branches has no row.
-
-    Those who draw a token share out their rows by its weights, or, if `all_by_weights`, all rows that come there.
-    """
-    outcomes = []
-    for i, completion in enumerate(policy.completions):
-        for chance, positions in rule(policy, completion):
-            choices = [_distinct_branches(policy, completion, position, num_rollouts) for position in positions]
-            for drawn in itertools.product(*choices):
-                probability, coming = float(policy.probabilities[i]) * chance, 1 + num_anchors * num_rollouts
-                rows, places, masses, mass = [i], [0], [], float(coming)
-                for position, (p, chances, branches) in zip(positions, drawn, strict=True):
-                    weights = set_weights(chances)
-                    probability *= p
-                    drawing = 1.0 if all_by_weights else len(weights) / coming
-                    masses += [mass * drawing * weight for weight in weights[1:]]
-                    rows, places = rows + branches, places + [position] * len(branches)
-                    mass, coming = mass * (1 - drawing + drawing * weights[0]), coming - len(branches)
-                parents = [None] + [0] * (len(rows) - 1)
-                outcomes.append(Outcome(probability, rows, parents, places, [mass, *masses], is_distinct=True))
-    return outcomes
-
-
-def _distinct_branches(
-    policy: Policy, completion: Completion, position: int, num_rollouts: int
-) -> list[tuple[float, list[float], list[int]]]:
-    """Probability, chances of the first tokens, the base trajectory's first, and completions of the branches there."""
-    prefix, token = completion[:position], completion[position]
-    p = policy.distributions[policy.places[prefix]].tolist()
-    others = [t for t in range(len(p)) if t != token]
-    found = []
-    for tokens in itertools.permutations(others, min(num_rollouts, len(others))):
-        probability, left = 1.0, 1 - p[token]
-        for t in tokens:
-            probability, left = probability * p[t] / left, left - p[t]
-        for ways in itertools.product(*(policy.continuations((*prefix, t)) for t in tokens)):
-            chances = [p[token], *(p[t] for t in tokens)]
-            found.append((probability * math.prod(q for q, _ in ways), chances, [row for _, row in ways]))
-    return found
-
-
 def grow_further(policy: Policy, rule: Rule, outcomes: list[Outcome]) -> list[Outcome]:
     """From each branch another one, at the first position after its own beginning that the rule names."""
     for row in range(1, max(len(outcome.parents) for outcome in outcomes)):
         outcomes = [further for outcome in outcomes for further in _grow_from(policy, rule, outcome, row)]
     # The branches that a base trajectory has not would have had one each
-    return [replace(outcome, masses=[2 * outcome.masses[0] - 1, *outcome.masses[1:]]) for outcome in outcomes]
+    return [replace(outcome, counts=[2 * outcome.counts[0] - 1, *outcome.counts[1:]]) for outcome in outcomes]
 
 
 def _grow_from(policy: Policy, rule: Rule, outcome: Outcome, row: int) -> list[Outcome]:
@@ -258,14 +208,14 @@ def _grow_from(policy: Policy, rule: Rule, outcome: Outcome, row: int) -> list[O
     ((_, positions),) = rule(policy, completion)
     later = [position for position in positions if position > outcome.positions[row]]
     if not later:
-        return [replace(outcome, masses=[count + (i == row) for i, count in enumerate(outcome.masses)])]
+        return [replace(outcome, counts=[count + (i == row) for i, count in enumerate(outcome.counts)])]
     return [
         Outcome(
             outcome.probability * p,
             [*outcome.completions, i],
             [*outcome.parents, row],
             [*outcome.positions, later[0]],
-            [*outcome.masses, 1],
+            [*outcome.counts, 1],
         )
         for p, i in policy.continuations(completion[: later[0]])
     ]
@@ -339,6 +289,7 @@ def of_trees(
     prior_strength: float = 4.0,
     copies: bool = True,
     counted: bool = True,
+    length_normalized: bool = False,
     masked: Callable[[Completion], bool] = lambda completion: False,
 ) -> Estimate:
     """
@@ -351,13 +302,24 @@ def of_trees(
     is_masked = torch.tensor([masked(policy.completions[i]) for outcome in outcomes for i in outcome.completions])
     paths = paths._replace(rewards=paths.rewards.masked_fill(is_masked, math.nan))
     if not copies:
-        paths = paths._replace(masses=[1.0] * len(paths.masses))
+        paths = paths._replace(counts=[1] * len(paths.counts))
     priors = torch.full((len(outcomes),), prior, dtype=torch.float64)
     baselines = root_baselines(tree_values(paths), paths.prompts, priors, prior_strength)
-    credit = tree_credit(paths, baselines, prior_strength)
+    credit = tree_credit(paths, baselines, prior_strength, length_normalized)
     if not counted:
         credit = replace(credit, advantages=(credit.advantages / credit.weights).nan_to_num(0))
     return estimate(policy, outcomes, credit)
+
+
+def of_groups(policy: Policy, size: int) -> Estimate:
+    """GRPO with `loss_type="grpo"` and `scale_rewards="none"`: `size` rows, whose mean reward is the baseline."""
+    outcomes = several(grow(policy, lambda *_: [(1.0, ())], 0), size)
+    paths = paths_of(policy, outcomes)
+    means = torch.zeros(len(outcomes), dtype=torch.float64).index_add(0, paths.prompts, paths.rewards) / size
+    lengths = torch.tensor(paths.lengths)
+    rows, weights = torch.arange(len(lengths)), 1 / lengths.double()
+    advantages = (paths.rewards - means[paths.prompts]) * weights
+    return estimate(policy, outcomes, Stretches(rows, torch.zeros_like(lengths), lengths, weights, advantages))
 
 
 def of_branches(policy: Policy, outcomes: list[Outcome], prior: float, prior_strength: float = 4.0) -> Estimate:
@@ -383,7 +345,7 @@ def of_branches(policy: Policy, outcomes: list[Outcome], prior: float, prior_str
 
 def paths_of(policy: Policy, outcomes: list[Outcome]) -> Paths:
     """The rows of all outcomes, each a prompt of its own."""
-    rewards, parents, positions, lengths, prompts, masses, distinct = [], [], [], [], [], [], []
+    rewards, parents, positions, lengths, prompts, counts = [], [], [], [], [], []
     for i, outcome in enumerate(outcomes):
         shift = len(parents)
         rewards.append(policy.rewards[outcome.completions])
@@ -391,6 +353,5 @@ def paths_of(policy: Policy, outcomes: list[Outcome]) -> Paths:
         positions += outcome.positions
         lengths += [len(policy.completions[completion]) for completion in outcome.completions]
         prompts += [i] * len(outcome.parents)
-        masses += outcome.masses
-        distinct += [outcome.is_distinct and parent is not None for parent in outcome.parents]
-    return Paths(torch.cat(rewards), parents, positions, lengths, torch.tensor(prompts), masses, distinct)
+        counts += outcome.counts
+    return Paths(torch.cat(rewards), parents, positions, lengths, torch.tensor(prompts), counts, lengths)

@@ -18,7 +18,6 @@ import json
 import os
 import random
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -47,8 +46,6 @@ DIALOGUES = {
 class FakeSampler:
     """Draws the same from the same prefix, in any process."""
 
-    draws_distinct = True
-
     def __init__(self, is_told=False):
         self.is_told = is_told
 
@@ -59,11 +56,7 @@ class FakeSampler:
         seed = hashlib.sha256(repr((request.prefix_ids.tolist(), i)).encode()).hexdigest()
         rng = random.Random(seed)
         token_ids = [rng.randrange(5, 40) for _ in range(rng.randint(1, request.max_new_tokens))]
-        sample = Sample(token_ids, [-3.0] * len(token_ids) if self.is_told else None)
-        if request.distinct_from is None:
-            return sample
-        first = rng.choice([token for token in range(5, 40) if token != request.distinct_from])
-        return replace(sample, token_ids=[first, *sample.token_ids[1:]], chances=(0.5, rng.uniform(0.1, 0.5)))
+        return Sample(token_ids, [-3.0] * len(token_ids) if self.is_told else None)
 
 
 class FakeCaller(FakeSampler):
@@ -157,7 +150,7 @@ def main(output: Path, settings: dict, *options: str) -> None:
                         state.modulation,
                         tree.mean_entropies,
                         rollout.credit,
-                        rollout.chances,
+                        rollout.differs,
                     ],
                 }
                 for tree, state, rollout in rollouts_of(trainer.trees)

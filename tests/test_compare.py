@@ -58,7 +58,6 @@ from fr3e_trl.commands.statistics import (
 )
 from fr3e_trl.commands.usage import UsageError
 from fr3e_trl.generation.generate import GenerateSampler
-from fr3e_trl.method.tree import Rollout, Score, Tree
 
 ROOT = Path(__file__).parent.parent
 
@@ -958,25 +957,6 @@ def test_kept_file_that_is_damaged(capsys):
     with pytest.raises(SystemExit):
         cli.main(["pooled", "cut.jsonl.gz"])
     assert "fr3e pooled: error: cut.jsonl.gz is damaged: " in capsys.readouterr().err
-
-
-def test_what_a_first_token_decides():
-    """The script of docs/results.md, on a tree by hand: copies are left out, and each batch counts once."""
-    script = runpy.run_path(str(ROOT / "docs" / "reports" / "decisions.py"))
-    tree = Tree([9], 5, bases=[Rollout([3, 4], score=Score([], 1.0))])
-    tree.branch(0, {0: 0.7, 1: 0.6})
-    tree.states[1].rollouts = [Rollout([3], score=Score([], 0.5), differs=False), Rollout([3], copy_of=0)]
-    tree.states[2].rollouts = [Rollout([7], score=Score([], -1.0), differs=True)]
-    costs = SimpleNamespace(generated_tokens=60)
-    branches = script["Branches"](SimpleNamespace(batches=[{}], trees=[tree], costs=costs), amount=100)
-    control = SimpleNamespace(should_training_stop=False)
-    branches.on_step_end(None, None, control)
-    branches.on_step_end(None, None, control)  # a further update of the same batch
-    assert branches.squares == {False: [0.25], True: [4.0]} and not control.should_training_stop
-    branches.trainer.batches.append({})
-    costs.generated_tokens = 120
-    branches.on_step_end(None, None, control)
-    assert branches.squares == {False: [0.25] * 2, True: [4.0] * 2} and control.should_training_stop
 
 
 def test_what_hidden_states_tell():

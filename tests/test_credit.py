@@ -11,15 +11,17 @@ from enumeration import (
     Estimate,
     Policy,
     at_random,
+    estimate,
     first_uncertain,
     fixed,
     grow,
-    grow_distinct,
     grow_further,
     if_right,
     most_uncertain,
     of_branches,
+    of_groups,
     of_trees,
+    paths_of,
     several,
 )
 from hypothesis import given
@@ -30,8 +32,8 @@ from fr3e_trl.method.credit.rollout import row_baselines
 from fr3e_trl.method.credit.tree import (
     Paths,
     Stretches,
+    path_std,
     root_baselines,
-    set_weights,
     tree_credit,
     tree_values,
 )
@@ -46,9 +48,8 @@ Row = tuple[float, int | None, int, int]
 def paths(rows: list[Row], prompts: list[int] | None = None, copies: list[int] | None = None) -> Paths:
     rewards, parents, positions, lengths = map(list, zip(*rows, strict=True))
     prompts, copies = prompts or [0] * len(rows), copies or [1] * len(rows)
-    masses, distinct = [float(count) for count in copies], [False] * len(rows)
     rewards = torch.tensor(rewards, dtype=torch.float64)
-    return Paths(rewards, parents, positions, lengths, torch.tensor(prompts), masses, distinct)
+    return Paths(rewards, parents, positions, lengths, torch.tensor(prompts), copies, lengths)
 
 
 def one_tree(rows: list[Row], baseline: float, prior_strength: float, copies: list[int] | None = None) -> Stretches:
@@ -204,6 +205,37 @@ def test_equal_rewards_teach_nothing_though_means_are_rounded():
     for dtype in (torch.float32, torch.float64):
         credit = by_crowd(of_rows._replace(rewards=of_rows.rewards.to(dtype)), 3)
         assert not credit.advantages.any()
+
+
+def test_rewards_by_length():
+    # beta = .2, kappa = 4. Paths of 4, 5 and 8 tokens earn (1 - .2)/4 = .2, (0 - .2)/5 = -.04 and (1 - .2)/8 = .1
+    # 0-1: T all: .26 - 3 * 0.  2: T = {.2, .1}, U = {-.04}: .3 - 2 * -.04/5 = .316.  3: .2 - (.1 - .04)/6
+    # First branch: -.04 - (.2 + .1)/6.  Second: .1 - (.2 - .04)/6. Each token counts for the sum of 1/L of its T
+    of_rows = paths([(1, None, 0, 4), (0, 0, 2, 5), (1, 0, 3, 8)])
+    baselines = torch.full((3,), 0.2, dtype=torch.float64)
+    credit = tree_credit(of_rows, baselines, 4.0, length_normalized=True)
+    base = [(0, 0, 2, 0.26), (0, 2, 3, 0.316), (0, 3, 4, 0.19)]
+    assert_credit(credit, [*base, (1, 2, 5, -0.04 - 0.05), (2, 3, 8, 0.1 - 0.16 / 6)])
+    expected = [1 / 4 + 1 / 5 + 1 / 8, 1 / 4 + 1 / 8, 1 / 4, 1 / 5, 1 / 8]
+    assert credit.weights.tolist() == pytest.approx(expected)
+    assert num_counted(credit, [0, 1, 2]) == pytest.approx(3)
+    # A tool wrote half of the first row's tokens: (1 - .2)/2 = .4. That moves what the others are compared with too
+    credit = tree_credit(of_rows._replace(num_written=[2, 5, 8]), baselines, 4.0, length_normalized=True)
+    assert credit.advantages[2].item() == pytest.approx(0.4 - 0.06 / 6)
+    assert credit.advantages[3].item() == pytest.approx(-0.04 - 0.5 / 6)
+
+
+def test_rewards_by_length_without_a_baseline_are_about_the_trees_own_mean():
+    # No prior and no other tree: about .5, rows of 4 and 5 tokens earn .125 and -.1. 0-1: nothing to compare with
+    of_rows = paths([(1, None, 0, 4), (0, 0, 2, 5)])
+    credit = tree_credit(of_rows, torch.full((2,), NAN), 4.0, length_normalized=True)
+    assert_credit(credit, [(0, 0, 2, 0), (0, 2, 4, 0.225), (1, 2, 5, -0.225)])
+
+
+def test_the_standard_deviation_of_a_batch_counts_copies():
+    rows = paths([(1, None, 0, 4), (0, 0, 2, 5), (NAN, None, 0, 3)], copies=[2, 1, 1])
+    assert path_std(rows).item() == pytest.approx((1 / 3) ** 0.5 + 1e-4)  # of 1, 1, 0
+    assert path_std(paths([(1, None, 0, 4), (NAN, None, 0, 3)])) == 1
 
 
 def test_token_counts():
@@ -416,8 +448,8 @@ def test_unbiased_with_the_other_prompts_as_prior():
         prompts = torch.tensor([0] * len(outcomes[0].parents) + [1] * len(outcomes[1].parents))
         rewards = torch.cat([policy.rewards[o.completions] for policy, o in zip(policies, outcomes, strict=True)])
         lengths = [3] * len(prompts)
-        distinct = [False] * len(lengths)
-        credit = by_crowd(Paths(rewards, both.parents, both.positions, lengths, prompts, both.masses, distinct), 4.0)
+        of_rows = Paths(rewards, both.parents, both.positions, lengths, prompts, both.counts, lengths)
+        credit = by_crowd(of_rows, 4.0)
         stretches = zip(credit.rows, credit.starts, credit.ends, credit.advantages, strict=True)
         for row, start, end, advantage in stretches:
             scores = policies[prompts[row]].scores[both.completions[row]]
@@ -440,74 +472,14 @@ def with_gap(rule, gap):
     return apart
 
 
-# Rules, how many anchors and rollouts of each
-DISTINCT = {
-    "one anchor": (first_uncertain(0.6), 1, 1),
-    "two anchors": (first_uncertain(0.5, 2), 2, 1),
-    "two anchors apart": (with_gap(first_uncertain(0.3, 2), 2), 2, 1),
-    "sets of three": (first_uncertain(0.6), 1, 2),
-    "two sets of three": (first_uncertain(0.6, 2), 2, 2),
-    "at fixed positions": (fixed(1, 2), 2, 1),
-    "at random": (at_random, 1, 1),
+# Rules, and how many anchors
+RULES = {
+    "one anchor": (first_uncertain(0.6), 1),
+    "two anchors": (first_uncertain(0.5, 2), 2),
+    "two anchors apart": (with_gap(first_uncertain(0.3, 2), 2), 2),
+    "at fixed positions": (fixed(1, 2), 2),
+    "at random": (at_random, 1),
 }
-
-
-@pytest.mark.parametrize("strength", [0.0, 4.0])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", DISTINCT)
-def test_distinct_branches_are_unbiased(name, policy, strength):
-    rule, num_anchors, num_rollouts = DISTINCT[name]
-    outcomes = grow_distinct(policy, rule, num_anchors, num_rollouts)
-    num_rows = 1 + num_anchors * num_rollouts
-    assert sum(outcome.probability for outcome in outcomes) == pytest.approx(1, abs=1e-10)
-    assert all(sum(outcome.masses) == pytest.approx(num_rows) for outcome in outcomes)
-    assert relative_error(of_trees(policy, outcomes, 0.3, strength), policy, num_rows) < 1e-9
-
-
-def test_distinct_branches_have_less_variance():
-    """Than independent ones, and than if all rows that come to an anchor were shared out by the weights of its set."""
-    rows = []
-    for policy in POLICIES:
-        rule = first_uncertain(0.5, 2)
-        by_weights = grow_distinct(policy, rule, 2, all_by_weights=True)
-        of_policies = [
-            of_trees(policy, outcomes, 0.3)
-            for outcomes in (grow(policy, rule, 2), grow_distinct(policy, rule, 2), by_weights)
-        ]
-        assert all(relative_error(of_policy, policy, 3) < 1e-9 for of_policy in of_policies)
-        rows.append([of_policy.variance for of_policy in of_policies])
-    print("\nVariance by policy: independent, distinct, all by weights")
-    print("\n".join(" ".join(f"{variance:.3f}" for variance in row) for row in rows))
-    independent, distinct, all_by_weights = map(sum, zip(*rows, strict=True))
-    assert distinct < all_by_weights < 0.9 * independent
-
-
-def test_a_partner_in_the_baseline_is_a_bias():
-    """The tokens of an anchor were drawn with an eye to each other."""
-    policy = POLICIES[0]
-    outcomes = [replace(o, is_distinct=False) for o in grow_distinct(policy, first_uncertain(0.6), 1)]
-    assert relative_error(of_trees(policy, outcomes, 0.3), policy, 2) > 0.02
-
-
-def test_weights_of_a_set_by_hand():
-    # (1 - .2) / (2 - .5 - .2) and (1 - .5) / (2 - .5 - .2)
-    assert set_weights([0.5, 0.2]) == pytest.approx([0.8 / 1.3, 0.5 / 1.3])
-    # A set of all that there is has the probabilities themselves
-    assert set_weights([0.5, 0.2, 0.3]) == pytest.approx([0.5, 0.2, 0.3])
-    assert set_weights([1.0, 1e-12]) == pytest.approx([1.0, 0.0], abs=1e-9)
-
-
-def test_weights_of_a_set_by_all_orders():
-    """And those of a set as large as is allowed, of which there are too many orders to go through."""
-    chances = [0.3, 0.05, 0.2, 0.15, 0.1]
-
-    def in_any_order(tokens, left=1.0):
-        drawn = [(tokens[:i] + tokens[i + 1 :], p / left, left - p) for i, p in enumerate(tokens)]
-        return sum(p * in_any_order(rest, remains) for rest, p, remains in drawn) if tokens else 1.0
-
-    first = [p * in_any_order(chances[:i] + chances[i + 1 :], 1 - p) for i, p in enumerate(chances)]
-    assert set_weights(chances) == pytest.approx([p / sum(first) for p in first])
-    assert set_weights([0.5 / 10] * 11) == pytest.approx([1 / 11] * 11)
 
 
 def is_cut_off(completion):
@@ -544,15 +516,13 @@ def counted_gradient(policy, baseline, masked):
 
 
 @pytest.mark.parametrize("masked", NOT_COUNTED)
-@pytest.mark.parametrize("name", DISTINCT)
-def test_distinct_branches_of_which_only_some_count(name, masked):
-    """The objective is the same as that of independent branches, and the masses of rows that do not count are lost."""
-    rule, num_anchors, num_rollouts = DISTINCT[name]
+@pytest.mark.parametrize("name", RULES)
+def test_trees_of_which_only_some_rows_count(name, masked):
+    rule, num_anchors = RULES[name]
     policy = Policy(vocabulary=3, length=3, seed=5, rewards="graded", eos=True)
-    outcomes = grow_distinct(policy, rule, num_anchors, num_rollouts)
-    expected = (1 + num_anchors * num_rollouts) * counted_gradient(policy, 0.3, NOT_COUNTED[masked])
+    expected = (1 + num_anchors) * counted_gradient(policy, 0.3, NOT_COUNTED[masked])
     # A prior of such a weight is the baseline
-    mean = of_trees(policy, outcomes, 0.3, 1e13, masked=NOT_COUNTED[masked]).mean
+    mean = of_trees(policy, grow(policy, rule, num_anchors), 0.3, 1e13, masked=NOT_COUNTED[masked]).mean
     assert float((mean - expected).norm() / expected.norm()) < 1e-10
 
 
@@ -575,31 +545,112 @@ def failing(policy, outcomes, chance):
 
 
 @pytest.mark.parametrize("strength", [0.0, 4.0])
-@pytest.mark.parametrize("name", ["one anchor", "two anchors", "sets of three"])
-def test_distinct_branches_whose_scoring_fails_at_random_are_unbiased(name, strength):
-    rule, num_anchors, num_rollouts = DISTINCT[name]
+@pytest.mark.parametrize("name", ["one anchor", "two anchors"])
+def test_trees_whose_scoring_fails_at_random_are_unbiased(name, strength):
+    """As far as no row stands for others, which would fail with it."""
+    rule, num_anchors = RULES[name]
     policy = Policy(vocabulary=3, length=3, seed=5, rewards="graded", eos=True)
-    outcomes = grow_distinct(policy, rule, num_anchors, num_rollouts)
-    estimate = of_trees(*failing(policy, outcomes, 0.25), 0.3, strength)
+    estimate = of_trees(*failing(policy, grow(policy, rule, num_anchors), 0.25), 0.3, strength)
     assert float(estimate.probabilities.sum()) == pytest.approx(1, abs=1e-10)
-    assert relative_error(estimate, policy, 0.75 * (1 + num_anchors * num_rollouts)) < 1e-10
+    assert relative_error(estimate, policy, 0.75 * (1 + num_anchors)) < 1e-10
 
 
 @pytest.mark.parametrize("masked", NOT_COUNTED)
 def test_a_baseline_of_rows_that_left_changes_what_it_is_worth_to_count(masked):
     """
     What is learned of rows that do not count depends on the baseline. A finite prior strength has it depend on rewards
-    of rows that left, so that the gradient is not that of a fixed baseline: as much with distinct branches as without.
+    of rows that left, so that the gradient is not that of a fixed baseline.
     """
     policy = Policy(vocabulary=3, length=3, seed=5, rewards="graded", eos=True)
     expected = 3 * counted_gradient(policy, 0.3, NOT_COUNTED[masked])
-    rule = first_uncertain(0.5, 2)
-    biases = []
-    for outcomes in (grow(policy, rule, 2), grow_distinct(policy, rule, 2)):
-        mean = of_trees(policy, outcomes, 0.3, 4.0, masked=NOT_COUNTED[masked]).mean
-        biases.append(float((mean - expected).norm() / expected.norm()))
-    print(f"{masked}: independent {biases[0]:.1%}, distinct {biases[1]:.1%}")
-    assert min(biases) > 0.005 and max(biases) < 0.2
+    mean = of_trees(policy, grow(policy, first_uncertain(0.5, 2), 2), 0.3, 4.0, masked=NOT_COUNTED[masked]).mean
+    bias = float((mean - expected).norm() / expected.norm())
+    print(f"{masked}: {bias:.1%}")
+    assert 0.005 < bias < 0.2
+
+
+# Means over rows: GRPO with `loss_type="grpo"` and `"sapo"`
+
+LENGTHS = [Policy(vocabulary=3, length=3, seed=6, eos=True), Policy(2, 4, seed=4, rewards="graded", eos=True)]
+
+
+def by_length(policy, baseline):
+    """Gradient of the mean of (r - baseline) / L, for a baseline that is a number."""
+    lengths = torch.tensor([len(completion) for completion in policy.completions])
+    return policy.gradient_of((policy.rewards - baseline) / lengths)
+
+
+def error(mean, expected):
+    return float((mean - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("policy", LENGTHS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_grpos_mean_over_rows_has_the_expected_reward_as_its_baseline(policy, size):
+    """Each row's own reward is in its group's mean, which takes one of the rows away."""
+    expected = (size - 1) * by_length(policy, float(policy.expected_reward))
+    assert error(of_groups(policy, size).mean, expected) < 1e-10
+
+
+@pytest.mark.parametrize("strength", [0.0, 1.0, 4.0])
+@pytest.mark.parametrize("policy", LENGTHS)
+@pytest.mark.parametrize(("rule", "num_branches"), STOPPING_RULES)
+def test_trees_by_length_have_grpos_gradient_with_their_own_baseline(policy, rule, num_branches, strength):
+    """Whatever the baseline β is, and exactly that of GRPO's groups where it is the expected reward."""
+    outcomes, num_rows = grow(policy, rule, num_branches), 1 + num_branches
+    for baseline in (0.0, 0.3):
+        mean = of_trees(policy, outcomes, baseline, strength, length_normalized=True).mean
+        assert error(mean / num_rows, by_length(policy, baseline)) < 1e-10
+    value = float(policy.expected_reward)
+    mean = of_trees(policy, outcomes, value, strength, length_normalized=True).mean
+    assert error(mean / num_rows, of_groups(policy, 2).mean) < 1e-10
+
+
+def test_trees_by_length_with_branches_of_branches_and_several_trees():
+    policy = LENGTHS[0]
+    outcomes = grow_further(policy, first_uncertain(0.5, num_anchors=3), grow(policy, first_uncertain(0.5), 1))
+    mean = of_trees(policy, outcomes, 0.3, length_normalized=True).mean
+    assert error(mean / 3, by_length(policy, 0.3)) < 1e-10
+    # β is a mean with the other tree: (4 * .3 + its value) / 5, or that value alone without a prior
+    value = float(policy.expected_reward)
+    pairs = several(grow(policy, first_uncertain(0.6), 1), 2)
+    for prior, strength, baseline in ((0.3, 4.0, (4 * 0.3 + value) / 5), (NAN, 0.0, value)):
+        mean = of_trees(policy, pairs, prior, strength, length_normalized=True).mean
+        assert error(mean / 4, by_length(policy, baseline)) < 1e-10
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_trees_by_length_of_which_only_finished_rows_count(name):
+    """A prior of such a weight is the baseline."""
+    rule, num_anchors = RULES[name]
+    policy = LENGTHS[0]
+    finished = torch.tensor([not is_cut_off(completion) for completion in policy.completions])
+    lengths = torch.tensor([len(completion) for completion in policy.completions])
+    outcomes = grow(policy, rule, num_anchors)
+    mean = of_trees(policy, outcomes, 0.3, 1e13, length_normalized=True, masked=is_cut_off).mean
+    expected = policy.gradient_of(finished * (policy.rewards - 0.3) / lengths)
+    assert error(mean / (1 + num_anchors), expected) < 1e-9
+
+
+def test_what_is_not_grpos_gradient_by_length():
+    """Where anchors look ahead, and where the baseline of rows that left is subtracted before the division."""
+    policy, value = LENGTHS[1], float(LENGTHS[1].expected_reward)
+    looking_ahead = of_trees(policy, grow(policy, most_uncertain(), 1), value, length_normalized=True).mean
+    assert error(looking_ahead / 2, by_length(policy, value)) > 0.01
+
+    outcomes = grow(policy, first_uncertain(0.5, 2), 2)
+    paths = paths_of(policy, outcomes)
+    zeros = torch.zeros_like(paths.rewards)
+    plain = tree_credit(paths, zeros + value, 4.0)
+    rewards, by_lengths = (tree_credit(paths, zeros, 1e15, normalized) for normalized in (False, True))
+    baselines = (rewards.advantages - plain.advantages) / plain.weights  # of each token: (κ β + Σ r) / (κ + |U|)
+    before = replace(by_lengths, advantages=by_lengths.advantages - by_lengths.weights * baselines)
+    assert error(estimate(policy, outcomes, before).mean / 3, by_length(policy, value)) > 0.01
+    # With a prior of such a weight the two are one
+    plain = tree_credit(paths, zeros + value, 1e13)
+    baselines = (rewards.advantages - plain.advantages) / plain.weights
+    before = replace(by_lengths, advantages=by_lengths.advantages - by_lengths.weights * baselines)
+    assert error(estimate(policy, outcomes, before).mean / 3, by_length(policy, value)) < 1e-6
 
 
 def test_a_loss_divided_by_the_rows_in_it_has_another_scale_and_direction_than_one_divided_by_all_rows():
@@ -650,8 +701,8 @@ def test_without_the_weight_it_is_another_objective(position):
     counts = torch.tensor([1.0 if len(prefix) < position else 2.0 for prefix in policy.places], dtype=torch.float64)
     expected = policy.gradient * counts.repeat_interleave(3)
     outcomes = grow(policy, fixed(position), 1)
-    for estimate in (of_trees(policy, outcomes, 0.3, counted=False), of_branches(policy, outcomes, 0.3)):
-        torch.testing.assert_close(estimate.mean, expected, atol=1e-12, rtol=0)
+    for found in (of_trees(policy, outcomes, 0.3, counted=False), of_branches(policy, outcomes, 0.3)):
+        torch.testing.assert_close(found.mean, expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -69,18 +69,16 @@ def test_everything_is_told_in_the_order_of_the_chains():
 
 
 def test_branches_that_differ():
-    """Both tokens' probabilities, masses, and an advantage of its own for the token that was drawn."""
     tree = make_tree()
     del tree.states[2:]
-    tree.bases[0].credit = [(2, 3.0, 0.5), (1, 1.5, -0.25), (4, 1.5, 0.125)]
+    tree.bases[0].credit = [(2, 2.0, 0.5), (5, 1.0, 0.125)]
     (first,) = tree.states[1].rollouts = tree.states[1].rollouts[:1]
-    first.chances, first.differs = (0.5, 0.2), True
+    first.differs = True
     text = render_tree(tree, TOKENIZER)
-    assert "  advantages: +0.50 before S1, -0.25 at S1, +0.12 to the end" in text
-    # Of 2 rows, the branch takes .5 / 1.3, and the base trajectory the rest
-    assert "S1  before token 3 of 7: H = 0.25 nats\n    ✗ 4=↵7<eos>  (p 0.20, there 0.50, mass 0.77)" in text
-    assert "    ✓ 3+3=↵6<eos>  (trajectory 1, mass 1.23)\n    ✗ 1+5=↵7<eos>  (mass 1.00)" in text
-    first.chances, first.differs = None, False
+    assert "  advantages: +0.50 before S1, +0.12 to the end" in text
+    assert "S1  before token 3 of 7: H = 0.25 nats\n    ✗ 4=↵7<eos>\n" in text
+    assert "    ✓ 3+3=↵6<eos>  (trajectory 1)\n    ✗ 1+5=↵7<eos>" in text
+    first.differs = False
     assert "    ✗ 4=↵7<eos>  (same token)" in render_tree(tree, TOKENIZER)
 
 

@@ -21,7 +21,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fr3e_trl.commands.cli import main
 from fr3e_trl.display import token_texts
-from fr3e_trl.method.credit.tree import masses_of
 from fr3e_trl.page.callback import report
 from fr3e_trl.page.page import CHARTS, MAX_POINTS, MAX_TREES, charts, make_page
 from fr3e_trl.page.record import MAX_TREES as MAX_TREES_OF_STEP
@@ -107,11 +106,10 @@ def close(x, y, digits=1e-3):
     "settings",
     [
         {},
-        {"distinct_branches": True, "anchor_threshold": 0.3},
         {"modulation": "exp", "num_generations": 12, "reuse_base": False, "value_prior_strength": 0.0},
         {"max_refills": 2, "value_prior_strength": 0.0, "num_anchors": 1, "num_base_trajectories": 4},
     ],
-    ids=["defaults", "distinct", "published", "refill"],
+    ids=["defaults", "published", "refill"],
 )
 def test_the_page_has_what_was_explored(settings):
     """Every number and text of the page, from the trees of the run themselves."""
@@ -176,25 +174,19 @@ def test_the_page_has_what_was_explored(settings):
 
 
 def check_branches(tree, record, settings):
-    """Masses, copies, and whether branches begin with other tokens than their base trajectory."""
+    """Copies, how many rows each stands for, and whether branches begin with other tokens than their trajectory."""
     by_tree = "modulation" not in settings  # which is for rollout credit
     rollouts = [r for state in tree.states for r in state.rollouts]
-    masses = masses_of(tree) if by_tree else [None] * len(rollouts)
     of_rows = [record["rollouts"][k] for state in record["states"] for k in state["rollouts"]]
-    sampled = [(r, mass) for r, mass in zip(rollouts, masses, strict=True) if r.copy_of is None]
-    for (rollout, mass), of_row in zip(sampled, of_rows, strict=True):
-        assert close(of_row["mass"], mass)
-        assert (of_row["chances"] is None) == (rollout.chances is None)
-        assert all(close(x, y) for x, y in zip(of_row["chances"] or [], rollout.chances or [], strict=True))
+    assert all(of_row["num_rows"] == (1 + of_row["copies"] if by_tree else None) for of_row in of_rows)
     if by_tree:
-        assert sum(of_row["mass"] for of_row in of_rows) == pytest.approx(len(rollouts), rel=1e-3)
+        assert sum(of_row["num_rows"] for of_row in of_rows) == len(rollouts)
     for b, k in enumerate(record["bases"]):
         assert record["rollouts"][k]["copies"] == sum(r.copy_of == b for r in rollouts)
     for state, of_state in zip(tree.states[1:], record["states"][1:], strict=True):
         token = tree.bases[state.base].token_ids[state.position]
         for rollout, k in zip(state.rollouts, of_state["rollouts"], strict=True):
             assert record["rollouts"][k]["differs"] == (rollout.token_ids[0] != token)
-            assert "distinct_branches" not in settings or rollout.token_ids[0] != token
 
 
 def check_advantages(trees, advantages):
@@ -650,7 +642,7 @@ def alpha(token) -> float:
 
 
 def test_branches_and_copies_are_told(opened):
-    """Both tokens of an anchor with their probabilities, masses, what a copy is, and why a failed row has A above 0."""
+    """Both tokens of an anchor, what a copy is, and why a failed row has A above 0."""
     record = made_step(5, num_trees=1, length=40)
     (tree,) = record["trees"]
     base, branch, other = (tree["rollouts"][k] for k in (0, 2, 3))
@@ -659,14 +651,13 @@ def test_branches_and_copies_are_told(opened):
         "reward": 0.0,
         "advantage": 0.18,
         "copies": 1,
-        "mass": 1.25,
+        "num_rows": 2,
     }
-    base["credit"] = [[10, 3.0, 1.0], [1, 1.5, 0.5], [29, 1.25, -0.12]]
+    base["credit"] = [[10, 3.0, 1.0], [30, 2.0, -0.12]]
     branch |= {
         "reward": 1.0,
-        "mass": 1.75,
+        "num_rows": 1,
         "differs": True,
-        "chances": [0.5, 0.25],
         "tokens": ["z", *branch["tokens"][1:]],
     }
     other |= {"differs": False}
@@ -677,17 +668,17 @@ def test_branches_and_copies_are_told(opened):
     page.wait_for_selector(".branch")
     assert "1 copy A copy is a missing branch" in page.locator("main .summary").text_content()
     told = page.locator("main > article").first.locator("> .note").all_text_contents()
-    assert told[1] == "A: +1.00 before S1, +0.50 at S1, −0.12 to the end."
+    assert told[1] == "A: +1.00 before S1, −0.12 to the end."
     assert told[2].startswith(
         "It failed, and yet A is above 0 on average: tokens before a branch learn from the branch"
     )
     assert told[3] == "Counts for 1 copy too: it had no anchor for that branch."
     told = page.locator(".branch .note").all_text_contents()
-    assert told[0] == "Begins with z, p = 0.25. The trajectory has y, p = 0.50. Stands for 1.75 rows."
+    assert told[0] == "Begins with z. The trajectory has y."
     assert told[1].endswith(", as the trajectory goes on.")
     cells = page.locator("main table tbody tr").nth(1).locator("td").all_text_contents()
-    assert "y 0.50 → z 0.25" in cells and "1.75" in cells
-    assert f"{3}, mean {1.75 / 3:.2f}" in cells  # rows that pass, of known mass
+    assert "y → z" in cells
+    assert f"{3}, mean {1 / 3:.2f}" in cells  # rows that pass, of a known number
     assert page.get_by_role("columnheader", name="α").count() == 0
 
 

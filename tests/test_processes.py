@@ -60,7 +60,6 @@ def test_the_same_completions_give_the_same_training(loss_type, num_generations,
             "per_device_train_batch_size": batch_size,
             "gradient_accumulation_steps": micro_batches,
             "loss_type": loss_type,
-            "distinct_branches": loss_type == "dapo",  # tree credit is not for the other
             "num_base_trajectories": 2,
             "num_anchors": num_generations - 2,
             "optim": "sgd",  # moves the weights by their gradients, and by no more
@@ -78,7 +77,6 @@ def test_the_same_completions_give_the_same_training(loss_type, num_generations,
         assert same(trees_of(of_processes), trees_of(alone[0]))
         for mine, theirs in zip(main["logs"], alone[0][0]["logs"], strict=True):
             names = ["fr3e/value/S0", "fr3e/advantage/std", "fr3e/tokens/generated", "fr3e/branches/distinct"]
-            names += ["fr3e/branches/mass/mean", "fr3e/branches/mass/min"]
             for name in ("loss", "grad_norm", "reward", *names):
                 assert name not in theirs or math.isclose(mine[name], theirs[name], rel_tol=1e-5, abs_tol=1e-6), name
         torch.testing.assert_close(weights, alone[1], atol=1e-6, rtol=1e-6)
@@ -150,12 +148,9 @@ def test_sharded_sampling(recipe, tmp_path):
         "num_anchors": 2,
         "per_device_train_batch_size": 2,
         "num_iterations": 2,
-        "distinct_branches": True,
     }
     of_processes = launch(tmp_path / "run", 3, settings, "sharded", recipe=recipe)
     assert len(trees_of(of_processes)) == 2
-    name = "fr3e/branches/distinct"
-    assert {entry[name] for entry in of_processes[0]["logs"] if name in entry} == {1}
     assert all(math.isfinite(entry["loss"]) for entry in of_processes[0]["logs"] if "loss" in entry)
 
 
@@ -177,11 +172,9 @@ def test_a_sharded_reward_model_with_nothing_to_score(recipe, tmp_path):
 
 def test_real_sampling_in_two_processes(tmp_path):
     settings = {"num_generations": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
-    settings |= {"num_base_trajectories": 2, "num_anchors": 2, "anchor_threshold": None, "distinct_branches": True}
+    settings |= {"num_base_trajectories": 2, "num_anchors": 2, "anchor_threshold": None}
     first, second = launch(tmp_path / "run", 2, settings)
     trees = trees_of([first, second])
-    # The rollouts of the first anchor are two of one process and one of the other, which know nothing of each other
-    assert [chances is not None for *_, chances in trees[0]] == [False] * 5 + [True] * 3
     assert [len(of_step) for of_step in trees] == [8, 8, 8]
     assert all(math.isfinite(entry["loss"]) for entry in first["logs"] if "loss" in entry)
     assert all(map(torch.equal, *(weights_of(tmp_path / "run", process) for process in range(2))))
@@ -203,7 +196,6 @@ def test_resuming_is_exact_in_several_processes(recipe, tmp_path):
         "max_refills": 4,
         "value_prior_strength": 0,
         "num_rewards": 2,  # that many, and no prior, for states to be rejected
-        "distinct_branches": True,
         "seed": 4,  # with which rows are left over, and used
     }
     whole = launch(tmp_path / "whole", 2, settings, *options, recipe=recipe)

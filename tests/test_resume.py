@@ -53,12 +53,11 @@ def check_same(resumed, whole):
             "steps_per_generation": 4,
             "per_device_train_batch_size": 8,
             "gradient_accumulation_steps": 2,
-            "distinct_branches": True,
         },
         {"steps_per_generation": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 3},
         {"num_iterations": 3, "peft_config": LoraConfig(lora_dropout=0.2, target_modules="all-linear")},
         {"logging_steps": 3, "num_anchors": 0, "num_iterations": 2},
-        {"max_refills": 3, "distinct_branches": True} | REJECTING,
+        {"max_refills": 3} | REJECTING,
     ],
     ids=["aligned", "iterations", "buffer", "misaligned", "dropout", "grpo", "refill"],
 )

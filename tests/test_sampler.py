@@ -16,7 +16,10 @@ from trees import rollouts_of
 
 from fr3e_trl import Sample, Sampler, SamplingRequest
 from fr3e_trl.generation.sampler import OwnSampler
+from fr3e_trl.generation.vllm import RequestQueue
 from fr3e_trl.generation.vllm_server import ServerFault, in_parallel
+from fr3e_trl.method.anchors import AboveThreshold
+from fr3e_trl.method.sampling import Branching
 from fr3e_trl.trl_adapter.samplers import make_sampler
 
 
@@ -218,3 +221,35 @@ def test_a_colocated_vllm_with_tensor_parallelism(tmp_path):
     assert len(alone["engine"]) == 6 and shared[0]["engine"] == shared[1]["engine"] == alone["engine"]
     assert same(trees_of(shared), trees_of([alone]))
     torch.testing.assert_close(weights_of(tmp_path / "2"), weights_of(tmp_path / "1"), atol=1e-6, rtol=1e-6)
+
+
+# vLLM
+
+
+def test_vllms_branches_leave_while_their_base_trajectories_grow():
+    """Two of them, told in turns, three tokens at a time. A branch is asked for with the part that has its anchor."""
+    branching = Branching(2, None, [2, 1], AboveThreshold(threshold=0.5, min_gap=2))
+    request = SamplingRequest([9, 9], 2, 6, 1.0, with_entropies=True, branching=branching)
+    queue = RequestQueue([request], draws_branches=True)
+    assert [asked.num_samples for asked in queue.asked] == [1, 1]
+    assert all(queue.is_growing(asked) for asked in queue.asked)
+    parts = [Sample([3, 4, 5], [-0.5] * 3, np.array(h, np.float32)) for h in ([0.9, 0.8, 0.9], [0.6, 0.4, 0.7])]
+    asked = [
+        [(further.prefix_ids.tolist(), further.max_new_tokens) for further in queue.answer(b, [part])]
+        for part in parts
+        for b in range(2)
+    ]
+    # Never position 0; position 2 is too near to 1; the second one has a single anchor
+    first, second = ([9, 9, 3], 5), ([9, 9, 3, 4, 5], 3)
+    assert asked == [[first], [first], [second], []]
+    for i in range(2, len(queue.asked)):
+        of_branch = queue.asked[i]
+        assert not queue.is_growing(of_branch)
+        queue.answer(i, [Sample([6 + k], [-1.0]) for k in range(of_branch.num_samples)])
+    ((one, other),) = queue.samples
+    assert one.token_ids == other.token_ids == [3, 4, 5] * 2
+    assert one.entropies == pytest.approx([0.9, 0.8, 0.9, 0.6, 0.4, 0.7]) and len(one.logprobs) == 6
+    assert [list(sample.branches) for sample in (one, other)] == [[1, 3], [1]]
+    for sample in (one, other):
+        for branches in sample.branches.values():
+            assert [branch.token_ids[0] for branch in branches] == [6, 7]

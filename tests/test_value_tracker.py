@@ -35,6 +35,12 @@ def priors(memory: ValueTracker, values: dict[int, float]) -> list[float]:
     return memory.priors(list(values), torch.tensor(list(values.values()), dtype=torch.float64)).tolist()
 
 
+def known(memory: ValueTracker) -> dict[int, tuple[float, float]]:
+    """The offset of each prompt that came, and how many visits it counts as."""
+    columns = (memory.state()[name].tolist() for name in ("keys", "offsets", "weights"))
+    return {key: (offset, weight) for key, offset, weight in zip(*columns, strict=True)}
+
+
 # By hand
 
 
@@ -66,15 +72,14 @@ def test_offsets_and_their_slope_by_hand():
     memory = ValueTracker()
     learn(memory, {A: [1.0], B: [0.0], C: [0.5]})
     # Levels without each: .25, .75, .5. Offsets .75, -.75 and 0, of one visit each
-    assert memory.keys.tolist() == [A, B, C]
-    assert memory.offsets.tolist() == [0.75, -0.75, 0.0] and memory.weights.tolist() == [1, 1, 1]
+    assert known(memory) == {A: (0.75, 1), B: (-0.75, 1), C: (0, 1)}
     # Nothing has shown yet that an offset lasts: the level alone
     assert priors(memory, {A: 0.0}) == [0.5]
     learn(memory, {A: [0.8]})
     # Level .5, so .3 above it after .75. .75 * .3 / .75 ** 2 = .4, as of 1 prompt, beside 16 of slope 0: .4 / 17
     assert memory.slope.value == pytest.approx(0.4 / 17)
     # In the mean of its visits the first counts .75: (.75 * .75 + .3) / 1.75
-    assert memory.offsets[0].item() == pytest.approx(0.8625 / 1.75) and memory.weights[0] == 1.75
+    assert known(memory)[A] == pytest.approx((0.8625 / 1.75, 1.75))
     # Level (3 * .5 + .8) / 4 = .575, and B is expected that much below it
     assert priors(memory, {B: NAN}) == pytest.approx([0.575 - 0.4 / 17 * 0.75])
     assert memory.num_known([B, D, C, 123]) == 2
@@ -85,8 +90,7 @@ def test_a_prompt_that_is_in_the_batch_twice_is_one_visit():
     learn(memory, {A: [0.0], B: [0.0]})
     memory.learn([C, C], torch.tensor([1.0, 0.5]), torch.tensor([1.0, 0.5]), torch.tensor([0, 1]))
     # Levels .5 / 3 and 1 / 3: offsets 5 / 6 and 1 / 6
-    assert memory.keys.tolist() == [A, B, C]
-    assert memory.offsets[2].item() == pytest.approx(0.5) and memory.weights[2] == 1
+    assert known(memory).keys() == {A, B, C} and known(memory)[C] == pytest.approx((0.5, 1))
 
 
 def test_the_strength_by_hand():
@@ -139,6 +143,32 @@ def test_a_prompt_that_comes_again_is_known():
         learn(memory, dict(enumerate(values[:, None].tolist())))
     assert errors[1] > 0.15 and sum(errors[-50:]) / 50 < 0.06
     assert memory.slope.value > 0.7
+
+
+def test_prompts_are_told_apart_whatever_their_number_and_order():
+    """Against a dictionary: more than a table begins with, some twice in a batch, some that share their place."""
+    generator = torch.Generator().manual_seed(0)
+    memory, offsets, weights = ValueTracker(), {}, {}
+    keys = [*range(0, 2**20, 2**10), *range(-600, 600), *torch.randint(-(2**62), 2**62, (1000,), generator=generator)]
+    keys = [int(keys[i]) for i in torch.randint(0, len(keys), (8000,), generator=generator)]
+    for start in range(0, 8000, 100):
+        batch, values = keys[start : start + 100], torch.rand(100, generator=generator, dtype=torch.float64)
+        levels = (memory.num_prompts * memory.level + values.sum() - values) / (memory.num_prompts + 99)
+        slope = min(max(memory.slope.value, 0), 1)
+        expected = levels + slope * torch.tensor([offsets.get(key, 0.0) for key in batch])
+        torch.testing.assert_close(memory.priors(batch, values), expected, atol=1e-6, rtol=1e-6)
+        assert memory.num_known(batch) == sum(key in offsets for key in batch)
+        memory.learn(batch, values, values, torch.arange(100))
+        for key in set(batch):
+            found = [(value - level).item() for k, value, level in zip(batch, values, levels, strict=True) if k == key]
+            before = 0.75 * weights.get(key, 0.0)
+            offsets[key] = (before * offsets.get(key, 0.0) + sum(found) / len(found)) / (before + 1)
+            weights[key] = before + 1
+    assert known(memory) == {key: pytest.approx((offsets[key], weights[key]), abs=1e-5) for key in offsets}
+    assert memory.state()["keys"].tolist() == sorted(offsets)  # whatever the order that they came in
+    again = ValueTracker()
+    again.resume(memory.state())
+    assert known(again) == known(memory)
 
 
 def test_a_checkpoint_is_small_and_plain(tmp_path):
@@ -258,8 +288,9 @@ def test_prompts_that_cannot_be_scored_teach_nothing():
     trainer.train()
     came = {prompt_key(tree.prompt_ids): value_of(tree, trainer.args) for _, trees in trainer.batches for tree in trees}
     assert len(came) == 6
-    assert set(trainer._value_tracker.keys.tolist()) == {key for key, value in came.items() if not math.isnan(value)}
-    assert len(trainer._value_tracker.keys) == 4 and trainer._value_tracker.num_prompts == 8
+    tracker = trainer._value_tracker
+    assert known(tracker).keys() == {key for key, value in came.items() if not math.isnan(value)}
+    assert len(known(tracker)) == 4 and tracker.num_prompts == 8
 
 
 REFILL = {"max_refills": 4, "reject_degenerate_states": True, "value_prior_strength": 1.0, "num_anchors": 1}

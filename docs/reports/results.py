@@ -33,9 +33,6 @@ RUNS = Path(__file__).parent.parent / "runs"
 FAMILIES = ("chain", "hard", "distractors", "few_prompts", "lengths", "machine", "countdown", "search", "graded")
 PANELS_IN_A_ROW = 3
 
-# Those whose distinct branches were run at the point of independent ones alone
-AT_ONE_POINT = ("machine", "countdown", "search")
-
 # Arms with TRL's off-policy mask, and with fewer rows, beside the tuned ones of their kind
 MASKED = {
     "grpo_masked_2": "grpo_4",
@@ -60,7 +57,7 @@ ROWS = {
     "tree_8_tracker": "tree_4_tracker",
 }
 
-# Trees beside groups with as many rows, and with distinct branches
+# Trees beside groups with as many rows, and with branches drawn without replacement
 AS_MANY_ROWS = [
     ("tree_2_tracker", "grpo_2"),
     ("tree_3_tracker", "grpo_3"),
@@ -161,22 +158,6 @@ def prior_table(families: dict[str, Results]) -> Table:
         [f"`{name}`", *(difference_cell(results, arm, "prior_4") for arm in arms)] for name, results in families.items()
     ]
     return Table(["− `prior_4`", *(f"`{arm}`" for arm in arms)], rows)
-
-
-def distinct_table(families: dict[str, Results]) -> Table:
-    """Distinct branches beside independent ones, where both were run."""
-    arm, other = "tree_4_distinct", "tree_4_independent"
-    rows = [
-        [
-            f"`{name}`",
-            short(number(of_arm(results, other, mean_rates, reward_bounds(results)))),
-            difference_cell(results, arm, other),
-            *speed_cells(results, arm, other),
-        ]
-        for name, results in families.items()
-        if {arm, other} <= set(results.arms)
-    ]
-    return Table(["family", f"`{other}`", f"`{arm}` − `{other}`", "tokens to ¾", "seconds to ¾"], rows)
 
 
 def difficulty_table(results: Results) -> Table:
@@ -335,7 +316,6 @@ def tables(families: dict[str, Results]) -> list[Table]:
     return [
         *(family_table(name, results, best[name], beside.get(name)) for name, results in families.items()),
         prior_table(families),
-        distinct_table(families | further_runs("distinct", AT_ONE_POINT)),
         points_table(families),
         pairs_table(families, TRACKED),
         difficulty_table(families["lengths"]),

@@ -98,8 +98,6 @@ class GenerateSampler:
             What the model computes in. By default, that of its weights.
     """
 
-    draws_distinct = True
-
     def __init__(
         self,
         generation_model: GenerationModel,
@@ -211,8 +209,7 @@ class GenerateSampler:
             with self.generation_model() as model:
                 self.decoding.run(model, growing, inputs)
             return growing.samples()
-        distinct = _DistinctTokens(requests, begins)
-        record = _PolicyRecord(temperatures, self.decoding, distinct)
+        record = _PolicyRecord(temperatures, self.decoding)
         inputs["stopping_criteria"] = StoppingCriteriaList([row_ends])
         with self.generation_model() as model:
             output_ids = self.decoding.run(model, record.sample, inputs)
@@ -224,7 +221,7 @@ class GenerateSampler:
             token_ids = _until_eos(output[i, begin:end], is_eos[i, begin:end])
             columns = slice(begin - width, begin - width + len(token_ids))
             logprobs, entropies = (of_row[columns].copy() for of_row in statistics[i])
-            samples.append(Sample(token_ids, logprobs, entropies, chances=distinct.chances.get(i)))
+            samples.append(Sample(token_ids, logprobs, entropies))
         return samples
 
 
@@ -317,62 +314,6 @@ class _RowEnds(StoppingCriteria):
         return input_ids.shape[1] >= self.ends
 
 
-class _DistinctTokens(LogitsProcessor):
-    """
-    Has the samples of a request begin with different tokens, none with one that was drawn before.
-
-    It comes last, as tokens are drawn without replacement from what all other processors leave. It draws them itself,
-    and leaves each row its token alone.
-
-    Args:
-        requests (`Sequence[SamplingRequest]`):
-            Those with `distinct_from` are meant. Their samples are rows end to end.
-        begins (`list[int]`):
-            The column of each row at which sampling begins.
-
-    Attributes:
-        chances (`dict[int, tuple[float, float]]`):
-            Of rows that begin with such a token: the probability of the one that was drawn before, and of its own.
-    """
-
-    def __init__(self, requests: Sequence[SamplingRequest], begins: list[int]):
-        self.chances: dict[int, tuple[float, float]] = {}
-        self.groups: dict[int, list[tuple[int, int, int]]] = {}  # by column: (first row, number of rows, token)
-        row = 0
-        for request in requests:
-            if request.distinct_from is not None:
-                group = row, request.num_samples, request.distinct_from
-                self.groups.setdefault(begins[row], []).append(group)
-            row += request.num_samples
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        for first, num_rows, token in self.groups.get(input_ids.shape[1], []):
-            probs = scores[first].softmax(0)
-            race = _race(probs)
-            race[token] = -1
-            others = race.topk(num_rows).indices
-            chances = probs[others].tolist()
-            if chances[-1] == 0:
-                continue
-            # Computed again, it may have fallen out of what top_p or min_p keep. It was drawn, and so is not 0
-            of_base = max(probs[token].item(), torch.finfo(torch.float32).tiny)
-            rows = torch.arange(first, first + num_rows, device=scores.device)
-            scores[rows] = -torch.inf
-            scores[rows, others] = 0.0
-            self.chances |= {first + k: (of_base, chance) for k, chance in enumerate(chances)}
-        return scores
-
-
-def _race(probs: torch.Tensor) -> torch.Tensor:
-    """
-    How early each token of distributions (..., V) comes in, the first the highest.
-
-    The first token is a draw, and the next ones are further draws without replacement: an exponential race. A token of
-    probability 0 comes last, with 0.
-    """
-    return probs / torch.empty_like(probs).exponential_()
-
-
 class _PolicyRecord(LogitsProcessor):
     """
     Keeps how likely each token was that a row went on with, and the entropy there: two numbers a token.
@@ -385,23 +326,18 @@ class _PolicyRecord(LogitsProcessor):
             Of shape (B,).
         decoding (`DecodingSteps`):
             The steps of `generate`.
-        distinct ([`_DistinctTokens`]):
-            What comes after all other processors.
     """
 
-    def __init__(self, temperatures: torch.Tensor, decoding: DecodingSteps, distinct: _DistinctTokens):
+    def __init__(self, temperatures: torch.Tensor, decoding: DecodingSteps):
         self.temperatures = temperatures
         self.decoding = decoding
-        self.distinct = distinct
         self.logits: list[torch.Tensor] = []  # of the last steps, of shape (B, V)
         self.column = 0  # of the token that the first of them are for
         self.columns: list[torch.Tensor] = []  # of the steps before, of shape (B, 2, n)
 
     def sample(self, model: Any, input_ids: torch.Tensor, logits_processor: LogitsProcessorList, **kwargs: Any) -> Any:
         """Sample as `generate` does, and keep them."""
-        return self.decoding.sample(
-            model, input_ids, LogitsProcessorList([self, *logits_processor, self.distinct]), kwargs
-        )
+        return self.decoding.sample(model, input_ids, LogitsProcessorList([self, *logits_processor]), kwargs)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if len(self.logits) * scores.numel() >= MAX_LOGITS:
@@ -453,14 +389,13 @@ class _GrowingRow:
     share: int = 0
     branches: dict[int, list["_GrowingRow"]] = field(default_factory=dict)
     drawn: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
-    chances: tuple[float, float] | None = None
 
     @property
     def sample(self) -> Sample:
         """What it has become, with what left it."""
         assert self.drawn is not None
         branches = {position: [row.sample for row in rows] for position, rows in self.branches.items()}
-        return Sample(*self.drawn, branches, chances=self.chances)
+        return Sample(*self.drawn, branches)
 
 
 class _GrowingRows:
@@ -530,7 +465,7 @@ class _GrowingRows:
                 model_kwargs = self._select(rows, model_kwargs)
                 self.rule_of[-len(leaving) :], self.begins[-len(leaving) :] = -1, input_ids.shape[1]
                 logprobs, entropies = logprobs[rows], entropies[rows]
-            token_ids = self._draw(probs, leaving)
+            token_ids = torch.multinomial(probs, 1)
             input_ids = torch.cat([input_ids, token_ids], 1)
             statistics = torch.cat([statistics, _statistics(logprobs, entropies, token_ids)], 2)
             is_done = stopping_criteria(input_ids, None)
@@ -563,31 +498,6 @@ class _GrowingRows:
             if len(row.branches) == row.share:
                 self.rule_of[i] = -1
         return leaving
-
-    def _draw(self, probs: torch.Tensor, leaving: list[int]) -> torch.Tensor:
-        """
-        Draw a token for each row, (B, 1), from distributions (B, V).
-
-        Rollouts that leave now are the last rows. They may have to begin with another token than the row that they
-        leave, and than each other: with those that come in after its own. Where there are too few, they draw for
-        themselves.
-        """
-        branching = self.live[leaving[0]].request.branching if leaving else None
-        if branching is None or not branching.distinct:
-            return torch.multinomial(probs, 1)
-        race, num = _race(probs), branching.num_rollouts
-        token_ids = race.argmax(1, keepdim=True)
-        left = torch.tensor(leaving[::num], device=probs.device)
-        first = race[left].topk(1 + num).indices
-        chances = probs[left].gather(1, first)
-        enough = chances[:, -1:] > 0
-        drawn = token_ids[-len(leaving) :]
-        drawn.copy_(first[:, 1:].where(enough, drawn.view(-1, num)).view(-1, 1))
-        of_anchors = zip(chances.tolist(), enough.tolist(), strict=True)
-        for k, ((of_base, *of_others), (is_enough,)) in enumerate(of_anchors):
-            for row, of_row in zip(self.live[-len(leaving) :][k * num : (k + 1) * num], of_others, strict=True):
-                row.chances = (of_base, of_row) if is_enough else None
-        return token_ids
 
     def _select(self, rows: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Go on with these of the present rows, and what the model is called with."""

@@ -1,7 +1,4 @@
-"""
-Samplers around others: one that was passed to the trainer, one that begins with tokens that another draws, and one that
-keeps several processes in step.
-"""
+"""Samplers around others: one that was passed to the trainer, and one that keeps several processes in step."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +7,6 @@ import numpy as np
 from accelerate.utils import gather_object
 
 from ..method.sampling import Sample, Sampler, SamplingRequest
-from ..method.tree import as_ids
 
 
 class OwnSampler:
@@ -23,10 +19,6 @@ class OwnSampler:
         needs_logprobs (`bool`):
             Whether samples must have log-probs.
 
-    Attributes:
-        draws_distinct (`bool`):
-            Whether it says that it draws without replacement where it is asked to.
-
     Raises:
         ValueError: By [`sample`], what it returned is not what it was asked for.
     """
@@ -34,7 +26,6 @@ class OwnSampler:
     def __init__(self, sampler: Sampler, needs_logprobs: bool):
         self.sampler = sampler
         self.needs_logprobs = needs_logprobs
-        self.draws_distinct = bool(getattr(sampler, "draws_distinct", False))
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         samples = list(self.sampler.sample([replace(request, branching=None) for request in requests]))
@@ -43,8 +34,6 @@ class OwnSampler:
         for i, (request, of_request) in enumerate(zip(requests, samples, strict=True)):
             if len(of_request) != request.num_samples:
                 raise self._error(f"{len(of_request)} samples for request {i}, whose num_samples={request.num_samples}")
-            if self.draws_distinct and (obstacle := _repetition(request, of_request)):
-                raise self._error(f"samples for request {i} that {obstacle}")
             for sample in of_request:
                 if obstacle := self._obstacle(request, sample):
                     raise self._error(f"a sample for request {i} that has {obstacle}")
@@ -74,86 +63,6 @@ class OwnSampler:
         return ValueError(f"The sampler {type(self.sampler).__name__} returned {what}.")
 
 
-def _repetition(request: SamplingRequest, samples: Sequence[Sample]) -> str | None:
-    """What is wrong with samples that are drawn without replacement, or independently where that cannot be."""
-    with_chances = [sample for sample in samples if sample.chances is not None]
-    if request.distinct_from is None or not with_chances:
-        return None
-    if len(with_chances) < len(samples):
-        return "have chances in part. All of a request have them, or none"
-    first = [request.distinct_from, *(int(sample.token_ids[0]) for sample in samples)]
-    if len(set(first)) < len(first):
-        return f"begin with {first[1:]}, and the base trajectory with {first[0]} (distinct_from). All must differ"
-    if not all(0 < chance <= 1 for sample in samples for chance in sample.chances or ()):
-        return f"have the chances {[sample.chances for sample in samples]}. They must be above 0, and 1 at most"
-    return None
-
-
-class DistinctSampler:
-    """
-    Draws without replacement by a sampler that does not: another one draws the first tokens, and it goes on with them.
-
-    Args:
-        sampler ([`Sampler`]):
-            Goes on.
-        first ([`Sampler`]):
-            Draws the first tokens.
-        eos_token_ids (`list[int]`):
-            Tokens that end a continuation.
-        batch_size (`int`):
-            How many prefixes to draw first tokens for at a time.
-    """
-
-    draws_distinct = True
-
-    def __init__(self, sampler: Sampler, first: Sampler, eos_token_ids: list[int], batch_size: int):
-        self.sampler = sampler
-        self.first = first
-        self.eos_token_ids = eos_token_ids
-        self.batch_size = batch_size
-
-    def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
-        leaving = [i for i, request in enumerate(requests) if request.distinct_from is not None]
-        begun = dict(zip(leaving, self._first_tokens([requests[i] for i in leaving]), strict=True))
-        unfinished = [
-            (i, k)
-            for i, of_request in begun.items()
-            for k, sample in enumerate(of_request)
-            if requests[i].max_new_tokens > 1 and sample.token_ids[0] not in self.eos_token_ids
-        ]
-        others = [i for i in range(len(requests)) if i not in begun]
-        drawn = self.sampler.sample(
-            [requests[i] for i in others] + [_after(requests[i], begun[i][k]) for i, k in unfinished]
-        )
-        for (i, k), (rest,) in zip(unfinished, drawn[len(others) :], strict=True):
-            first = begun[i][k]
-            begun[i][k] = replace(first, token_ids=[*first.token_ids, *rest.token_ids])
-        samples = begun | dict(zip(others, drawn, strict=False))
-        return [samples[i] for i in range(len(requests))]
-
-    def _first_tokens(self, requests: list[SamplingRequest]) -> list[list[Sample]]:
-        """Samples of one token."""
-        asked = [replace(request, max_new_tokens=1, branching=None) for request in requests]
-        batches = [asked[start : start + self.batch_size] for start in range(0, len(asked), self.batch_size)]
-        return [
-            [Sample(list(sample.token_ids), chances=sample.chances) for sample in of_request]
-            for batch in batches
-            for of_request in self.first.sample(batch)
-        ]
-
-
-def _after(request: SamplingRequest, first: Sample) -> SamplingRequest:
-    """Asks for what follows a first token."""
-    return replace(
-        request,
-        prefix_ids=np.append(request.prefix_ids, as_ids(first.token_ids)),
-        num_samples=1,
-        max_new_tokens=request.max_new_tokens - 1,
-        branching=None,
-        distinct_from=None,
-    )
-
-
 class InStepSampler:
     """
     Has every process call a sampler equally often, as it must where calling it is a collective call.
@@ -168,7 +77,6 @@ class InStepSampler:
 
     def __init__(self, sampler: Sampler):
         self.sampler = sampler
-        self.draws_distinct = bool(getattr(sampler, "draws_distinct", False))
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         samples: list[list[Sample]] = [[] for _ in requests]

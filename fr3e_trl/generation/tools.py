@@ -279,7 +279,6 @@ class _Rollout:
             None if any(sample.entropies is None for sample in samples) else entropies[start:],
             mask=mask[start:],
             dialogue=dialogue,
-            chances=samples[0].chances if samples else None,
         )
 
     def _messages_of_prefix(self) -> list[dict[str, Any]]:
@@ -313,10 +312,6 @@ class ToolCallingSampler:
         self.skip_mismatches = skip_mismatches
         self.num_calls = self.num_failures = 0
         self._instances: dict[int, deque[Instance]] = {}
-
-    @property
-    def draws_distinct(self) -> bool:
-        return bool(getattr(self.sampler, "draws_distinct", False))
 
     @property
     def hit_rate(self) -> float | None:
@@ -394,7 +389,7 @@ class ToolCallingSampler:
         def write_turns(prompts_and_completions: list[Any], tool_images: list[list[Any]]) -> list[list[int]]:
             going_on = [rollouts[ids.rollout] for ids in prompts_and_completions]
             written: list[list[int]] = []
-            asked: dict[Any, list[tuple[int, SamplingRequest]]] = {}
+            asked: dict[int, SamplingRequest] = {}
             for i, (rollout, ids) in enumerate(zip(going_on, prompts_and_completions, strict=True)):
                 completion_ids = ids[rollout.num_prompt_tokens :]
                 written.append(self._from_script(rollout, completion_ids))
@@ -403,7 +398,6 @@ class ToolCallingSampler:
                 rollout.keep_snapshot()
                 budget = rollout.end - len(completion_ids) - len(written[i])
                 if budget > 0:
-                    leaves = len(rollout.turns) == rollout.branch_turn and rollout.request.distinct_from is not None
                     request = replace(
                         rollout.request,
                         prefix_ids=as_ids([*ids, *written[i]]),
@@ -413,17 +407,12 @@ class ToolCallingSampler:
                         branching=None,
                         dialogue=None,
                         tool_images=tool_images[i],
-                        distinct_from=rollout.request.distinct_from if leaves else None,
                     )
-                    # Those that leave a base trajectory together draw their first tokens together
-                    asked.setdefault((leaves, id(rollout.request) if leaves else i), []).append((i, request))
-            drawn = turns.take(
-                lambda: self.sampler.sample([replace(of[0][1], num_samples=len(of)) for of in asked.values()])
-            )
-            for of_request, samples in zip(asked.values(), drawn, strict=True):
-                for (i, request), sample in zip(of_request, samples, strict=True):
-                    going_on[i].samples.append((request.num_sampled_before, sample))
-                    written[i] = [*written[i], *sample.token_ids]
+                    asked[i] = request
+            drawn = turns.take(lambda: self.sampler.sample(list(asked.values())))
+            for (i, request), (sample,) in zip(asked.items(), drawn, strict=True):
+                going_on[i].samples.append((request.num_sampled_before, sample))
+                written[i] = [*written[i], *sample.token_ids]
             for rollout, ids, of_turn in zip(going_on, prompts_and_completions, written, strict=True):
                 start = len(ids) - rollout.num_prompt_tokens
                 if rollout.branch_turn == len(rollout.turns):

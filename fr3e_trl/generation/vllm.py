@@ -1,6 +1,5 @@
 """Sampling with vLLM: a server, or an engine in this process."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -21,11 +20,6 @@ NUM_LOGPROBS = 20
 
 # Tokens of each part of a response that is streamed: a branch waits for so many at most
 STREAM_INTERVAL = 8
-
-# Tokens to draw at an anchor, until there is one that the base trajectory does not have
-FEWEST_DRAWS, MOST_DRAWS = 8, 512
-# Log-prob of the base trajectory's token above which there is no other
-CERTAIN = -1e-4
 
 
 class Engine(Protocol):
@@ -93,45 +87,34 @@ def entropies_of(logprobs: Iterable[Iterable[float]], num_logprobs: int = NUM_LO
 
 class RequestQueue:
     """
-    What is asked of vLLM for some requests, and what follows from its answers: branches, and tokens at anchors.
+    What is asked of vLLM for some requests, and the branches that follow from its answers.
 
     Where a rule decides anchors, base trajectories are asked for one by one, and answered part by part: a branch leaves
     while its base trajectory grows.
 
-    Where rollouts are to begin with other tokens than a base trajectory, tokens are drawn until there are as many that
-    differ: the first of these are a draw without replacement. With each of them the prefix is continued.
-
     Args:
         requests (`Sequence[SamplingRequest]`):
             What samples are wanted of.
-        stop_token_ids (`list[int]`):
-            Tokens that end a continuation.
         draws_branches (`bool`):
             Whether branches are drawn with the samples that they leave, of which entropies are known then.
-        leaves_out (`bool`):
-            Whether requests with `distinct_from` are answered without that token, by log-probs of what is left.
 
     Attributes:
         asked (`list[SamplingRequest]`):
-            What is to be asked for, in order, whose samples need not differ.
+            What is to be asked for, in order.
         samples (`list[list[Sample]]`):
             Those of each request, once all is answered.
     """
 
-    def __init__(
-        self, requests: Sequence[SamplingRequest], stop_token_ids: list[int], draws_branches: bool, leaves_out: bool
-    ):
+    def __init__(self, requests: Sequence[SamplingRequest], draws_branches: bool):
         self.asked: list[SamplingRequest] = []
         self.samples: list[list[Sample]] = [[] for _ in requests]
         self.draws_branches = draws_branches
-        self.leaves_out = leaves_out
-        self._stop_token_ids = set(stop_token_ids)
         self._takers: list[Callable[[list[Sample]], None]] = []
         for i, request in enumerate(requests):
             if self.is_growing(request):
                 self._ask_growing(i, request)
             else:
-                self._add(request, partial(self._take, i, request))
+                self._ask(request, partial(self._take, i, request))
 
     def is_growing(self, request: SamplingRequest) -> bool:
         """Whether a request's samples are told part by part."""
@@ -146,15 +129,6 @@ class RequestQueue:
         self._takers[i](samples)
         return self.asked[num_asked:]
 
-    def _add(self, request: SamplingRequest, take: Callable[[list[Sample]], None]) -> None:
-        if request.distinct_from is None or request.distinct_logprob > CERTAIN:
-            self._ask(replace(request, distinct_from=None), take)
-        else:
-            leaves_out = self.leaves_out and not math.isnan(request.distinct_logprob)
-            self._draw_first(
-                request, take, 1 if leaves_out and request.num_samples == 1 else FEWEST_DRAWS, {}, leaves_out
-            )
-
     def _ask(self, request: SamplingRequest, take: Callable[[list[Sample]], None]) -> None:
         self.asked.append(request)
         self._takers.append(take)
@@ -163,7 +137,7 @@ class RequestQueue:
         self.samples[i] = samples
         if self.draws_branches:
             for sample, position in anchors_of(request, samples):
-                self._add(branch_request(request, sample, position), partial(sample.branches.__setitem__, position))
+                self._ask(branch_request(request, sample, position), partial(sample.branches.__setitem__, position))
 
     def _ask_growing(self, i: int, request: SamplingRequest) -> None:
         """Ask for the samples of a request one by one. What is drawn of them is added to them as it comes."""
@@ -186,71 +160,7 @@ class RequestQueue:
         for position in found:
             anchors.append(position)
             further = branch_request(request, sample, position)
-            self._add(further, partial(sample.branches.__setitem__, position))
-
-    def _draw_first(
-        self,
-        request: SamplingRequest,
-        take: Callable[[list[Sample]], None],
-        num: int,
-        found: dict[int, float],
-        leaves_out: bool,
-    ) -> None:
-        """Draw first tokens. `found` are those that differ, with their log-probs."""
-        # What is left of the distribution without the base trajectory's token, in log-probs
-        left = math.log(-math.expm1(request.distinct_logprob)) if leaves_out else 0.0
-
-        def taken(samples: list[Sample]) -> None:
-            drawn = [(int(sample.token_ids[0]), float(sample.logprobs[0]) + left) for sample in samples]
-            for token_id, logprob in drawn:
-                if token_id != request.distinct_from and len(found) < request.num_samples:
-                    found.setdefault(token_id, logprob)
-            if len(found) == request.num_samples:
-                of_base = math.exp(request.distinct_logprob)
-                self._go_on(request, take, [(t, p, (of_base, math.exp(p))) for t, p in found.items()])
-            elif num < MOST_DRAWS:
-                self._draw_first(request, take, 8 * num, found, leaves_out)
-            else:  # hardly another one has a probability
-                self._go_on(request, take, [(t, p, None) for t, p in drawn[: request.num_samples]])
-
-        distinct_from = request.distinct_from if leaves_out else None
-        self._ask(replace(request, num_samples=num, max_new_tokens=1, distinct_from=distinct_from), taken)
-
-    def _go_on(
-        self,
-        request: SamplingRequest,
-        take: Callable[[list[Sample]], None],
-        first: list[tuple[int, float, tuple[float, float] | None]],
-    ) -> None:
-        """Continue the prefix with each of the first tokens, given with their log-probs and chances."""
-        samples = [Sample([token_id], [logprob], chances=chances) for token_id, logprob, chances in first]
-        unfinished = {
-            k
-            for k, (token_id, _, _) in enumerate(first)
-            if request.max_new_tokens > 1 and token_id not in self._stop_token_ids
-        }
-
-        def taken(k: int, rest: list[Sample]) -> None:
-            samples[k] = replace(
-                samples[k],
-                token_ids=[*samples[k].token_ids, *rest[0].token_ids],
-                logprobs=[*samples[k].logprobs, *rest[0].logprobs],
-            )
-            unfinished.remove(k)
-            if not unfinished:
-                take(samples)
-
-        if not unfinished:
-            take(samples)
-        for k in sorted(unfinished):
-            further = replace(
-                request,
-                prefix_ids=np.append(request.prefix_ids, np.asarray(first[k][0], request.prefix_ids.dtype)),
-                num_samples=1,
-                max_new_tokens=request.max_new_tokens - 1,
-                distinct_from=None,
-            )
-            self._add(further, partial(taken, k))
+            self._ask(further, partial(sample.branches.__setitem__, position))
 
 
 class VLLMSampler:
@@ -276,11 +186,6 @@ class VLLMSampler:
         self.eos_token_ids = eos_token_ids
         self.profiler = profiler
 
-    @property
-    def draws_distinct(self) -> bool:
-        """Whether log-probs are of the distribution that tokens are drawn from, as by TRL's engine."""
-        return True
-
     def sampling_params(self, request: SamplingRequest) -> dict[str, Any]:
         """
         What a request asks of vLLM.
@@ -290,15 +195,12 @@ class VLLMSampler:
         """
         settings = self.generation.generation_kwargs
         min_tokens = settings.get("min_tokens", 0) - request.num_sampled_before
-        left_out = {} if request.distinct_from is None else {request.distinct_from: -100.0}  # vLLM's least
-        bias = {**settings.get("logit_bias", {}), **left_out}
         return {
             "top_p": self.generation.top_p,
             "top_k": self.generation.top_k,
             "min_p": self.generation.min_p or 0.0,
             "repetition_penalty": self.generation.repetition_penalty,
             **settings,
-            **({"logit_bias": bias} if bias else {}),
             "stop_token_ids": self.eos_token_ids,
             "min_tokens": max(0, min(min_tokens, request.max_new_tokens)),  # vLLM refuses more than the budget
             "temperature": request.temperature,
@@ -343,27 +245,15 @@ class VLLMServerSampler(VLLMSampler):
     def gives_entropies(self) -> bool:
         assert self.generation.server is not None
         config = self.generation.server.config["model_config"]
-        return super().gives_entropies and self.draws_distinct and not 0 <= config["max_logprobs"] < NUM_LOGPROBS
-
-    @property
-    def draws_distinct(self) -> bool:
-        server = self.generation.server  # in other processes there is none, and nothing is warned of
-        return server is None or server.config["model_config"]["logprobs_mode"] == "processed_logprobs"
+        are_of_draws = config["logprobs_mode"] == "processed_logprobs"
+        return super().gives_entropies and are_of_draws and not 0 <= config["max_logprobs"] < NUM_LOGPROBS
 
     def _ask(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         if not requests:
             return []
         server = self.generation.server
         assert server is not None
-        if not self.draws_distinct:  # log-probs that are not those of the draw tell no chances
-            requests = [replace(request, distinct_from=None) for request in requests]
-        queue = RequestQueue(
-            requests,
-            self.eos_token_ids,
-            draws_branches=self.gives_entropies,
-            # What is left out would change what is truncated, and speculative decoding passes biases by
-            leaves_out=self.draws_of_policy and server.config["speculative_config"] is None,
-        )
+        queue = RequestQueue(requests, draws_branches=self.gives_entropies)
 
         def payload(request: SamplingRequest) -> dict[str, Any]:
             return {
@@ -425,12 +315,7 @@ class VLLMColocateSampler(VLLMSampler):
         return self._ask(requests)
 
     def _ask(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
-        queue = RequestQueue(
-            requests,
-            self.eos_token_ids,
-            draws_branches=False,
-            leaves_out=self.draws_of_policy and self.generation.llm.llm_engine.vllm_config.speculative_config is None,
-        )
+        queue = RequestQueue(requests, draws_branches=False)
         num_answered = 0
         with self.profiler():
             while num_answered < len(queue.asked):

@@ -32,7 +32,7 @@ from .anchors import (
 from .credit import CREDIT_RULES
 from .plan import Plan
 from .rows import RowSharding
-from .sampling import Branching, Sample, Sampler, SamplingRequest, distinct_from
+from .sampling import Branching, Sample, Sampler, SamplingRequest
 from .tree import Dialogue, Rollout, Score, State, TokenIds, Tree, as_ids
 
 # Scores completions: (index of each one's tree, their whole token ids, their turns) to what they scored.
@@ -51,9 +51,9 @@ Base = tuple[int, int]
 # A row: the index of its tree, its state, and which of the state's rollouts it is
 Slot = tuple[int, State, int]
 
-# What a process tells of a row: length, tokens that the policy wrote, what it scored, the chances of its first token,
-# and whether that differs from the base trajectory's
-Outcome = tuple[int, int, Score, tuple[float, float] | None, bool | None]
+# What a process tells of a row: its length, how many of its tokens the policy wrote, its score, and whether it begins
+# with another token than its base trajectory has there
+Outcome = tuple[int, int, Score, bool | None]
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class _Exploration:
             return None
         rule = self.anchors.rule if isinstance(self.anchors.rule, StoppingRule) else None
         shares = even_shares(shape.num_anchors, shape.num_bases)
-        return Branching(shape.num_rollouts, self.anchors, shares, rule, self.plan.distinct)
+        return Branching(shape.num_rollouts, self.anchors, shares, rule)
 
     def _straddles(self, tree: int) -> bool:
         """Whether several processes have rows of a tree."""
@@ -356,7 +356,7 @@ class _Exploration:
             if state.base is not None:
                 rollout.differs = bool(rollout.token_ids[0] != self._token_at(self.trees[i], state))
         self._score([row for row in rows if not row[2].score.rewards and row[2].copy_of is None])
-        return [(r.length, r.num_written, replace(r.score, logs={}), r.chances, r.differs) for _, _, r in rows]
+        return [(r.length, r.num_written, replace(r.score, logs={}), r.differs) for _, _, r in rows]
 
     def _slots(self) -> list[Slot]:
         """The rows of all processes, in order."""
@@ -384,8 +384,6 @@ class _Exploration:
     def _request(self, i: int, state: State, num_samples: int) -> SamplingRequest:
         tree = self.trees[i]
         base = None if state.base is None else tree.bases[state.base]
-        # Rollouts of an anchor that several processes draw know nothing of each other
-        is_distinct = self.plan.distinct and num_samples == len(state.rollouts)
         return SamplingRequest(
             prefix_ids=np.concatenate([tree.prompt_ids, state.prefix_ids]),
             num_samples=num_samples,
@@ -395,7 +393,6 @@ class _Exploration:
             tree=i,
             dialogue=None if base is None else base.dialogue,
             multimodal=tree.multimodal,
-            **(distinct_from(base, state.position) if base is not None and is_distinct else {}),
         )
 
     def _token_at(self, tree: Tree, state: State) -> int:
@@ -414,12 +411,11 @@ class _Exploration:
         """Take down what other processes told of their rows."""
         of_rows = (outcome for of_process in outcomes for outcome in of_process)
         for (_, state, k), outcome in zip(self._slots(), of_rows, strict=True):
-            length, num_written, score, chances, differs = outcome
+            length, num_written, score, differs = outcome
             rollout = state.rollouts[k]
             if not rollout.score.rewards:
                 rollout.length, rollout.num_written = length, num_written
-                rollout.chances, rollout.differs = chances, differs
-                rollout.score = score
+                rollout.differs, rollout.score = differs, score
         for tree in self.trees:
             for rollout in tree.states[0].rollouts:
                 if rollout.copy_of is not None:
@@ -427,13 +423,7 @@ class _Exploration:
 
 
 def _rollout(sample: Sample) -> Rollout:
-    return Rollout(
-        as_ids(sample.token_ids),
-        sample.logprobs,
-        mask=sample.mask,
-        dialogue=sample.dialogue,
-        chances=sample.chances,
-    )
+    return Rollout(as_ids(sample.token_ids), sample.logprobs, mask=sample.mask, dialogue=sample.dialogue)
 
 
 def _for_others(rollout: Rollout, holds_tokens: bool) -> Rollout:

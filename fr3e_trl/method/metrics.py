@@ -5,7 +5,6 @@ from collections.abc import Iterable
 
 import torch
 
-from .credit.tree import masses_by_rollout
 from .tree import Rollout, Tree
 
 
@@ -30,7 +29,6 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
     states = [state for tree in trees for state in tree.states]
     anchors = [state for state in states if state.parent is not None]
     branches = [rollout for state in anchors for rollout in state.rollouts]
-    masses = [mass for tree in trees for mass in _distinct_masses(tree)]
     outcomes = [_outcomes(state.rollouts) for state in states]
     of_prompts = [_outcomes([r for state in tree.states for r in state.rollouts]) for tree in trees]
     failed = [tree for tree in trees if not any(rollout.score.reward > 0 for rollout in _sampled(tree))]
@@ -57,8 +55,6 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
         ),
         "fr3e/anchor/count": len(anchors) / len(trees),
         "fr3e/branches/distinct": _mean(branch.differs for branch in branches if branch.differs is not None),
-        "fr3e/branches/mass/mean": _mean(masses),
-        "fr3e/branches/mass/min": min(masses, default=math.nan),
         "fr3e/states/all_right": _mean(of_state == {True} for of_state in outcomes),
         "fr3e/states/all_wrong": _mean(of_state == {False} for of_state in outcomes),
         "fr3e/states/rejected": _mean(state.rejected for state in states),
@@ -105,13 +101,6 @@ def _num_generated(tree: Tree) -> int:
     rollouts = {id(rollout): rollout for rollout in tree.bases}
     rollouts |= {id(rollout): rollout for state in tree.states for rollout in state.rollouts}
     return sum(rollout.num_written for rollout in rollouts.values())
-
-
-def _distinct_masses(tree: Tree) -> list[float]:
-    """Masses of a tree's branches that were drawn without replacement."""
-    branches = [rollout for state in tree.states[1:] for rollout in state.rollouts if rollout.chances]
-    masses = masses_by_rollout(tree) if branches else {}  # otherwise each is a row, or credit is by rollout
-    return [masses[id(branch)] for branch in branches]
 
 
 def _outcomes(rollouts: Iterable[Rollout]) -> set[bool]:

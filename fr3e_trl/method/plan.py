@@ -27,8 +27,6 @@ class Plan:
             the positions with the highest scores become anchors.
         anchor_min_gap (`int`):
             Least distance of two anchors of a trajectory, in tokens.
-        distinct (`bool`):
-            Whether the rollouts of an anchor begin with different tokens, drawn without replacement.
         base_selection (`str`):
             Base trajectories to explore: `"all"`, or `"mixed"` for one of the best and one of the worst.
         reuse_base (`bool`):
@@ -40,6 +38,9 @@ class Plan:
         scale (`str`):
             What advantages are divided by: `"none"`, or the standard deviation of the rewards of the `"group"`, which
             is a state, or of the `"batch"`.
+        length_normalized (`bool`):
+            Whether tree credit divides what a row earns by its number of tokens, as GRPO's mean over rows does
+            (`loss_type="grpo"`, `"sapo"`). See [`~fr3e_trl.method.credit.tree`].
         normalization (`str`):
             What becomes of rewards before they are compared. `"none"`; `"sum"`: their weighted sum is normalized over
             the rows of each prompt; `"each"`: each function's rewards are, before they are summed.
@@ -58,12 +59,12 @@ class Plan:
     anchor_score: str = "entropy"
     anchor_threshold: float | str | None = None
     anchor_min_gap: int = 1
-    distinct: bool = False
     base_selection: str = "all"
     reuse_base: bool = True
     prior_strength: float | None = 4.0
     modulation: str = "none"
     scale: str = "none"
+    length_normalized: bool = False
     normalization: str = "none"
     reward_weights: Sequence[float] | None = None
     reject: bool = True

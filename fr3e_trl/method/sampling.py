@@ -1,6 +1,5 @@
 """What is asked of a sampler, and what it returns: the interface between the method and generation."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -9,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .anchors import StoppingRule
-from .tree import Dialogue, Rollout, TokenIds, as_ids
+from .tree import Dialogue, TokenIds, as_ids
 
 
 @dataclass(frozen=True)
@@ -26,16 +25,12 @@ class Branching:
             The most anchors of each sample.
         rule ([`StoppingRule`], *optional*):
             What decides anchors, if that is one: a rollout may then leave while its base trajectory still grows.
-        distinct (`bool`):
-            Whether the first tokens of the rollouts of an anchor are drawn without replacement, from each other and
-            from the base trajectory's token. A sampler that cannot draws them independently.
     """
 
     num_rollouts: int
     anchors: "Callable[[SamplingRequest, Sequence[Sample]], list[list[int]]]"
     shares: Sequence[int]
     rule: StoppingRule | None = None
-    distinct: bool = False
 
 
 def images_of(prompt: str | list[dict[str, Any]]) -> list[Any]:
@@ -75,11 +70,6 @@ class SamplingRequest:
             `prefix_ids`.
         tool_images (`list`):
             The images that tools returned since, whose tokens are in `prefix_ids` too.
-        distinct_from (`int`, *optional*):
-            A token that no sample may begin with, as it was drawn there before. The samples begin with different tokens
-            too, and have `chances`. A sampler that cannot draws them independently.
-        distinct_logprob (`float`):
-            Its log-probability by the sampler that drew it. NaN where that has none.
     """
 
     prefix_ids: TokenIds
@@ -93,8 +83,6 @@ class SamplingRequest:
     dialogue: Dialogue | None = None
     multimodal: list[dict[str, Any]] | None = None
     tool_images: list[Any] = field(default_factory=list)
-    distinct_from: int | None = None
-    distinct_logprob: float = math.nan
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix_ids", as_ids(self.prefix_ids))
@@ -130,9 +118,6 @@ class Sample:
             Which tokens the policy wrote, and no tool. If `None`, all. The others have NaN for an entropy.
         dialogue ([`Dialogue`], *optional*):
             The whole completion's turns, where there are tools.
-        chances (`tuple[float, float]`, *optional*):
-            Where its first token was drawn without replacement, see [`~fr3e_trl.method.tree.Rollout`]. If `None`, it
-            was drawn independently.
     """
 
     token_ids: Sequence[int] | TokenIds
@@ -141,13 +126,6 @@ class Sample:
     branches: "dict[int, list[Sample]]" = field(default_factory=dict)
     mask: NDArray[np.bool_] | None = None
     dialogue: Dialogue | None = None
-    chances: tuple[float, float] | None = None
-
-
-def distinct_from(base: Sample | Rollout, position: int) -> dict[str, Any]:
-    """What a request says whose samples are to leave a base trajectory by another token than its own."""
-    logprob = math.nan if base.logprobs is None else float(base.logprobs[position])
-    return {"distinct_from": int(base.token_ids[position]), "distinct_logprob": logprob}
 
 
 def anchors_of(request: SamplingRequest, samples: Sequence[Sample]) -> list[tuple[Sample, int]]:
@@ -173,7 +151,6 @@ def branch_request(request: SamplingRequest, sample: Sample, position: int) -> S
         request.temperature,
         num_prompt_tokens=len(request.prefix_ids),
         multimodal=request.multimodal,
-        **(distinct_from(sample, position) if branching.distinct else {}),
     )
 
 
@@ -183,8 +160,6 @@ class Sampler(Protocol):
 
     Where several processes train, each calls its own sampler for its own rows, and all call equally often, also one
     that has no request.
-
-    An attribute `draws_distinct` that is true says that it looks at `distinct_from`.
     """
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:

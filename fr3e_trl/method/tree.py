@@ -108,9 +108,6 @@ class Rollout:
         copy_of (`int`, *optional*):
             The base trajectory that it is again, in the place of a branch that had no anchor there. It was not sampled
             anew, and is not learned from.
-        chances (`tuple[float, float]`, *optional*):
-            Of a branch whose first token was drawn without replacement: how likely the base trajectory's token was
-            there, and how likely its own was, in the distribution that both were drawn from.
         differs (`bool`, *optional*):
             Of a branch: whether it begins with another token than the base trajectory has there.
     """
@@ -124,7 +121,6 @@ class Rollout:
     num_written: int = 0
     dialogue: Dialogue | None = None
     copy_of: int | None = None
-    chances: tuple[float, float] | None = None
     differs: bool | None = None
 
     def __post_init__(self) -> None:
@@ -166,6 +162,8 @@ class State:
             α, the factor on the advantages of its rollouts.
         rejected (`bool`):
             Whether its rollouts leave the loss.
+        num_written (`int`):
+            How many tokens of its prefix the policy wrote, and no tool. By default, all.
     """
 
     position: int = 0
@@ -177,6 +175,11 @@ class State:
     value: float = float("nan")
     modulation: float = 1.0
     rejected: bool = False
+    num_written: int = -1
+
+    def __post_init__(self) -> None:
+        if self.num_written < 0:
+            self.num_written = self.position
 
 
 @dataclass(eq=False)

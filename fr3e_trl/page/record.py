@@ -27,10 +27,8 @@ The trees of a step are in `trees/step-N.json.gz` of the output directory. N is 
             advantage       null for a base trajectory that was thrown away; under tree credit the mean over its tokens
             in_loss         whether this batch learned from it. With refill, a row may have had no place
             copies          of a base trajectory: branches that it had no anchor for, and counts for as well
-            mass            under tree credit: how many rows it stands for, its copies included
+            num_rows        under tree credit: how many rows it stands for, its copies included
             differs         of a branch: whether its first token is another than the base trajectory's there
-            chances         of a branch whose first token was drawn without replacement: how likely the base
-                            trajectory's token was there, and its own
             credit          stretches of its tokens: how many, what each counts for, its advantage
 
 What no process has told is null. `trees/metrics.jsonl` has what the trainer logged, an entry a line, each with its
@@ -53,7 +51,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..display import token_texts
-from ..method.credit.tree import masses_by_rollout
 from ..method.rows import Row
 from ..method.tree import Rollout, TokenIds, Tree
 
@@ -77,7 +74,7 @@ def record_trees(
         tokenizer (`PreTrainedTokenizerBase`):
             Tokenizer of the policy.
         credit (`str`):
-            The credit rule: `"tree"` has masses.
+            The credit rule. Under `"tree"` a base trajectory stands for its copies too.
     """
     row_of = {id(row.rollout): row for row in rows}
     trees = trees[:MAX_TREES]
@@ -95,7 +92,7 @@ def record_trees(
         {
             "prompt": next(texts) or None,
             "has_images": True if tree.multimodal else None,
-            **_plain(tree, [r for r, _ in of_tree], row_of, texts, masses_by_rollout(tree) if credit == "tree" else {}),
+            **_plain(tree, [r for r, _ in of_tree], row_of, texts, credit),
         }
         for tree, of_tree in zip(trees, rollouts, strict=True)
     ]
@@ -109,7 +106,7 @@ def _rollouts_of(tree: Tree) -> list[tuple[Rollout, TokenIds]]:
 
 
 def _plain(
-    tree: Tree, rollouts: list[Rollout], row_of: dict[int, Row], texts: Iterator[list[str]], masses: dict[int, float]
+    tree: Tree, rollouts: list[Rollout], row_of: dict[int, Row], texts: Iterator[list[str]], credit: str
 ) -> dict[str, Any]:
     copies = Counter(r.copy_of for state in tree.states for r in state.rollouts if r.copy_of is not None)
     copies_of = {id(tree.bases[b]): num for b, num in copies.items()}
@@ -132,8 +129,9 @@ def _plain(
         "bases": [number_of[id(base)] for base in tree.bases],
         "rollouts": [
             _plain_rollout(rollout, row_of.get(id(rollout)), entropies.get(id(rollout)), next(texts))
-            | {"copies": copies_of.get(id(rollout), 0), "mass": _significant(masses.get(id(rollout), math.nan))}
+            | {"copies": num_copies, "num_rows": 1 + num_copies if credit == "tree" else None}
             for rollout in rollouts
+            for num_copies in [copies_of.get(id(rollout), 0)]
         ],
     }
 
@@ -149,7 +147,6 @@ def _plain_rollout(rollout: Rollout, row: Row | None, entropies: Any, tokens: li
         "advantage": None if row is None else _significant(row.advantage),
         "in_loss": row is not None and row.teaches,
         "differs": rollout.differs,
-        "chances": None if rollout.chances is None else [_significant(chance) for chance in rollout.chances],
         "credit": [[n, _significant(weight), _significant(advantage)] for n, weight, advantage in rollout.credit],
     }
 

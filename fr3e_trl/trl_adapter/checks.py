@@ -264,16 +264,6 @@ def warn_of_timeouts(args: FR3EConfig) -> None:
         )
 
 
-def warn_of_independent_branches(trainer: Any) -> None:
-    """Tell where branches cannot be drawn without replacement."""
-    if trainer.args.distinct_branches and not getattr(trainer.sampler, "draws_distinct", False):
-        logger.warning(
-            "distinct_branches=True has no effect: %s draws branches independently. transformers' generate draws them "
-            "without replacement, and so do its continuous batching with unsharded weights and vLLM.",
-            type(trainer.sampler).__name__,
-        )
-
-
 def check_generation_kwargs(args: FR3EConfig) -> None:
     """Refuse `generation_kwargs` that requests have of their own, or that mean something else at an anchor."""
     for name, value in (args.generation_kwargs or {}).items():

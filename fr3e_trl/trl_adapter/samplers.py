@@ -7,7 +7,7 @@ from trl.extras.profiling import profiling_context
 
 from ..generation.continuous_batching import ContinuousBatchingSampler
 from ..generation.generate import GenerateSampler
-from ..generation.sampler import DistinctSampler, InStepSampler
+from ..generation.sampler import InStepSampler
 from ..generation.vllm import VLLMColocateSampler, VLLMServerSampler
 from ..method.sampling import Sampler
 from .decoding import GenerateSteps, generation_model
@@ -34,9 +34,5 @@ def make_sampler(trainer: Any) -> Sampler:
         dtype=computed_in(trainer),
     )
     if trainer.use_transformers_continuous_batching:
-        engine = ContinuousBatchingSampler(model, trainer.generation_config, trainer.continuous_batching_config)
-        if is_sharded(trainer):  # processes would read different numbers of prefixes
-            return InStepSampler(engine)
-        # The engine draws each sample for itself, and tells nothing of the distribution
-        return DistinctSampler(engine, sampler, trainer.eos_token_ids, trainer.args.per_device_train_batch_size)
+        sampler = ContinuousBatchingSampler(model, trainer.generation_config, trainer.continuous_batching_config)
     return InStepSampler(sampler) if is_sharded(trainer) else sampler

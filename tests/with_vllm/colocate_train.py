@@ -22,7 +22,6 @@ def main() -> None:
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
     sizes = SIZES | {"per_device_train_batch_size": SIZES["per_device_train_batch_size"] // num_processes}
     sizes |= {"max_steps": 4, "anchor_threshold": None}  # anchors in every step, and so two rounds
-    sizes |= {"distinct_branches": num_processes == 2}  # the second of which then is two or more
     trainer = make_trainer(None, vllm_mode="colocate", learning_rate=1e-2, **sizes)
     llm, calls = trainer.vllm_generation.llm, []
     generate, sync = llm.generate, trainer.vllm_generation.sync_weights
@@ -50,10 +49,9 @@ def main() -> None:
     longest = max(
         len(s.prefix_ids) + len(r.token_ids) for _, trees in trainer.batches for _, s, r in rollouts_of(trees)
     )
-    chances = [r.chances for _, trees in trainer.batches for _, s, r in rollouts_of(trees) if s.base is not None]
     if trainer.is_world_process_zero():
         result = {"log": trainer.state.log_history, "awake": awake, "with_sleep": calls, "longest": longest}
-        print(json.dumps(result | {"chances": chances}))
+        print(json.dumps(result))
     end_engine(trainer)
     trainer.accelerator.end_training()
 

@@ -1,6 +1,5 @@
 """vLLM in the trainer's process."""
 
-import itertools
 import json
 import os
 import subprocess
@@ -38,12 +37,6 @@ def test_it_trains(num_processes):
         assert step["fr3e/anchor/count"] > 0
         assert step["sampling/sampling_logp_difference/mean"] < 0.05
     assert result["longest"] <= SIZES["max_completion_length"]
-    if num_processes == 2:
-        assert result["chances"] and all(result["chances"])
-        for name in ("awake", "with_sleep"):  # as many rounds as it takes until tokens differ
-            assert result[name].count("generate") >= 3 * result[name].count("sync")
-            rounds = [call for call, _ in itertools.groupby(result[name])]
-            result[name] = [again for call in rounds for again in [call] * (2 if call == "generate" else 1)]
     # Two rounds of generation for each sync; asleep outside a step, and awake from its first round to its last
     assert result["awake"] == ["sync", "generate", "generate"] * 4
     assert result["with_sleep"] == 2 * [

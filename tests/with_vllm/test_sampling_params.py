@@ -54,8 +54,3 @@ def test_what_an_engine_tells_of_tokens():
 def test_the_shortest_completion_counts_from_the_prompt(num_prompt_tokens, min_tokens, expected):
     request = SamplingRequest([5] * 12, 2, 20, 0.7, num_prompt_tokens)
     assert SamplingParams(**asked_for(request=request, min_tokens=min_tokens)).min_tokens == expected
-
-
-def test_a_token_that_is_left_out_gets_the_least_bias():
-    request = replace(REQUEST, distinct_from=9)
-    assert SamplingParams(**asked_for(request=request, logit_bias={7: 1.0})).logit_bias == {7: 1.0, 9: -100.0}

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import re
 import shutil
 import subprocess
@@ -174,37 +173,6 @@ CALLING_RESPONSES = {
 }
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"anchor_threshold": 0.3, "temperature": 0.7},
-        {"anchor_threshold": 0.3, "num_anchors": 3, "top_p": 0.9, "top_k": 8, "min_p": 0.02, "temperature": 1.3},
-    ],
-    ids=str,
-)
-def test_branches_differ(server, settings):
-    """As they grow, and in a second round, where entropies are unknown. Their chances are the policy's, cut off."""
-    trainer = make_trainer(server, distinct_branches=True, **settings)
-    trainer.train()
-    num_branches = 0
-    for batch, trees in trainer.batches:
-        assert (ratios(batch) - 1).abs().max() < 1e-3
-        check_budgets(trees, trainer.max_completion_length)
-        check_rows(batch, trees)
-        for tree in trees:
-            for state in tree.states[1:]:
-                base = tree.bases[state.base]
-                chance = math.exp(base.logprobs[state.position])
-                for rollout in state.rollouts:
-                    if rollout.chances is None:  # fewer tokens are left than rows that draw one
-                        assert "top_p" in settings
-                        continue
-                    assert rollout.token_ids[0] != base.token_ids[state.position]
-                    assert list(rollout.chances) == pytest.approx([chance, math.exp(rollout.logprobs[0])], rel=1e-3)
-                    num_branches += 1
-    assert num_branches > (0 if "top_p" in settings else 10)  # what top_p leaves may be one token
-
-
 def test_tools(server):
     """Turn after turn, each continued from its tokens; no call of a prefix is made again; log-probs are in place."""
     measured = []
@@ -246,8 +214,8 @@ def test_tools(server):
     assert len(measured) == num_calls > 0
 
 
-def test_log_probs_that_are_not_those_of_the_draw_tell_no_chances(server, monkeypatch, caplog):
-    """As of a server without `--logprobs-mode processed_logprobs`: branches are drawn independently."""
+def test_log_probs_that_are_not_those_of_the_draw_tell_no_entropies(server, monkeypatch, caplog):
+    """As of a server without `--logprobs-mode processed_logprobs`."""
     read = VLLMServer._read_config
 
     def read_raw(self):
@@ -255,11 +223,10 @@ def test_log_probs_that_are_not_those_of_the_draw_tell_no_chances(server, monkey
         self.config["model_config"]["logprobs_mode"] = "raw_logprobs"
 
     monkeypatch.setattr(VLLMServer, "_read_config", read_raw)
-    trainer = make_trainer(server, distinct_branches=True)
+    trainer = make_trainer(server)
     assert "has logprobs_mode=raw_logprobs" in caplog.text
+    assert not trainer.sampler.gives_entropies
     trainer.train()
-    branches = [rollout for _, trees in trainer.batches for _, state, rollout in rollouts_of(trees) if state.position]
-    assert branches and all(rollout.chances is None for rollout in branches)
 
 
 def test_where_entropies_are_unknown_there_are_two_rounds(server):
@@ -453,7 +420,7 @@ def test_sharded_weights(server, recipe, tmp_path):
     (tmp_path / "reward.py").write_text(
         "def score(completion_ids, **kwargs):\n    return [float(sum(ids) % 7) for ids in completion_ids]\n"
     )
-    settings = {"distinct_branches": True, "reward_funcs": tmp_path / "reward.py:score", "learning_rate": 0.002}
+    settings = {"reward_funcs": tmp_path / "reward.py:score", "learning_rate": 0.002}
     settings["anchor_threshold"] = 0.0  # there are branches, however sure the policy has become
     launch = [python, "-m", "accelerate.commands.launch", "--config_file", f"recipes/accelerate/{recipe}.yaml"]
     launch += ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0", SHARDED, backend]
@@ -462,7 +429,7 @@ def test_sharded_weights(server, recipe, tmp_path):
         settings |= {"max_steps": 3, "resume_from_checkpoint": True}
         steps = train_recipe(server, "gsm8k_lora_vllm", launch, 2, settings, tmp_path)
     for entry in steps:
-        assert entry["grad_norm"] > 0 and entry["fr3e/branches/distinct"] > 0.9
+        assert entry["grad_norm"] > 0
         # In nats. By the adapter of the step before they would be .8 and 9
         assert entry["sampling/sampling_logp_difference/mean"] < 1e-4
         assert entry["sampling/sampling_logp_difference/max"] < 1e-3  # rounding, of the least likely tokens

@@ -7,8 +7,6 @@ The server serves that policy and takes adapters: `examples/serve_demo.py` start
 `recipes/gsm8k_lora_vllm.yaml` says how on a GPU.
 
 - Generated tokens a second with all requests in flight together, as a ratio to one after another, in turns.
-- What distinct branches ask for beyond independent ones, at the 3 most uncertain places of each sample: requests, draws
-  of first tokens, and time as a ratio, in turns.
 - The share of a training step that the sync of the adapter takes.
 - What a sync moves: the adapter alone, against all weights with the adapter merged, in bytes, computed from the shapes
   of Qwen2.5-7B with LoRA of rank 16 on all linear layers.
@@ -16,9 +14,6 @@ The server serves that policy and takes adapters: `examples/serve_demo.py` start
 
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +22,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
-from ...generation.vllm import FEWEST_DRAWS
-from ...method.anchors import eligible_positions, rank_anchors
-from ...method.sampling import Branching, Sample, SamplingRequest
+from ...method.sampling import SamplingRequest
 from ...method.tree import as_ids
 from ...trainer import FR3ETrainer
 from ...trl_adapter.prompts import tokenize
@@ -89,57 +82,6 @@ def tokens_a_second(trainer: Any, batches: list[list[SamplingRequest]]) -> float
     return sum(len(sample.token_ids) for sample in samples) / (time.perf_counter() - start)
 
 
-def three_anchors(request: SamplingRequest, samples: Sequence[Sample]) -> list[list[int]]:
-    """The most uncertain places of each sample."""
-    budget = request.max_new_tokens
-    return [rank_anchors(s.entropies, eligible_positions(s.entropies, budget), 3) for s in samples]
-
-
-def compare_branches(trainer: Any, requests: list[SamplingRequest], num_turns: int) -> None:
-    """Print what distinct branches ask for, and what they take beside independent ones."""
-    asked: list[dict[str, Any]] = []
-    params_of = trainer.sampler.sampling_params
-
-    def recorded(request: SamplingRequest) -> dict[str, Any]:
-        asked.append(params_of(request))
-        return asked[-1]
-
-    trainer.sampler.sampling_params = recorded
-    counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
-    rounds: Counter[int] = Counter()
-    ratios: list[float] = []
-    for _ in range(num_turns):
-        seconds = {}
-        for distinct, count in counts.items():
-            branching = Branching(1, three_anchors, [3] * requests[0].num_samples, distinct=distinct)
-            asked.clear()
-            start = time.perf_counter()
-            of_requests = trainer.sampler.sample(
-                [replace(request, branching=branching, with_entropies=True) for request in requests]
-            )
-            seconds[distinct] = time.perf_counter() - start
-            samples = [sample for of_request in of_requests for sample in of_request]
-            branches = [branch for sample in samples for at_anchor in sample.branches.values() for branch in at_anchor]
-            first = [p["n"] for p in asked if "logit_bias" in p or (p["n"] >= FEWEST_DRAWS and p["max_tokens"] == 1)]
-            rounds.update(first)
-            count["branches"] += len(branches)
-            count["distinct"] += sum(branch.chances is not None for branch in branches)
-            count["requests"] += len(asked) - len(requests)
-            count["first"] += sum(first)
-            count["tokens"] += sum(len(branch.token_ids) for branch in branches)
-        ratios.append(seconds[True] / seconds[False])
-    del trainer.sampler.sampling_params
-    for distinct, count in counts.items():
-        of_branch = {name: count[name] / count["branches"] for name in ("requests", "tokens", "first", "distinct")}
-        print(
-            f"{'Distinct' if distinct else 'Independent'} branches, {count['branches']}. For each of them: "
-            f"{of_branch['requests']:.2f} requests, {of_branch['tokens']:.1f} tokens of its own, "
-            f"{of_branch['first']:.1f} draws of first tokens; {of_branch['distinct']:.0%} differ"
-        )
-    print(f"Requests of first tokens, by draws: {', '.join(f'{n}: {rounds[n]}' for n in sorted(rounds))}")
-    print(f"Time of distinct / independent: {over_turns(ratios)}", flush=True)
-
-
 def run(trainer: Any, num_turns: int) -> None:
     prompts = tokenize(trainer, list(trainer.train_dataset["prompt"]))
     requests = [SamplingRequest(as_ids(ids[: 20 + 5 * j]), 4, 64, 1.0) for ids in prompts for j in range(4)]
@@ -148,8 +90,6 @@ def run(trainer: Any, num_turns: int) -> None:
     ratios = [tokens_a_second(trainer, [requests]) / tokens_a_second(trainer, one_by_one) for _ in range(num_turns)]
     print(f"\n{len(requests)} requests, 4 samples of up to 64 tokens each. Tokens a second, all in flight / one after")
     print(f"another: {over_turns(ratios)}", flush=True)
-
-    compare_branches(trainer, requests[::4], num_turns)
 
     syncs: list[float] = []
     sync = trainer.vllm_generation.sync_weights

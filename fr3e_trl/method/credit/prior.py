@@ -1,9 +1,8 @@
 """
 Baselines that credit rules share: what prompts are expected to be worth before their own rewards are looked at.
 
-[`Prior`] says it for the prompts of a batch. By itself it is the mean over the others, which is noise for a few of
-them, and does not exist for one. A [`ValueTracker`] remembers prompts from step to step, and needs no crowd. With it,
-before a prompt's own rewards are looked at, the prompt is expected to be worth
+[`Prior`] gives this for the prompts of a batch. By itself it is the mean over the others, which is noise for a few of
+them, and does not exist for one. A [`ValueTracker`] remembers prompts from step to step, so that it needs no crowd:
 
     prior = level + slope · offset
 
@@ -13,12 +12,13 @@ before a prompt's own rewards are looked at, the prompt is expected to be worth
     - slope: how much of its offset a prompt has kept, on average, when it came again: the slope of a regression
       through 0.
 
-How much a prior is to weigh against rewards, κ, is estimated too. Rewards of a prompt differ from its prior together,
-because the prior is wrong, and each by itself. With ρ the correlation of two of them about the prior, the best weight
-is that of James and Stein: the variance of a reward by itself over that of the prior's error, κ = (1 - ρ) / ρ.
+The tracker also estimates κ, how much a prior weighs against rewards. Rewards of a prompt differ from its prior
+together, because the prior is wrong, and each by itself. With ρ the correlation of two of them about the prior, the
+best weight is that of James and Stein: the variance of a reward by itself over that of the prior's error,
+κ = (1 - ρ) / ρ.
 
-Nothing of a step is in its own priors, but that of a batch's other prompts, nor in its κ: a baseline does not depend on
-what it is for.
+Nothing of a step is in its own priors, but that of a batch's other prompts, nor in its κ, so that no baseline depends
+on what it is for.
 
 Notation used for tensor shapes:
     - P: prompts of a batch
@@ -96,6 +96,53 @@ class Ratio:
         self.num_prompts = self.num_prompts * decay + len(numerators)
 
 
+class OffsetTable:
+    """
+    The offsets of prompts by their keys, and how many visits each counts as.
+
+    A hash table with open addressing, at most half full, so that a step takes the same time however many prompts are
+    known. A prompt takes 32 to 64 bytes.
+    """
+
+    def __init__(self, size: int = 1024):
+        self.num_known = 0
+        self.keys = torch.zeros(size, dtype=torch.int64)
+        self.offsets = torch.zeros(size)
+        self.weights = torch.zeros(size)  # 0 where a place is free
+
+    def find(self, keys: torch.Tensor) -> torch.Tensor:
+        """The place of each key, or the free one where it belongs, (P,)."""
+        last = len(self.keys) - 1
+        places, moving = keys & last, torch.arange(len(keys))
+        while len(moving):
+            there = places[moving]
+            moving = moving[(self.weights[there] > 0) & (self.keys[there] != keys[moving])]
+            places[moving] = (places[moving] + 1) & last
+        return places
+
+    def write(self, keys: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor) -> None:
+        """Set the offsets and weights of keys that differ from each other, (P,) each."""
+        while 2 * (self.num_known + len(keys)) > len(self.keys):
+            is_taken = self.weights > 0
+            known = self.keys[is_taken], self.offsets[is_taken], self.weights[is_taken]
+            self.__init__(2 * len(self.keys))  # type: ignore[misc]
+            self.write(*known)
+        while len(keys):
+            places = self.find(keys)
+            self.num_known -= int((self.weights[places] > 0).sum())
+            self.keys[places] = keys
+            is_placed = self.keys[places] == keys  # of several keys in one free place, one is
+            self.offsets[places[is_placed]], self.weights[places[is_placed]] = offsets[is_placed], weights[is_placed]
+            self.num_known += int(is_placed.sum())
+            keys, offsets, weights = keys[~is_placed], offsets[~is_placed], weights[~is_placed]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Keys, offsets and weights of all prompts that are known, (N,) each, by ascending key."""
+        places = (self.weights > 0).nonzero().flatten()
+        places = places[self.keys[places].argsort()]
+        return {name: getattr(self, name)[places] for name in ("keys", "offsets", "weights")}
+
+
 @dataclass(eq=False)
 class ValueTracker:
     """
@@ -108,19 +155,15 @@ class ValueTracker:
             How much of its offset a prompt keeps.
         correlation ([`Ratio`]):
             ρ.
-        keys (`torch.Tensor` of shape (N,)):
-            Prompts that came, see [`prompt_key`], in ascending order.
-        offsets, weights (`torch.Tensor` of shape (N,)):
-            The offset of each, and how many visits it counts as. With its key a prompt takes 16 bytes.
+        table ([`OffsetTable`]):
+            The offset of each prompt that came, by its [`prompt_key`].
     """
 
     level: float = 0.0
     num_prompts: float = 0.0
     slope: Ratio = field(default_factory=lambda: Ratio(start=0.0))
     correlation: Ratio = field(default_factory=lambda: Ratio(START_CORRELATION))
-    keys: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    offsets: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    weights: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    table: OffsetTable = field(default_factory=OffsetTable)
 
     @property
     def prior_strength(self) -> float:
@@ -142,11 +185,11 @@ class ValueTracker:
             `torch.Tensor` of shape (P,): Priors, NaN where nothing is known.
         """
         slope = min(max(self.slope.value, 0.0), 1.0)
-        return self._levels(values) + slope * self._recall(torch.tensor(keys))[1]
+        return self._levels(values) + slope * self._recall(torch.tensor(keys))[0]
 
     def num_known(self, keys: list[int]) -> int:
         """How many of these prompts came before."""
-        return int(self._recall(torch.tensor(keys))[0].sum())
+        return int((self._recall(torch.tensor(keys))[1] > 0).sum())
 
     def learn(self, keys: list[int], values: torch.Tensor, rewards: torch.Tensor, prompts: torch.Tensor) -> None:
         """
@@ -172,39 +215,35 @@ class ValueTracker:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, in plain values and tensors."""
-        return asdict(self)
+        ratios = {name: asdict(getattr(self, name)) for name in ("slope", "correlation")}
+        return {"level": self.level, "num_prompts": self.num_prompts, **ratios, **self.table.state()}
 
     def resume(self, state: dict[str, Any]) -> None:
         """Go on from what [`state`] returned."""
-        vars(self).update(state | {name: Ratio(**state[name]) for name in ("slope", "correlation")})
+        self.level, self.num_prompts = state["level"], state["num_prompts"]
+        self.slope, self.correlation = Ratio(**state["slope"]), Ratio(**state["correlation"])
+        self.table = OffsetTable()
+        self.table.write(state["keys"], state["offsets"], state["weights"])
 
     def _levels(self, values: torch.Tensor) -> torch.Tensor:
         """The level as each of a batch's prompts sees it, by the others' values and the steps before, (P,)."""
         return leave_one_out_means(values, self.level, self.num_prompts)
 
-    def _recall(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Whether prompts came before, the offset of each, and its weight: 0 for those that did not. (P,) each."""
-        if len(self.keys) == 0:
-            return torch.zeros(len(keys), dtype=torch.bool), torch.zeros(len(keys)), torch.zeros(len(keys))
-        places = torch.searchsorted(self.keys, keys).clamp(max=len(self.keys) - 1)
-        known = self.keys[places] == keys
-        return known, self.offsets[places] * known, self.weights[places] * known
+    def _recall(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The offset of each prompt, and its weight: both 0 for one that never came. (P,) each."""
+        places = self.table.find(keys)
+        return self.table.offsets[places], self.table.weights[places]
 
     def _learn_offsets(self, keys: torch.Tensor, found: torch.Tensor) -> None:
         """Add the offsets that prompts were found to have. One that is in the batch twice is taken as one visit."""
         keys, of_keys = keys.unique(return_inverse=True)
         sums = found.new_zeros(len(keys)).index_add(0, of_keys, found)
         found = (sums / of_keys.bincount(minlength=len(keys))).float()
-        known, offsets, weights = self._recall(keys)
+        offsets, weights = self._recall(keys)
+        known = weights > 0
         self.slope.add((offsets * found)[known].double(), (offsets**2)[known].double())
         weights = VISIT_DECAY * weights
-        offsets = (weights * offsets + found) / (weights + 1)
-        places = torch.searchsorted(self.keys, keys[known])
-        self.offsets[places], self.weights[places] = offsets[known], weights[known] + 1
-        if not known.all():
-            self.keys, order = torch.cat([self.keys, keys[~known]]).sort()
-            self.offsets = torch.cat([self.offsets, offsets[~known]])[order]
-            self.weights = torch.cat([self.weights, weights[~known] + 1])[order]
+        self.table.write(keys, (weights * offsets + found) / (weights + 1), weights + 1)
 
     def _learn_correlation(self, errors: torch.Tensor, prompts: torch.Tensor, num_prompts: int) -> None:
         """Add the errors of rows about their priors: over pairs of rows of a prompt, and over rows."""
@@ -299,7 +338,7 @@ NO_PRIOR = Prior()
 
 
 def prior_of(trees: Sequence[Tree], plan: Plan, tracker: ValueTracker | None = None) -> Prior:
-    """The prior of a step's prompts. The tracker is asked, and not told."""
+    """The prior of a step's prompts. The tracker is asked, and learns nothing."""
     strength = plan.prior_strength
     if strength is None and tracker is not None:
         strength = tracker.prior_strength
@@ -307,7 +346,7 @@ def prior_of(trees: Sequence[Tree], plan: Plan, tracker: ValueTracker | None = N
 
 
 def track_values(trees: Sequence[Tree], plan: Plan, tracker: ValueTracker) -> dict[str, float]:
-    """Tell `tracker` what the prompts of a credited step turned out to be worth, and return what to log."""
+    """Have `tracker` learn what the prompts of a credited step turned out to be worth, and return what to log."""
     keys = _keys_of(trees)
     strength = plan.prior_strength
     metrics = {

@@ -120,3 +120,9 @@ class CreditRule:
                 What prompts are expected to be worth, given what they turned out to be.
         """
         raise NotImplementedError
+
+
+def batch_std(rewards: torch.Tensor) -> torch.Tensor:
+    """Standard deviation of the scorable rewards of (R,), plus 1e-4, as GRPO takes it; 1 where fewer than two are."""
+    scorable = rewards[~rewards.isnan()]
+    return scorable.std() + 1e-4 if len(scorable) > 1 else rewards.new_ones(())

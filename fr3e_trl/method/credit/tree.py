@@ -8,27 +8,40 @@ but this tree:
 
     A(t) = |T| · (mean of r over T - (κ β + Σ of r over U) / (κ + |U|))
 
-A changes only where a branch leaves, so that it is given for stretches of tokens. A row has stretches over its own
-tokens alone, those that it sampled itself: the tokens before are the row's that they were sampled in.
+A changes only where a branch leaves, so it is given for stretches of tokens. A row has stretches over the tokens that
+it sampled itself; those before belong to the row that sampled them.
 
 The sum of A ∇ log π over the tokens is, up to the baseline, the sum of r ∇ log π over the rows, each with its whole
-path: what GRPO has for as many rows. Its mean is the number of rows of a tree, times the gradient of the
-expected reward, under three conditions.
+path: what GRPO has for as many rows. Its mean is the number of rows of a tree, times the gradient of the expected
+reward, under three conditions.
     - Where to branch is decided without looking ahead: whether a row leaves before a token may depend on the tokens
-      before it, but not on it or what comes after. So are the first positions whose entropy is over a threshold, and
-      positions that were drawn before the trajectory; the most uncertain ones of a whole trajectory are not, nor are
-      random ones of it, which depend on its length, nor branches of trajectories that were chosen by their reward. Then
-      neither |T|, nor |U|, nor the rewards of U depend on the token, and any baseline of them is legitimate. When
-      anchors look ahead, |T| depends on the token, and so even the error of β, which otherwise is no more than noise,
-      becomes a bias.
-    - Every tree has as many rows. Where a trajectory ends before all of its branches have left, it stands for those
-      too: they would have left at its end, and be its copies. See `copies`.
+      before it, but not on it or what comes after. The first positions whose entropy is above a threshold are chosen
+      so, and so are positions drawn before the trajectory. The most uncertain positions of a whole trajectory are not,
+      nor are random ones of it, which depend on its length, nor branches of trajectories chosen by their reward. If
+      nothing looks ahead, neither |T|, nor |U|, nor the rewards of U depend on the token, so any baseline made of them
+      is legitimate. If anchors look ahead, |T| depends on the token, and even the error of β becomes a bias.
+    - Every tree has as many rows. A trajectory that ends before all of its branches have left counts for those too,
+      because they would have left at its end and been its copies. See `counts`.
     - What the loss is divided by does not depend on the rows.
-Without the factor |T| the tokens before a branch weigh less than the expected reward gives them, and the objective is
-another one: each token counts as often as it is sampled.
+Without the factor |T| each token counts as often as it is sampled, so tokens before a branch weigh less than the
+expected reward gives them.
+
+**Means over rows.** GRPO with `loss_type="grpo"` divides each row's tokens by L, the row's number of tokens that the
+policy wrote. L depends on the tokens, so that 1/L has a gradient of its own, and the baseline b is a part of what is
+optimised: the mean of (r - b) / L. GRPO's b is the mean reward of the prompt's rows, and a tree's is β. So with
+`length_normalized` a row earns (r - β) / L in place of r, and its tokens are compared with other rows' earnings:
+
+    A(t) = |T| · (mean of (r - β) / L over T - (Σ of (r - β) / L over U) / (κ + |U|))
+
+which is the formula above for these earnings, whose prior is 0. The mean of the sum of A ∇ log π is then the number of
+rows of a tree, times ∇ E[(r - β) / L]: GRPO's for as many rows with β as the baseline, exactly, under the same
+conditions. Subtracting (κ β + Σ r) / (κ + |U|) from each r before dividing would give another objective, because such a
+baseline changes along the path. The prefix of a branch is a part of its L. Where there is no β, the tree's own mean
+stands for it, which is as biased as GRPO's mean of a group.
 
 Where a loss is divided by its number of tokens, each counts |T| times. It is then the mean over the tokens of all rows'
-whole paths, as GRPO's, and has the same scale.
+whole paths, as GRPO's, and has the same scale. With `length_normalized` each counts Σ 1/L over T, so that the weights
+of a tree's tokens sum to its number of rows.
 
 Notation used for tensor shapes:
     - R: rows of the batch, each a completion
@@ -38,15 +51,15 @@ Notation used for tensor shapes:
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from ..plan import Plan
-from ..tree import State, Tree
+from ..tree import Tree
 from .prior import Prior, state_values
-from .rule import Credit, CreditRule, RowCredit, StateCredit
+from .rule import Credit, CreditRule, RowCredit, StateCredit, batch_std
 
 # Losses for advantages of tokens. "grpo" and "sapo" take the mean over a row's own tokens, in which those of a short
 # branch weigh more than those of the prefix that it left
@@ -76,8 +89,10 @@ class TreeCredit(CreditRule):
         values = tree_values(paths)
         of_prompts = state_values(values, paths.prompts, len(trees))  # each tree of a prompt counts once
         baselines = root_baselines(values, paths.prompts, prior.of(of_prompts), prior.strength)
-        stretches = tree_credit(paths, baselines, prior.strength)
-        rows = _row_credit(stretches, trees, plan)
+        stretches = tree_credit(paths, baselines, prior.strength, plan.length_normalized)
+        if plan.scale == "batch":
+            stretches = replace(stretches, advantages=stretches.advantages / path_std(paths))
+        rows = _row_credit(stretches, paths, trees, plan)
         return Credit(rows, _state_credit(rows, paths.rewards, trees), of_prompts)
 
 
@@ -97,11 +112,11 @@ class Paths(NamedTuple):
             Tokens of each row's whole completion.
         prompts (`torch.Tensor` of shape (R,)):
             Prompt of each row, as an index.
-        masses (`list[float]`):
+        counts (`list[int]`):
             How many rows each stands for. A base trajectory that was to have three branches, and ended before two of
             them could leave, stands for three.
-        distinct (`list[bool]`):
-            Whether each is a branch whose first token was drawn without replacement.
+        num_written (`list[int]`):
+            L: how many tokens of each row's whole completion the policy wrote.
     """
 
     rewards: torch.Tensor
@@ -109,117 +124,29 @@ class Paths(NamedTuple):
     positions: list[int]
     lengths: list[int]
     prompts: torch.Tensor
-    masses: list[float]
-    distinct: list[bool]
+    counts: list[int]
+    num_written: list[int]
 
 
 def paths_of(trees: Sequence[Tree]) -> Paths:
     """The rows of `trees`, in order. Copies are unscorable rows, which their base trajectories count for."""
+    paths = Paths(torch.empty(0), [], [], [], torch.empty(0), [], [])
     rewards: list[float] = []
-    parents: list[int | None] = []
-    positions, lengths, prompts, distinct = [], [], [], []
-    masses: list[float] = []
+    prompts: list[int] = []
     for i, tree in enumerate(trees):
         root = len(rewards)
         for state in tree.states:
             for rollout in state.rollouts:
                 rewards.append(rollout.reward)
-                parents.append(None if state.base is None else root + state.base)
-                positions.append(state.position)
-                lengths.append(state.position + rollout.length)
                 prompts.append(i)
-                distinct.append(rollout.chances is not None)
-        masses += masses_of(tree)
-    rewards_R = torch.tensor(rewards, dtype=torch.float64)
-    return Paths(rewards_R, parents, positions, lengths, torch.tensor(prompts), masses, distinct)
-
-
-def masses_of(tree: Tree) -> list[float]:
-    """
-    How many rows each rollout of a tree stands for, in order; 1 for a copy, which has no reward.
-
-    A base trajectory begins with all its rows: its own, those of its branches and its copies. At an anchor s of them
-    draw a token, its own and those of the branches there. The others go on with it, and leave later or never.
-        - Independent branches take a row each.
-        - Where tokens are drawn without replacement, the s rows are shared out by [`set_weights`].
-        - A branch that drew none, as its environment could not go on from the prefix, takes a row.
-    What the base trajectory keeps is shared out among the rows that go on, evenly.
-    """
-    is_base = [rollout.copy_of is None for rollout in tree.states[0].rollouts]
-    rows = [1 + sum(r.copy_of == b for r in tree.states[0].rollouts) for b in range(len(is_base))]
-    for state in tree.states[1:]:
-        assert state.base is not None
-        rows[state.base] += len(state.rollouts)
-    masses = [float(number) for number in rows]
-    of_branches: list[float] = []
-    for state in tree.states[1:]:  # along each base trajectory they are in order of position
-        base = state.base
-        assert base is not None
-        per_row = masses[base] / rows[base]
-        taken = [per_row * share for share in _shares(state)]
-        of_branches += taken
-        masses[base] -= sum(taken)
-        rows[base] -= len(taken)
-    return [masses[i] if of_row else 1.0 for i, of_row in enumerate(is_base)] + of_branches
-
-
-def masses_by_rollout(tree: Tree) -> dict[int, float]:
-    """[`masses_of`] a tree's rollouts by their `id`, without copies."""
-    rollouts = [rollout for state in tree.states for rollout in state.rollouts]
-    masses = zip(rollouts, masses_of(tree), strict=True)
-    return {id(rollout): mass for rollout, mass in masses if rollout.copy_of is None}
-
-
-def _shares(state: State) -> list[float]:
-    """How many of the rows that come to an anchor each of its rollouts takes."""
-    drawn = [rollout.chances for rollout in state.rollouts if rollout.chances is not None]
-    weights = set_weights([drawn[0][0], *(own for _, own in drawn)]) if drawn else []
-    shares = iter([len(weights) * weight for weight in weights[1:]])
-    return [1.0 if rollout.chances is None else next(shares) for rollout in state.rollouts]
-
-
-def set_weights(chances: Sequence[float]) -> list[float]:
-    """
-    Weights of tokens that were drawn one after the other without replacement: Murthy's estimator.
-
-    The mean over what may be drawn of the sum of w f, over the tokens of the set, is the mean of f. With two tokens a
-    and b, w_a = (1 - p_b) / (2 - p_a - p_b).
-
-    Args:
-        chances (`Sequence[float]`):
-            Probability of each of k tokens, in the distribution that they were drawn from.
-
-    Returns:
-        `list[float]`: k weights. They sum to 1.
-
-    Source: Kool, van Hoof and Welling, "Estimating gradients for discrete random variables by sampling without
-    replacement", 2020.
-    """
-    weights = [
-        chance * _set_probability([other / max(1 - chance, sum(rest)) for other in rest])
-        for i, chance in enumerate(chances)
-        for rest in [[*chances[:i], *chances[i + 1 :]]]
-    ]
-    total = sum(weights)
-    return [weight / total for weight in weights]
-
-
-def _set_probability(chances: Sequence[float]) -> float:
-    """
-    That of drawing a set of tokens without replacement, in whichever order.
-
-    A bit of an index says whether a token is in a subset. Each is reached from those that lack one of its tokens.
-    """
-    subsets = range(1 << len(chances))
-    whole = subsets[-1]
-    members = [[i for i in range(len(chances)) if subset >> i & 1] for subset in subsets]
-    totals = [sum(chances[i] for i in of_subset) for of_subset in members]
-    reached = [1.0]
-    for subset in subsets[1:]:
-        rests = [(chances[i], subset ^ 1 << i) for i in members[subset]]
-        # Where the set is all that there is, but for rounding, what is left is what is not drawn yet
-        reached.append(sum(reached[r] * chance / max(1 - totals[r], totals[whole ^ r]) for chance, r in rests))
-    return reached[whole]
+                paths.parents.append(None if state.base is None else root + state.base)
+                paths.positions.append(state.position)
+                paths.lengths.append(state.position + rollout.length)
+                paths.counts.append(1)
+                paths.num_written.append(state.num_written + rollout.num_written)
+                if rollout.copy_of is not None:
+                    paths.counts[root + rollout.copy_of] += 1
+    return paths._replace(rewards=torch.tensor(rewards, dtype=torch.float64), prompts=torch.tensor(prompts))
 
 
 @dataclass(frozen=True)
@@ -233,7 +160,7 @@ class Stretches:
         starts, ends (`torch.Tensor` of shape (N,)):
             First position of each stretch in its row's completion, and the position after its last.
         weights (`torch.Tensor` of shape (N,)):
-            |T|: how many tokens each token of the stretch counts for.
+            How many tokens each token of the stretch counts for: |T|, or Σ 1/L over T with `length_normalized`.
         advantages (`torch.Tensor` of shape (N,)):
             A, of exactly 0 where a stretch teaches nothing: no scorable row passes through it, there is nothing to
             compare with, or no difference beyond rounding.
@@ -254,10 +181,10 @@ def tree_values(paths: Paths) -> torch.Tensor:
         `torch.Tensor` of shape (R,): Value of each base trajectory's tree, NaN where none of its rows is scorable, and
         for branches.
     """
-    totals = _totals(paths)
-    bases = torch.tensor(_bases(paths.parents), device=totals.device)
-    sums, counts = torch.zeros_like(totals).index_add(0, bases, totals).T
-    return sums / counts
+    counts, rewards = _counts(paths), paths.rewards.double().nan_to_num(0)
+    bases = torch.tensor(_bases(paths.parents), device=rewards.device)
+    sums, numbers = (torch.zeros_like(counts).index_add(0, bases, of_rows) for of_rows in (rewards * counts, counts))
+    return sums / numbers
 
 
 def root_baselines(
@@ -289,7 +216,9 @@ def root_baselines(
     return _shrink(sums - known, counts - exist, priors.to(values.dtype)[prompts], prior_strength)
 
 
-def tree_credit(paths: Paths, baselines: torch.Tensor, prior_strength: float) -> Stretches:
+def tree_credit(
+    paths: Paths, baselines: torch.Tensor, prior_strength: float, length_normalized: bool = False
+) -> Stretches:
     """
     A(t) of every row's own tokens. Unscorable rows are in no T and no U.
 
@@ -303,55 +232,65 @@ def tree_credit(paths: Paths, baselines: torch.Tensor, prior_strength: float) ->
             β of each base trajectory, see [`root_baselines`]; NaN where there is none. Those of branches are not read.
         prior_strength (`float`):
             κ, in rollouts.
+        length_normalized (`bool`):
+            Whether each row earns (r - β) / L in place of r, as with GRPO's `loss_type="grpo"`.
 
     Raises:
         `ValueError`: If a row does not leave its parent among the parent's own tokens.
     """
     _check_branches(paths)
-    own = _totals(paths).tolist()
+    bases = torch.tensor(_bases(paths.parents), device=paths.rewards.device)
+    earned, counts, priors = paths.rewards.double(), _counts(paths), baselines.double()[bases]
+    weights = counts
+    rounding = 1000 * torch.finfo(counts.dtype).eps * earned.nan_to_num(0).abs().max()
+    if length_normalized:
+        lengths = counts.new_tensor(paths.num_written).clamp(min=1)  # copies have none
+        earned = (earned - torch.where(priors.isnan(), tree_values(paths)[bases], priors)) / lengths
+        weights, priors, rounding = counts / lengths, 0 * priors, rounding / lengths.min()
+
+    own = torch.stack([earned.nan_to_num(0) * counts, counts, weights], dim=1).tolist()
     below = _with_descendants(paths.parents, own)
-    *places, sums, counts, partner_sums, partner_counts = zip(*_stretches(paths, own, below), strict=True)
-    device = paths.rewards.device
-    rows, starts, ends = torch.tensor(places, device=device)
-    sums, counts = torch.tensor([sums, counts], dtype=torch.float64, device=device)
-    partner_sums, partner_counts = torch.tensor([partner_sums, partner_counts], dtype=torch.float64, device=device)
-
-    bases = torch.tensor(_bases(paths.parents), device=device)[rows]
-    all_sums, all_counts = sums.new_tensor(below)[bases].T
-    others, num_others = all_sums - sums - partner_sums, all_counts - counts - partner_counts
-    is_empty = num_others <= 1e-9 * all_counts  # but for rounding
-    others, num_others = others.masked_fill(is_empty, 0), num_others.masked_fill(is_empty, 0)
-    compared_with = _shrink(others, num_others, baselines.to(sums)[bases], prior_strength)
-    advantages = (sums / counts - compared_with).nan_to_num(0)
-    rounding = 1000 * torch.finfo(sums.dtype).eps * paths.rewards.nan_to_num(0).abs().max()
+    places, through = zip(*_stretches(paths, own, below), strict=True)
+    rows, starts, ends = torch.tensor(places, device=counts.device).T
+    sums, numbers, weights = counts.new_tensor(through).T
+    all_sums, all_numbers, _ = counts.new_tensor(below)[bases[rows]].T
+    compared_with = _shrink(all_sums - sums, all_numbers - numbers, priors[rows], prior_strength)
+    advantages = (sums / numbers - compared_with).nan_to_num(0)
     advantages = advantages.masked_fill(advantages.abs() <= rounding, 0)
-    return Stretches(rows, starts, ends, counts, counts * advantages)
+    return Stretches(rows, starts, ends, weights, numbers * advantages)
 
 
-def _row_credit(stretches: Stretches, trees: Sequence[Tree], plan: Plan) -> list[RowCredit]:
+def path_std(paths: Paths) -> torch.Tensor:
+    """
+    Standard deviation of the batch's rewards, see [`batch_std`]. A row that stands for several counts as often, because
+    the rewards of short trajectories would count too little without their copies.
+    """
+    return batch_std(paths.rewards.repeat_interleave(torch.tensor(paths.counts, device=paths.rewards.device)))
+
+
+def _row_credit(stretches: Stretches, paths: Paths, trees: Sequence[Tree], plan: Plan) -> list[RowCredit]:
     """Stretches by row. A row that teaches nothing is rejected. So are copies and masked rows, whatever the plan."""
     rollouts = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]
-    informative = torch.zeros(len(rollouts), dtype=torch.bool)
-    informative[stretches.rows[stretches.advantages != 0]] = True
     negative = stretches.advantages < 0
     scaled = torch.where(negative, plan.negative_scale * stretches.advantages, stretches.advantages)
     of_rows: list[list[tuple[int, float, float]]] = [[] for _ in rollouts]
     columns = (stretches.rows, stretches.ends - stretches.starts, stretches.weights, scaled)
     for row, length, weight, advantage in zip(*(column.tolist() for column in columns), strict=True):
         of_rows[row].append((length, weight, advantage))
-    return [
-        RowCredit(
-            of_row,
-            sum(n * advantage for n, _, advantage in of_row) / rollout.length,
-            is_informative or not (plan.reject or rollout.copy_of is not None or rollout.score.is_masked),
-        )
-        for of_row, rollout, is_informative in zip(of_rows, rollouts, informative.tolist(), strict=True)
-    ]
+    informative = set(stretches.rows[stretches.advantages != 0].tolist())
+    credit = []
+    for i, (of_row, rollout) in enumerate(zip(of_rows, rollouts, strict=True)):
+        advantage = sum(n * a for n, _, a in of_row) / rollout.length
+        if plan.length_normalized:
+            advantage *= paths.num_written[i]
+        leaves_loss = plan.reject or rollout.copy_of is not None or rollout.score.is_masked
+        credit.append(RowCredit(of_row, advantage, i in informative or not leaves_loss))
+    return credit
 
 
 def _state_credit(rows: list[RowCredit], rewards: torch.Tensor, trees: Sequence[Tree]) -> list[StateCredit]:
     """V of each state, whose rollouts leave the loss if all of its rows are rejected."""
-    states: list[State] = [state for tree in trees for state in tree.states]
+    states = [state for tree in trees for state in tree.states]
     of_rows = [i for i, state in enumerate(states) for _ in state.rollouts]
     in_loss = {i for i, row in zip(of_rows, rows, strict=True) if row.in_loss}
     values = state_values(rewards, torch.tensor(of_rows), len(states)).tolist()
@@ -359,9 +298,9 @@ def _state_credit(rows: list[RowCredit], rewards: torch.Tensor, trees: Sequence[
 
 
 def _check_branches(paths: Paths) -> None:
-    _, parents, positions, lengths, *_ = paths
-    for row, (parent, position, length) in enumerate(zip(parents, positions, lengths, strict=True)):
-        first, last = (0, 0) if parent is None else (positions[parent], lengths[parent])
+    rows = zip(paths.parents, paths.positions, paths.lengths, strict=True)
+    for row, (parent, position, length) in enumerate(rows):
+        first, last = (0, 0) if parent is None else (paths.positions[parent], paths.lengths[parent])
         if not first <= position <= min(last, length):
             raise ValueError(
                 f"Row {row}, of {length} tokens, has position {position}; it can be {first} to {min(last, length)}. "
@@ -369,11 +308,10 @@ def _check_branches(paths: Paths) -> None:
             )
 
 
-def _totals(paths: Paths) -> torch.Tensor:
-    """Reward and number of what each row stands for, (R, 2); 0 and 0 for an unscorable one."""
-    counts = torch.tensor(paths.masses, dtype=torch.float64).to(paths.rewards.device)
-    counts = counts.masked_fill(paths.rewards.isnan(), 0)
-    return torch.stack([paths.rewards.double().nan_to_num(0) * counts, counts], dim=1)
+def _counts(paths: Paths) -> torch.Tensor:
+    """How many rows each stands for, (R,); 0 for an unscorable one."""
+    counts = torch.tensor(paths.counts, dtype=torch.float64, device=paths.rewards.device)
+    return counts.masked_fill(paths.rewards.isnan(), 0)
 
 
 def _bases(parents: list[int | None]) -> list[int]:
@@ -386,58 +324,44 @@ def _bases(parents: list[int | None]) -> list[int]:
     return bases
 
 
-def _with_descendants(parents: list[int | None], totals: list[list[float]]) -> list[list[float]]:
-    """Reward and number of each row and all that descend from it."""
-    below = [list(of_row) for of_row in totals]
-    for (reward, number), parent in zip(totals, parents, strict=True):
+def _with_descendants(parents: list[int | None], own: list[list[float]]) -> list[list[float]]:
+    """Sums of what each row and all that descend from it have of its `own`."""
+    below = [list(of_row) for of_row in own]
+    for of_row, parent in zip(own, parents, strict=True):
         while parent is not None:
-            below[parent][0] += reward
-            below[parent][1] += number
+            below[parent] = _sum([below[parent], of_row])
             parent = parents[parent]
     return below
 
 
 def _stretches(
     paths: Paths, own: list[list[float]], below: list[list[float]]
-) -> Iterator[tuple[int, int, int, float, float, float, float]]:
+) -> Iterator[tuple[tuple[int, int, int], list[float]]]:
     """
-    (row, start, end, reward of T, number of T, reward and number of partners), in order of row and position.
+    (row, start, end) of each stretch, in order of row and position, and the sums of what the rows of its T have.
 
-    `own` has the reward and number of each row, `below` those of the row and all that descend from it. Partners are the
-    rows whose tokens were drawn with this one, without replacement. They are neither in T nor in U.
+    `own` has these numbers of each row, `below` their sums over the row and all that descend from it.
     """
-    _, parents, positions, lengths, _, _, distinct = paths
-    branches: list[list[int]] = [[] for _ in parents]
-    for row, parent in enumerate(parents):
+    branches: list[list[int]] = [[] for _ in own]
+    for row, parent in enumerate(paths.parents):
         if parent is not None:
             branches[parent].append(row)
-    partners = [(0.0, 0.0)] * len(parents)  # of the first token of each row
     for row, leaving in enumerate(branches):
         stretches = []
-        end, (total, count) = lengths[row], own[row]
-        by_position = sorted(leaving, key=positions.__getitem__, reverse=True)
-        for position, at_position in itertools.groupby(by_position, key=positions.__getitem__):
-            group = list(at_position)
-            of_group, num_of_group = (sum((below[branch][k] for branch in group), 0.0) for k in (0, 1))
-            is_distinct = any(distinct[branch] for branch in group)
+        end, through = paths.lengths[row], own[row]
+        by_position = sorted(leaving, key=paths.positions.__getitem__, reverse=True)
+        for position, group in itertools.groupby(by_position, key=paths.positions.__getitem__):
             if position < end:
-                rest = position + 1 if is_distinct else position
-                if rest < end:
-                    stretches.append((row, rest, end, total, count, 0.0, 0.0))
-                if is_distinct:
-                    stretches.append((row, position, rest, total, count, of_group, num_of_group))
+                stretches.append(((row, position, end), through))
                 end = position
-            for branch in group if is_distinct else []:
-                partners[branch] = (total + of_group - below[branch][0], count + num_of_group - below[branch][1])
-            total, count = total + of_group, count + num_of_group
-        first = positions[row]
-        if distinct[row]:
-            if first + 1 < end:
-                stretches.append((row, first + 1, end, total, count, 0.0, 0.0))
-            stretches.append((row, first, first + 1, total, count, *partners[row]))
-        elif first < end:
-            stretches.append((row, first, end, total, count, 0.0, 0.0))
+            through = _sum([through, _sum([below[branch] for branch in group])])
+        if paths.positions[row] < end:
+            stretches.append(((row, paths.positions[row], end), through))
         yield from reversed(stretches)
+
+
+def _sum(of_rows: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(column) for column in zip(*of_rows, strict=True)]
 
 
 def _shrink(sums: torch.Tensor, counts: torch.Tensor, priors: torch.Tensor, strength: float) -> torch.Tensor:
