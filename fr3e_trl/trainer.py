@@ -20,11 +20,13 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
+from . import prefix_sharing
 from .config import FR3EConfig
 from .generation.context import CompletionBudget, context_length
 from .generation.sampler import InStepSampler, OwnSampler
 from .generation.tools import EnvironmentFailure, ToolCallingSampler
 from .generation.vllm_server import VLLMServerError
+from .logps import Truncation
 from .method.anchors import next_threshold
 from .method.credit import CREDIT_RULES, credit_rows
 from .method.credit.prior import ValueTracker, track_values
@@ -36,7 +38,7 @@ from .method.sampling import Sampler
 from .method.tree import TokenIds, Tree, as_ids
 from .page.callback import TreeLog
 from .processes import agree, in_every_process, in_step
-from .trl_adapter import card, checks, console, decoding, images, logprobs, loss, prompts, resume, shared_forward
+from .trl_adapter import card, checks, console, decoding, images, logprobs, loss, prompts, resume
 from .trl_adapter.assemble import assemble
 from .trl_adapter.exploring import Exploring
 from .trl_adapter.logs import log_metrics, note_evaluation
@@ -52,7 +54,6 @@ from .trl_adapter.setup import (
     sharding,
     tokenizer_of,
 )
-from .trl_adapter.shared_attention import without_cudnn
 from .trl_adapter.stopwatch import Stopwatch
 from .trl_adapter.tools import TRLToolLoop, time_limit
 from .trl_adapter.vllm_weights import adapter_sync, awake_engine
@@ -250,11 +251,23 @@ class FR3ETrainer(GRPOTrainer):
                     batch = super()._generate_and_score_completions(inputs)
                 if not self.model.training:
                     note_evaluation(self)
-                return batch
-            return self._explore_and_assemble(inputs)
+                    return batch
+            else:
+                batch = self._explore_and_assemble(inputs)
+            return prefix_sharing.numbered(batch) if self.shares_prefixes else batch
         except (VLLMServerError, EnvironmentFailure) as error:
             resume.save_before(self, error)
             raise
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """The only change is that micro-batches of a new batch have rows together that share prefixes."""
+        decoding.drop_surplus_hooks(self.model)
+        shares_prefixes = self.model.training and self.shares_prefixes
+        last = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if shares_prefixes and self._buffered_inputs is not last:
+            prefix_sharing.keep_together(self._buffered_inputs)  # and `inputs`, which are one of them
+        return inputs
 
     def _explore_and_assemble(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Grow trees from the prompts of a step, credit their rows, and have them for its batch."""
@@ -385,19 +398,25 @@ class FR3ETrainer(GRPOTrainer):
         logits_to_keep: int,
         *args: Any,
         loss_mask: torch.Tensor | None = None,
+        truncation: Truncation | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The only change is that prefixes that rows share are forwarded once, and only tokens in `loss_mask`."""
+        """
+        The only change is that prefixes that rows share are forwarded once, and only tokens in `loss_mask`; and that
+        distributions may be truncated.
+        """
         rows = model, input_ids, attention_mask, logits_to_keep
-        if not self.shares_prefixes:
-            return super()._get_per_token_logps_and_entropies(*rows, *args, **kwargs)
-        return shared_forward.logps_and_entropies(self, *rows, loss_mask, *args, **kwargs)
+        if self.shares_prefixes:
+            return prefix_sharing.logps_and_entropies(self, *rows, loss_mask, *args, truncation=truncation, **kwargs)
+        if truncation is not None:
+            return logprobs.truncated_logps(self, *rows, truncation, *args, **kwargs)
+        return super()._get_per_token_logps_and_entropies(*rows, *args, **kwargs)
 
     @property
     def shares_prefixes(self) -> bool:
         """Whether what rows have in common is forwarded once. All processes must ask for the first time together."""
         if self._shares_prefixes is None:
-            self._shares_prefixes = shared_forward.can_share(self)
+            self._shares_prefixes = prefix_sharing.can_share(self)
         return self._shares_prefixes
 
     def share_prefixes(self, share: bool) -> None:
@@ -417,9 +436,8 @@ class FR3ETrainer(GRPOTrainer):
             resume_from_checkpoint = resume.last_complete_checkpoint(self.args.output_dir)
         with (
             resume.exact_resume(self),
-            shared_forward.kept_together(self),
             console.without_bars(),
-            without_cudnn(),
+            prefix_sharing.without_cudnn(),
         ):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
