@@ -231,6 +231,7 @@ def test_logits_of_a_truncated_distribution_are_few_at_a_time(monkeypatch):
     trainer = make_trainer(make_model(vocab_size=5_000), **TRUNCATED)
     input_ids = torch.randint(2, 5_000, (4, 104))
     found = torch.zeros(4, 100)
+    assert trainer.shares_prefixes  # by a trial, which has logits of its own
     with Logits(5_000, trainer.model.parameters()) as logits:
         truncation = old_logprobs._warpers(trainer)
         old_logprobs.fill_in(trainer, found, input_ids, torch.ones_like(input_ids), [True] * 4, truncation)

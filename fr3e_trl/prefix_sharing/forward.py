@@ -82,8 +82,8 @@ def logps_and_entropies(
         scored &= loss_mask.bool()
     size = batch_size or len(input_ids)
     parts = [
-        _score_rows(trainer, model, *(rows[i : i + size] for rows in (input_ids, attention_mask, scored)), truncation)
-        for i in range(0, len(input_ids), size)
+        _score_rows(trainer, model, *of_rows, truncation)
+        for of_rows in zip(input_ids.split(size), attention_mask.split(size), scored.split(size), strict=True)
     ]
     logps, entropies = (torch.cat(of_parts) for of_parts in zip(*parts, strict=True))
     return logps, entropies if compute_entropy else None, None
