@@ -21,12 +21,14 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
+from . import prefix_sharing
 from .config import FR3EConfig
 from .credit_to_batch import mask_dropped, set_credit, upgrade_batch, weigh_dropped
 from .generation.context import CompletionBudget, context_length
 from .generation.sampler import InStepSampler, OwnSampler
 from .generation.tools import EnvironmentFailure, ToolCallingSampler
 from .generation.vllm_server import VLLMServerError
+from .logps import Truncation
 from .method.credit import CREDIT_RULES, credit_rows
 from .method.credit.prior import ValueTracker, track_values
 from .method.metrics import tree_metrics
@@ -38,7 +40,7 @@ from .page.callback import TreeLog
 from .processes import in_every_process
 from .rollout import Explorer, StepRollouts, longest_prompt
 from .tool_loop import TRLToolLoop, limited_tools
-from .trl_adapter import card, checks, console, decoding, images, logprobs, resume, shared_forward
+from .trl_adapter import card, checks, console, decoding, images, logprobs, resume
 from .trl_adapter.logs import log_metrics, note_evaluation
 from .trl_adapter.old_logprobs import OldLogprobs, VLLMCorrection, old_logps_of, score_leftovers
 from .trl_adapter.samplers import make_sampler
@@ -52,7 +54,6 @@ from .trl_adapter.setup import (
     sharding,
     tokenizer_of,
 )
-from .trl_adapter.shared_attention import without_cudnn
 from .trl_adapter.stopwatch import Stopwatch
 from .trl_adapter.vllm_weights import adapter_sync, awake_engine
 
@@ -275,14 +276,16 @@ class FR3ETrainer(resume.ExactResume):
             batch = super()._generate_and_score_completions(inputs)
             if not self.model.training:
                 note_evaluation(self)
-            return batch
+                return batch
+            return prefix_sharing.numbered(batch) if self.shares_prefixes else batch
         try:
             if self._refill is not None:
                 inputs = self._drawn_inputs()
             explorer.check(inputs)
             self._inputs, self._explored = inputs, []
             batch = super()._generate_and_score_completions(inputs)
-            return self._with_credit(batch)
+            batch = self._with_credit(batch)
+            return prefix_sharing.numbered(batch) if self.shares_prefixes else batch
         except Exception as error:
             if self._refill is not None:
                 self._refill.undo()  # a checkpoint that is saved now is of the step before
@@ -298,6 +301,16 @@ class FR3ETrainer(resume.ExactResume):
         num_rows = self.args.generation_batch_size
         indices = self._refill.begin(num_rows // self.num_generations)
         return [self.train_dataset[indices[row // self.num_generations]] for row in sharding(self, num_rows).own]
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """The only change is that micro-batches of a new batch have rows together that share prefixes."""
+        decoding.drop_surplus_hooks(self.model)
+        shares_prefixes = self.model.training and self.shares_prefixes
+        last = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if shares_prefixes and self._buffered_inputs is not last:
+            prefix_sharing.keep_together(self._buffered_inputs)  # and `inputs`, which are one of them
+        return inputs
 
     @property
     def rollout_func(self) -> RolloutFunc | None:
@@ -500,11 +513,12 @@ class FR3ETrainer(resume.ExactResume):
         attention_mask: torch.Tensor,
         logits_to_keep: int,
         *args: Any,
+        truncation: Truncation | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """
-        The only changes: prefixes that rows share are forwarded once, rows without a token in the loss are skipped, and
-        the first scores of a step, those of the old policy, may be known.
+        The only changes: prefixes that rows share are forwarded once, rows without a token in the loss are skipped, the
+        first scores of a step, those of the old policy, may be known, and distributions may be truncated.
         """
         rows = model, input_ids, attention_mask, logits_to_keep
         if self._score_old_policy is not None:
@@ -512,7 +526,9 @@ class FR3ETrainer(resume.ExactResume):
             return score_old_policy(*rows, **kwargs)
         loss_mask, self._loss_mask = self._loss_mask, None
         if self.shares_prefixes:
-            return shared_forward.logps_and_entropies(self, *rows, loss_mask, *args, **kwargs)
+            return prefix_sharing.logps_and_entropies(self, *rows, loss_mask, *args, truncation=truncation, **kwargs)
+        if truncation is not None:
+            return logprobs.truncated_logps(self, *rows, truncation, *args, **kwargs)
         if loss_mask is None:
             return super()._get_per_token_logps_and_entropies(*rows, *args, **kwargs)
         kept = loss_mask.any(1)
@@ -531,7 +547,7 @@ class FR3ETrainer(resume.ExactResume):
     def shares_prefixes(self) -> bool:
         """Whether what rows have in common is forwarded once. All processes must ask for the first time together."""
         if self._shares_prefixes is None:
-            self._shares_prefixes = shared_forward.can_share(self)
+            self._shares_prefixes = prefix_sharing.can_share(self)
         return self._shares_prefixes
 
     def share_prefixes(self, share: bool) -> None:
@@ -547,7 +563,7 @@ class FR3ETrainer(resume.ExactResume):
         `resume_from_checkpoint=True` takes the last checkpoint that is complete: one that was being written when the
         run was killed is passed over. A run that goes on from a checkpoint is the run that was not cut.
         """
-        with shared_forward.kept_together(self), console.without_bars(), without_cudnn():
+        with console.without_bars(), prefix_sharing.without_cudnn():
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def begin(self) -> None:

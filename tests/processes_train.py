@@ -30,7 +30,6 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from trees import rollouts_of
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl import trainer as fr3e_trainer
 from fr3e_trl.method.sampling import Sample
 
 RANK = int(os.environ.get("RANK", 0))

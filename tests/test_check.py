@@ -20,7 +20,7 @@ from fr3e_trl.bench.check import lines, model
 from fr3e_trl.bench.check.runner import FAILED, NOT_RUN, PASSED, Line, Result, run_line, run_lines
 from fr3e_trl.bench.check.table import LINES, Setup
 from fr3e_trl.commands import cli
-from fr3e_trl.trl_adapter import shared_forward
+from fr3e_trl.prefix_sharing import forward as shared_forward
 
 # What takes what a CPU, or this environment, has not
 NOT_RUN_HERE = {"vLLM server", "vLLM colocate"}

@@ -23,7 +23,7 @@ from peft import LoraConfig
 from transformers import set_seed
 from trees import rollouts_of
 
-from fr3e_trl.trl_adapter.shared_forward import obstacle_to_sharing
+from fr3e_trl.prefix_sharing import obstacle_to_sharing
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import factory
@@ -24,7 +23,7 @@ from transformers import (
     set_seed,
 )
 
-import fr3e_trl.trainer
+from fr3e_trl import FR3ETrainer, logps
 from fr3e_trl import trainer as fr3e_trainer
 from fr3e_trl.trl_adapter import old_logprobs
 
@@ -232,13 +231,14 @@ class Logits(TorchDispatchMode):
 
 def test_logits_of_a_truncated_distribution_are_few_at_a_time(monkeypatch):
     """A vocabulary of 5,000 and 4 rows of 100 tokens are 2 million logits; no more than 6 times 20,000 exist."""
-    monkeypatch.setattr(old_logprobs, "MAX_LOGITS", 20_000)
+    monkeypatch.setattr(logps, "MAX_LOGITS", 20_000)
     trainer = make_trainer(make_model(vocab_size=5_000), **TRUNCATED)
     input_ids = torch.randint(2, 5_000, (4, 104))
     found = torch.zeros(4, 100)
+    assert trainer.shares_prefixes  # by a trial, which has logits of its own
     with Logits(5_000, trainer.model.parameters()) as logits:
-        kernel = partial(old_logprobs.truncated_logprobs, old_logprobs._warpers(trainer))
-        old_logprobs.fill_in(trainer, found, input_ids, torch.ones_like(input_ids), [True] * 4, kernel)
+        truncation = old_logprobs._warpers(trainer)
+        old_logprobs.fill_in(trainer, found, input_ids, torch.ones_like(input_ids), [True] * 4, truncation)
     assert 20_000 <= logits.most <= 6 * 20_000
     for of_row, ids in zip(found, input_ids.tolist(), strict=True):
         expected = torch.tensor(logprobs(trainer, ids[:4], ids[4:], 1.0, **TRUNCATED))

@@ -19,11 +19,11 @@ from peft import LoraConfig
 from test_losses import KeepsMicroBatches
 from test_processes import weights_of
 from transformers import set_seed
-from trl.trainer import utils as trl_utils
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.trl_adapter import shared_forward
-from fr3e_trl.trl_adapter.prefix_sharing import fold
+from fr3e_trl import logps as own_logps
+from fr3e_trl.prefix_sharing import forward
+from fr3e_trl.prefix_sharing.trie import fold
 from fr3e_trl.trl_adapter.prompts import padded as padded_rows
 
 SIZES = TINY | {"vocab_size": 64}
@@ -309,7 +309,7 @@ class CountsPositions(FR3ETrainer):
         with counted_positions() as positions:
             result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         self.is_scoring = False
-        self.projected += sum(positions)
+        self.projected += sum(positions) if self.shares_prefixes else args[1][:, 1:].numel()  # on CPUs, TRL's head
         return result
 
 
@@ -325,21 +325,17 @@ def test_fewer_tokens_are_forwarded():
 
 @contextlib.contextmanager
 def counted_positions():
-    """Of how many positions TRL's head computes log-probs, call by call."""
+    """Of how many positions log-probs are computed, call by call."""
     positions = []
-    kernel = trl_utils._ChunkedLogProbFunction
+    tile_logps = own_logps.tile_logps
 
-    class Counted:
-        @staticmethod
-        def apply(hidden, *args):
-            positions.append(len(hidden))
-            return kernel.apply(hidden, *args)
+    def counted(hidden, *args):
+        positions.append(len(hidden))
+        return tile_logps(hidden, *args)
 
-    trl_utils._ChunkedLogProbFunction = Counted
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_logps, "tile_logps", counted)
         yield positions
-    finally:
-        trl_utils._ChunkedLogProbFunction = kernel
 
 
 @pytest.mark.parametrize("batch_size", [8, 4])
@@ -424,7 +420,7 @@ def test_processes_decide_alike(monkeypatch, caplog):
     def in_two(function):
         return [function(), "the other process has no memory for the trial"]
 
-    monkeypatch.setattr(shared_forward, "in_every_process", in_two)
+    monkeypatch.setattr(forward, "in_every_process", in_two)
     assert not make_trainer().shares_prefixes
     assert "with all of its tokens: the other process has no memory" in caplog.text
 

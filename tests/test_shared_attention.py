@@ -21,7 +21,7 @@ from transformers.integrations import flash_attention, flex_attention, sdpa_atte
 from fr3e_trl import FR3ETrainer
 from fr3e_trl.bench.cost.tensors import in_layer_shared, make_trie
 from fr3e_trl.bench.measures import MeasuredGRPOTrainer
-from fr3e_trl.trl_adapter import shared_attention
+from fr3e_trl.prefix_sharing import attention as shared_attention
 
 FLASH = ("flash_attention_2", "kernels-community/vllm-flash-attn3")
 

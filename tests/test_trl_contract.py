@@ -23,7 +23,7 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer import grpo_trainer, utils
+from trl.trainer import grpo_trainer
 from trl.trainer.utils import add_fused_lm_head, split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 import fr3e_trl
@@ -33,9 +33,13 @@ from fr3e_trl.trl_adapter.names import METHODS, NAMES
 
 PACKAGE = Path(fr3e_trl.__file__).parent
 ADAPTER = PACKAGE / "trl_adapter"
+SHARING = PACKAGE / "prefix_sharing"
 
 # The permanent overrides, which no file but the trainer's has
-OVERRIDES = {"_generate_and_score_completions", "_compute_loss", "_get_per_token_logps_and_entropies"}
+OVERRIDES = {
+    *("_generate_and_score_completions", "_prepare_inputs"),
+    *("_compute_loss", "_get_per_token_logps_and_entropies"),
+}
 # Private by their names, and documented: of named tuples, of the standard library, of users' environments
 PUBLIC = {"_replace", "_asdict", "_fields", "_exit", "_fork", "_actions", "_option_string_actions"}
 # Modules that may be imported anywhere: what their libraries document
@@ -172,16 +176,18 @@ ELSEWHERE = {"transformers.training_args.OptimizerNames"}
 def test_no_name_is_missing(path):
     tree = ast.parse(path.read_text())
     own = own_names() - IN_TABLE
-    if path.parent != ADAPTER:
+    if path.parent not in (ADAPTER, SHARING):
         own |= defined(tree) - OF_TRAINERS
     foreign = touched(tree) - own
-    if path.parent != ADAPTER:
-        assert foreign <= (OVERRIDES if path == PACKAGE / "trainer.py" else set())
+    if path.parent not in (ADAPTER, SHARING):
+        of_trainer = OVERRIDES | {"_buffered_inputs"}
+        assert foreign <= (of_trainer if path == PACKAGE / "trainer.py" else set())
         assert imported(tree) <= ELSEWHERE and not overridden_names(tree)
     elif path.name != "names.py":
-        of_file = {name.name for name in NAMES if path.name in name.used_in.split()}
+        file = path.name if path.parent == ADAPTER else f"../prefix_sharing/{path.name}"
+        of_file = {name.name for name in NAMES if file in name.used_in.split()}
         assert foreign | overridden_names(tree) <= of_file | {"VLLMGeneration"}
-        assert imported(tree) <= {name.path for name in NAMES if path.name in name.used_in.split()}
+        assert imported(tree) <= {name.path for name in NAMES if file in name.used_in.split()}
 
 
 def test_files_that_the_table_names_use_what_it_says():
@@ -191,7 +197,7 @@ def test_files_that_the_table_names_use_what_it_says():
                 assert name.name in (ADAPTER / file).read_text(), (name.path, file)
 
 
-def test_three_methods_are_overridden_for_good():
+def test_four_methods_are_overridden_for_good():
     """The others are public, and documented, or those of this package."""
     overridden = {
         name for name in vars(FR3ETrainer) if callable(vars(FR3ETrainer)[name]) and hasattr(GRPOTrainer, name)
@@ -408,49 +414,23 @@ def test_the_turns_of_a_dialogue_are_asked_for_by_its_prompts_list(monkeypatch):
     assert messages[1]["content"] == "7" and (num_calls, num_failures) == (1, 0)
 
 
-def test_the_fused_head_looks_its_kernel_up_when_it_is_called(monkeypatch):
-    """Another is put in its place while log-probs of truncated distributions are computed."""
-    model = make_model().eval()
-    add_fused_lm_head(model, temperature=2.0, outputs=("log_probs", "entropy"))
-    input_ids, asked = torch.tensor([[5, 6, 7, 8]]), []
+def test_a_batch_is_shuffled_by_one_permutation_and_buffered_in_micro_batches():
+    """Whatever else is in it: rows are put together by a column that numbers them."""
 
-    def kernel(hidden, weight, bias, tokens, temperature, *args):
-        asked.append(temperature)
-        return torch.zeros(len(tokens)), None, None, None, None
+    class Numbered(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            torch.manual_seed(7)
+            return batch | {"row": torch.arange(len(inputs))}
 
-    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", SimpleNamespace(apply=kernel))
-    output = model(input_ids=input_ids, labels=input_ids, fused_lm_head=True)
-    assert asked == [2.0] and output.log_probs.eq(0).all()
+        def _prepare_inputs(self, generation_batch):
+            inputs = super()._prepare_inputs(generation_batch)
+            assert any(inputs is batch for batch in self._buffered_inputs)
+            return inputs
 
-
-def test_the_fused_head_takes_labels_that_are_shifted(monkeypatch):
-    """And projects the positions that have one, if asked for by the name of what says whether there is Triton."""
-    model = make_model().eval()
-    input_ids, labels = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[-100, 9, -100, 10]])
-    expected = model(input_ids).logits.log_softmax(-1)[0, [1, 3], [9, 10]]
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    projected = []
-
-    class Kernel:
-        @staticmethod
-        def apply(hidden, *args):
-            projected.append(len(hidden))
-            return kernel.apply(hidden, *args)
-
-    kernel = utils._ChunkedLogProbFunction
-    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Kernel)
-    monkeypatch.setattr(utils, "_use_triton", lambda device: True)
-    output = model(input_ids=input_ids, shift_labels=labels, fused_lm_head=True)
-    assert projected == [2]
-    torch.testing.assert_close(output.log_probs[0, [1, 3]], expected)
-    assert output.log_probs[0, [0, 2]].tolist() == output.entropy[0, [0, 2]].tolist() == [0, 0]
-
-
-def test_the_batch_is_shuffled_by_a_name_of_trls_module(monkeypatch):
-    shuffled = []
-    monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", lambda batch: shuffled.append(batch.keys()) or batch)
-    trainer = train(GRPOTrainer, per_device_train_batch_size=8, max_steps=1)
-    assert len(shuffled) == 1 and {"prompt_ids", "prompt_mask", "completion_ids"} <= set(shuffled[0])
+    trainer = train(Numbered, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=1)
+    torch.manual_seed(7)
+    assert torch.cat([batch["row"] for batch in trainer._buffered_inputs]).equal(torch.randperm(8))
     assert not trainer.aux_loss_enabled
 
 

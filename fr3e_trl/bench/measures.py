@@ -18,10 +18,10 @@ import torch
 from trl import GRPOTrainer
 
 from ..method.tree import Tree
+from ..prefix_sharing import without_cudnn
 from ..trainer import FR3ETrainer
 from ..trl_adapter.logs import last_metric, last_rewards
 from ..trl_adapter.resume import exact_resume
-from ..trl_adapter.shared_attention import without_cudnn
 from ..trl_adapter.watching import WatchedMixin
 
 

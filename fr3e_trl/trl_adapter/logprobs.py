@@ -1,28 +1,27 @@
 """Log-probs of completions that are not in a batch yet."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
-from trl.trainer import utils as trl_utils
+from torch import nn
+from trl import GRPOTrainer
 
+from .. import logps
+from ..logps import Softmax, Truncation
 from ..method.tree import TokenIds
-from .images import image_kwargs
-from .overriding import overridden
+from .images import image_kwargs, select_rows
 from .prompts import padded
 from .setup import is_sharded
-
-# How much of the vocabulary TRL's LM head takes at a time
-HEAD_TILE = trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE
 
 
 @torch.no_grad()
 def token_statistics(
-    trainer: Any, prompt_ids: list[TokenIds], completion_ids: list[TokenIds], multimodal: list[Any] | None = None
+    trainer: GRPOTrainer,
+    prompt_ids: list[TokenIds],
+    completion_ids: list[TokenIds],
+    multimodal: list[Any] | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """
     Log-probabilities and entropies of completions under the policy, at the sampling temperature.
@@ -53,46 +52,71 @@ def token_statistics(
         completions = completion_ids[start : start + size]
         batch = padded(trainer, prompt_ids[start : start + size], completions)
         images = image_kwargs(trainer, (multimodal or [])[start : start + size], batch[0], completions)
-        logprobs, entropies, _ = trainer._get_per_token_logps_and_entropies(
+        of_tokens, entropies, _ = trainer._get_per_token_logps_and_entropies(
             trainer.model, *batch, logits_to_keep=max(map(len, completions)), compute_entropy=True, **images
         )
         statistics += [
-            (row_logprobs[: len(ids)], row_entropies[: len(ids)])
-            for row_logprobs, row_entropies, ids in zip(
-                logprobs.float().cpu(), entropies.float().cpu(), completions, strict=True
+            (row_logps[: len(ids)], row_entropies[: len(ids)])
+            for row_logps, row_entropies, ids in zip(
+                of_tokens.float().cpu(), entropies.float().cpu(), completions, strict=True
             )
         ]
     return statistics[:num_own]
 
 
-@contextmanager
-def head_kernel(kernel: Callable[..., Any]) -> Iterator[None]:
-    """
-    Have another kernel compute log-probs in TRL's LM head.
-
-    The head finds the hidden states, the weights however they are sharded, and the scale and the softcap of the logits.
-    """
-    with overridden(trl_utils, _ChunkedLogProbFunction=SimpleNamespace(apply=kernel)):
-        yield
-
-
-def scored_by_head(
-    hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor
+def score(
+    trainer: GRPOTrainer,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    targets: torch.Tensor,
+    truncation: Truncation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Log-probabilities and entropies by TRL's LM head, without a model.
+    Log-probabilities and entropies as a trainer defines them, see [`~logps.score`], at its temperature.
 
     Args:
-        hidden (`torch.Tensor` of shape (N, H)):
-            What the head projects.
-        weight (`torch.Tensor` of shape (V, H)):
-            The head.
-        tokens (`torch.Tensor` of shape (N,)):
-            Ids.
+        trainer (`GRPOTrainer`):
+            Knows how the head computes.
+        model (`nn.Module`):
+            Policy or reference model, as it is called.
 
-    Returns:
-        `tuple`: Both of shape (N,), in nats.
+        All others, and what is returned, are those of [`~logps.score`].
     """
-    arguments = hidden, weight, None, tokens, 1.0, HEAD_TILE, None, 1.0, ("log_probs", "entropy")
-    logprobs, entropies, *_ = trl_utils._ChunkedLogProbFunction.apply(*arguments)
-    return logprobs, entropies
+    unwrapped = trainer.accelerator.unwrap_model(model)
+    softmax = Softmax.of(unwrapped.config, trainer.temperature)
+    in_float32 = trainer.args.cast_lm_head_to_fp32
+    with trainer.accelerator.autocast():
+        head = unwrapped.get_output_embeddings()
+        return logps.score(model, head, inputs, targets, softmax, truncation, in_float32)
+
+
+def truncated_logps(
+    trainer: GRPOTrainer,
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    logits_to_keep: int,
+    truncation: Truncation,
+    batch_size: int | None = None,
+    **images: Any,
+) -> tuple[torch.Tensor, None, None]:
+    """
+    As `GRPOTrainer._get_per_token_logps_and_entropies`, of distributions that are truncated, and no entropies.
+
+    Args:
+        truncation (`Callable`):
+            Truncates them, see [`~logps.truncated_logps`].
+
+        All others are those of TRL's method.
+    """
+    targets = input_ids.roll(-1, 1).masked_fill(attention_mask.roll(-1, 1) == 0, -100)
+    targets[:, -1] = targets[:, : -logits_to_keep - 1] = -100
+    size = batch_size or len(input_ids)
+    scored = []
+    for start in range(0, len(input_ids), size):
+        rows = slice(start, start + size)
+        of_rows = select_rows(images, list(range(len(input_ids)))[rows])
+        inputs = {name: value for name, value in of_rows.items() if name not in ("num_images", "num_tiles")}
+        inputs |= {"input_ids": input_ids[rows], "attention_mask": attention_mask[rows]}
+        scored.append(score(trainer, model, inputs, targets[rows], truncation)[0])
+    return torch.cat(scored)[:, -logits_to_keep - 1 : -1], None, None

@@ -5,9 +5,9 @@ They are TRL's, those of transformers' `Trainer` and `generate`, and PyTorch's. 
 table: each name must resolve, each signature hold, and the package touch no private name that is not in it. When a new
 version of TRL is tried, that test fails first and says what moved.
 
-Permanent overrides are three methods of `GRPOTrainer`, in `trainer.py`: `_generate_and_score_completions`,
-`_compute_loss`, `_get_per_token_logps_and_entropies`. `FR3EVLLMGeneration`, a subclass of TRL's `VLLMGeneration`, has
-three. Others last for one call, by [`overriding.overridden`].
+Permanent overrides are four methods of `GRPOTrainer`, in `trainer.py`: `_generate_and_score_completions`,
+`_prepare_inputs`, `_compute_loss`, `_get_per_token_logps_and_entropies`. `FR3EVLLMGeneration`, a subclass of TRL's
+`VLLMGeneration`, has three. Others last for one call, by [`overriding.overridden`].
 """
 
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ METHODS = [
     ),
     Name(
         f"{GRPO}._get_per_token_logps_and_entropies",
-        "../trainer.py assemble.py logprobs.py loss.py old_logprobs.py shared_forward.py watching.py",
+        "../trainer.py ../prefix_sharing/forward.py assemble.py logprobs.py loss.py old_logprobs.py watching.py",
         "log-probs: overridden for good, in a batch for the old policy, and in the loss for the tokens to score",
         "self model input_ids attention_mask logits_to_keep batch_size compute_entropy compute_aux_loss pixel_values "
         "image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes token_type_ids "
@@ -108,8 +108,8 @@ METHODS = [
     ),
     Name(
         f"{GRPO}._prepare_inputs",
-        "shared_forward.py",
-        "while a trainer trains: shuffles and splits a batch, where rows that share prefixes are kept together",
+        "../trainer.py",
+        "overridden for good: shuffles and splits a batch, where rows that share prefixes are then put together",
         "self generation_batch",
     ),
     Name(
@@ -217,8 +217,7 @@ FUNCTIONS = [
         "watching.py",
         "the bench measures how long an optimizer step takes",
     ),
-    Name("trl.trainer.grpo_trainer", "rewards.py shared_forward.py vllm_weights.py", "some of its names are replaced"),
-    Name(UTILS, "logprobs.py shared_forward.py", "some of its names are replaced"),
+    Name("trl.trainer.grpo_trainer", "rewards.py vllm_weights.py", "some of its names are replaced"),
     Name("trl.trainer.grpo_trainer.EnvironmentFactory", "setup.py", "a type of the constructor"),
     Name("trl.trainer.grpo_trainer.RewardFunc", "setup.py", "a type of the constructor"),
     Name("trl.trainer.grpo_trainer.RolloutFunc", "setup.py", "a type of the constructor"),
@@ -232,29 +231,6 @@ FUNCTIONS = [
     Name("peft.tuners.tuners_utils.BaseTuner.unmerge_adapter", "vllm_weights.py", "the same", "self"),
     Name(VLLM, "vllm_weights.py", "subclassed, to send a LoRA adapter alone"),
     Name("trl.trainer.grpo_trainer.gather", "rewards.py", "replaced: each process scores what it has", None),
-    Name(
-        "trl.trainer.grpo_trainer.shuffle_sequence_dict",
-        "shared_forward.py",
-        "replaced: prompts are shuffled, not rows",
-        "seq_dict",
-    ),
-    Name(
-        f"{UTILS}._ChunkedLogProbFunction",
-        "logprobs.py",
-        "replaced: the kernel of the LM head, by one of truncated distributions",
-    ),
-    Name(
-        f"{UTILS}._CHUNKED_LOGPROB_CHUNK_SIZE", "logprobs.py", "how much of the vocabulary the LM head takes at a time"
-    ),
-    Name(
-        f"{UTILS}._ChunkedLogProbFunction.forward",
-        "logprobs.py",
-        "what the kernel is called with, by position",
-        "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs",
-    ),
-    Name(
-        f"{UTILS}._use_triton", "shared_forward.py", "replaced: has the LM head score only what has a label", "device"
-    ),
     Name(
         f"{UTILS}.RepeatSampler",
         "prompts.py",
@@ -282,36 +258,40 @@ FUNCTIONS = [
     Name("transformers.trainer_utils.PREFIX_CHECKPOINT_DIR", "console.py resume.py", "names of checkpoints"),
     Name(
         "transformers.models.qwen3.modeling_qwen3.eager_attention_forward",
-        "shared_attention.py",
+        "../prefix_sharing/attention.py",
         "replaced, in each module of a model: attention along the paths of a trie",
         "module query key value attention_mask",
         False,
     ),
     Name(
         "transformers.modeling_flash_attention_utils._flash_attention_forward",
-        "shared_attention.py",
+        "../prefix_sharing/attention.py",
         "takes rows end to end by these names, which models pass on to it",
         "cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k",
         False,
     ),
     Name(
         "transformers.utils.generic.is_flash_attention_requested",
-        "shared_attention.py",
+        "../prefix_sharing/attention.py",
         "which kernels are called as FlashAttention is",
         "requested_attention_implementation",
         False,
     ),
-    Name("torch._dynamo", "shared_attention.py", "its configuration: how many forms of flex_attention are compiled"),
+    Name(
+        "torch._dynamo",
+        "../prefix_sharing/attention.py",
+        "its configuration: how many forms of flex_attention are compiled",
+    ),
     Name(
         "torch.nn.attention.varlen.varlen_attn",
-        "shared_attention.py",
+        "../prefix_sharing/attention.py",
         "torch's FlashAttention for rows end to end",
         "query key value cu_seq_q cu_seq_k max_q max_k scale window_size enable_gqa",
         False,
     ),
     Name(
         "torch.nn.attention.flex_attention.BlockMask.from_kv_blocks",
-        "shared_attention.py",
+        "../prefix_sharing/attention.py",
         "which blocks flex_attention looks at",
         "kv_num_blocks kv_indices full_kv_num_blocks full_kv_indices BLOCK_SIZE mask_mod seq_lengths",
         False,
@@ -320,12 +300,17 @@ FUNCTIONS = [
     Name(
         "torch.nn.Module._forward_hooks", "decoding.py", "surplus hooks of transformers' are removed", of_instances=True
     ),
-    Name("transformers.PreTrainedModel._is_stateful", "sharing_probe.py", "whether layers are recurrent"),
-    Name("transformers.PreTrainedConfig._attn_implementation", "sharing_probe.py", "which attention is called"),
+    Name("transformers.PreTrainedModel._is_stateful", "../prefix_sharing/probe.py", "whether layers are recurrent"),
+    Name(
+        "transformers.PreTrainedConfig._attn_implementation", "../prefix_sharing/probe.py", "which attention is called"
+    ),
 ]
 
 ATTRIBUTES = [
-    *_attributes(GRPO, "resume.py", "what a step goes on from", "_step _buffered_inputs"),
+    *_attributes(GRPO, "resume.py", "what a step goes on from", "_step"),
+    *_attributes(
+        GRPO, "resume.py ../trainer.py", "a batch in micro-batches: what a step goes on from", "_buffered_inputs"
+    ),
     *_attributes(TRAINER, "resume.py", "what a step goes on from", "_tr_loss _globalstep_last_logged"),
     *_attributes(GRPO, "logs.py resume.py", "metrics that are not logged yet", "_metrics"),
     *_attributes(GRPO, "logs.py", "what the adaptive entropy bonus goes by", "_last_world_entropy"),
@@ -333,7 +318,7 @@ ATTRIBUTES = [
     *_attributes(GRPO, "assemble.py resume.py rewards.py", "columns that reward functions log", "_pending_extra_logs"),
     *_attributes(GRPO, "resume.py rewards.py", "metrics that reward functions log", "_pending_metrics"),
     *_attributes(GRPO, "prompts.py rewards.py setup.py tools.py", "the tokenizer, of the processor too", "_tokenizer"),
-    *_attributes(GRPO, "checks.py images.py shared_forward.py", "whether there are images", "_is_vlm"),
+    *_attributes(GRPO, "checks.py images.py ../prefix_sharing/forward.py", "whether there are images", "_is_vlm"),
     *_attributes(GRPO, "checks.py decoding.py setup.py", "how processes share the weights", "_dist"),
     *_attributes(VLLM, "vllm_weights.py", "how processes share the weights", "_dist"),
     *_attributes(GRPO, "checks.py images.py", "the token in an image's place", "_image_pad_token_id"),

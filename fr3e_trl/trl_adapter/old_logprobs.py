@@ -5,28 +5,23 @@ It is the one that the row was sampled from. That is the policy at the start of 
 from a truncated distribution, or by the policy of an earlier step.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from torch.nn.functional import linear
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from trl import GRPOTrainer
 
 from ..generation.context import knows_padding
+from ..logps import Truncation
 from ..method.rows import Row
 from .images import images_in, multimodal_of, select_rows
-from .logprobs import head_kernel, token_statistics
+from .logprobs import token_statistics
 from .setup import in_float32, is_sharded, own_rows
 
 # Divergence of vLLM's samples from the policy, in nats a token, that rounding and quantization may amount to
 MAX_DIVERGENCE = 1.0
-
-# How many logits of truncated distributions exist at a time: 64 MiB of them, and several times that to sort them
-MAX_LOGITS = 2**24
 
 
 def score_leftovers(trainer: GRPOTrainer, leftovers: list[Row], has_own_sampler: bool) -> None:
@@ -151,8 +146,8 @@ class VLLMCorrection:
     ) -> tuple[torch.Tensor, None, None]:
         logprobs = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
         in_batch = [True] * len(input_ids)
-        kernel = partial(truncated_logprobs, _warpers(self.trainer))
-        fill_in(self.trainer, logprobs, input_ids, attention_mask, in_batch, kernel, **images_in(kwargs))
+        images = images_in(kwargs)
+        fill_in(self.trainer, logprobs, input_ids, attention_mask, in_batch, _warpers(self.trainer), **images)
         return logprobs, None, None
 
 
@@ -181,7 +176,7 @@ def fill_in(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     wanted: Sequence[bool],
-    kernel: Callable[..., Any] | None = None,
+    truncation: Truncation | None = None,
     **images: Any,
 ) -> None:
     """
@@ -196,8 +191,8 @@ def fill_in(
             The rows.
         wanted (`Sequence[bool]`):
             R flags. Other rows are left out of the forward pass, and keep what is in `logprobs`.
-        kernel (`Callable`, *optional*):
-            Computes them, in the place of the kernel of TRL's LM head.
+        truncation (`Callable`, *optional*):
+            Truncates the distributions, see [`~logps.truncated_logps`].
         images:
             What a batch has of images, see [`images_in`].
     """
@@ -207,15 +202,15 @@ def fill_in(
         passed = scored + [0] * (max(gather_object([len(scored)])) - len(scored))
     if not passed:
         return
-    with nullcontext() if kernel is None else head_kernel(kernel):
-        of_rows, _, _ = trainer._get_per_token_logps_and_entropies(
-            trainer.model,
-            input_ids[passed],
-            attention_mask[passed],
-            logits_to_keep=logprobs.size(1),
-            batch_size=trainer.args.per_device_train_batch_size,
-            **select_rows(images, passed),
-        )
+    of_rows, _, _ = trainer._get_per_token_logps_and_entropies(
+        trainer.model,
+        input_ids[passed],
+        attention_mask[passed],
+        logits_to_keep=logprobs.size(1),
+        batch_size=trainer.args.per_device_train_batch_size,
+        truncation=truncation,
+        **select_rows(images, passed),
+    )
     logprobs[scored] = of_rows[: len(scored)]
 
 
@@ -255,51 +250,3 @@ def _check_same_policy(trainer: GRPOTrainer, batch: dict[str, torch.Tensor]) -> 
             f"{divergence:.2f} nats a token away from it ({MAX_DIVERGENCE} are allowed). Does it serve the same "
             "model?"
         )
-
-
-def truncated_logprobs(
-    warpers: LogitsProcessorList,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    tokens: torch.Tensor,
-    temperature: float,
-    chunk_size: int,
-    softcap: float | None,
-    scale: float,
-    outputs: tuple[str, ...],
-) -> tuple[torch.Tensor, None, None, None, None]:
-    """
-    Log-probabilities of N tokens under distributions that are truncated, in the place of the kernel of TRL's LM head.
-
-    Args:
-        warpers (`LogitsProcessorList`):
-            Truncate. A token that was sampled is never cut off: one at the edge may be by these weights, and not by
-            vLLM's rounding of them.
-        hidden (`torch.Tensor` of shape (N, H)):
-            What the LM head projects.
-        weight, bias (`torch.Tensor` of shape (V, H) and (V,)):
-            The LM head.
-        tokens (`torch.Tensor` of shape (N,)):
-            Ids.
-        temperature, softcap, scale (`float`):
-            The logits are multiplied by `scale`, capped softly at `softcap` if that is not `None`, and divided by
-            `temperature`.
-        chunk_size, outputs:
-            Not used: the kernel tiles the vocabulary, which cannot be truncated in parts, and has more outputs.
-
-    Returns:
-        `tuple`: The log-probabilities, of shape (N,) in float32, and `None` for the kernel's other outputs.
-    """
-    num_positions = max(MAX_LOGITS // len(weight), 1)
-    weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-    logprobs = []
-    for states, ids in zip(hidden.split(num_positions), tokens.unsqueeze(1).split(num_positions), strict=True):
-        logits = linear(states, weight, bias).float() * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits /= temperature
-        of_tokens = logits.gather(1, ids)
-        kept = warpers(ids, logits).scatter(1, ids, of_tokens)
-        logprobs.append((of_tokens - kept.logsumexp(1, keepdim=True)).squeeze(1))
-    return torch.cat(logprobs), None, None, None, None

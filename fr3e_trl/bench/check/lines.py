@@ -27,10 +27,11 @@ from trl import GRPOTrainer
 from ...commands.revision import revision
 from ...generation.growing_probe import tolerance
 from ...generation.vllm_server import VLLMServer
+from ...prefix_sharing import forward as shared_forward
+from ...prefix_sharing import probe as sharing_probe
+from ...prefix_sharing import without_cudnn
 from ...trainer import FR3ETrainer
-from ...trl_adapter import shared_forward, sharing_probe
 from ...trl_adapter.setup import computed_in
-from ...trl_adapter.shared_attention import without_cudnn
 from ...trl_adapter.watching import WatchedMixin
 from ..cost.stopwatch import PARTS, measure, peak_memory
 from ..measures import MeasuredFR3ETrainer, MeasuredGRPOTrainer

@@ -26,14 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LogitsProcessorList, Qwen2Config, TopPLogitsWarper
 
+from ...logps import TILE_VOCAB, Softmax, tile_logps, truncated_logps
 from ...method.anchors import AboveThreshold
 from ...method.sampling import Branching, SamplingRequest
-from ...trl_adapter import shared_attention
+from ...prefix_sharing import attention as shared_attention
+from ...prefix_sharing.trie import Trie, fold
 from ...trl_adapter.decoding import generation_model
-from ...trl_adapter.logprobs import HEAD_TILE, scored_by_head
-from ...trl_adapter.old_logprobs import truncated_logprobs
 from ...trl_adapter.overriding import overridden
-from ...trl_adapter.prefix_sharing import Trie, fold
 from ..runs import be_quiet
 from .common import make_parser, make_table
 from .update import NUM_BASES, branches_of, make_batch, make_update_trainer, parse_with_rows
@@ -182,7 +181,7 @@ def logits_by_path(options: argparse.Namespace, num_positions: int) -> Iterator[
 
 def logits(options: argparse.Namespace) -> Tensors:
     """Counts what has the vocabulary, or a part of it as wide as a tile of TRL's head, as its last dimension."""
-    width = min(options.vocab_size % HEAD_TILE or options.vocab_size, options.vocab_size)
+    width = min(options.vocab_size % TILE_VOCAB or options.vocab_size, options.vocab_size)
     return Tensors(lambda tensor: tensor.dim() > 1 and tensor.size(-1) >= width)
 
 
@@ -191,7 +190,7 @@ def in_head(options: argparse.Namespace, num_positions: int, backward: bool) -> 
     with FakeTensorMode(), nullcontext() if backward else torch.no_grad():
         hidden, weight, targets = _head(options, num_positions)
         with logits(options) as made:
-            logprobs, entropies = scored_by_head(hidden, weight, targets)
+            logprobs, entropies = tile_logps(hidden, weight, None, targets, Softmax())
             if backward:
                 (logprobs + entropies).sum().backward()
     return made.alive
@@ -203,7 +202,7 @@ def in_truncated(options: argparse.Namespace, num_positions: int) -> int:
     with FakeTensorMode(), torch.no_grad():
         hidden, weight, targets = _head(options, num_positions)
         with logits(options) as made:
-            truncated_logprobs(warpers, hidden, weight, None, targets, 1.0, 0, None, 1.0, ())
+            truncated_logps(hidden, weight, None, targets, Softmax(), warpers)
     return made.alive
 
 

@@ -20,8 +20,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, set_seed
 
 from ...config import FR3EConfig
+from ...prefix_sharing.trie import fold
 from ...trainer import FR3ETrainer
-from ...trl_adapter.prefix_sharing import fold
 from ..measures import now
 from ..policies import small_config
 from ..runs import be_quiet

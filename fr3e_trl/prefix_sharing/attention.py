@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.utils.generic import is_flash_attention_requested
 
-from .prefix_sharing import Trie
+from .trie import Trie
 
 # Queries of one call with a mask: few for what they skip of the keys, enough for a call to be worth it
 BLOCK = 256

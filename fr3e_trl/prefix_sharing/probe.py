@@ -2,16 +2,17 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from ..generation.context import context_length
 from ..generation.growing_probe import name_of, tolerance, usual_tokens, without_dropout
-from .decoding import unchanged
-from .prefix_sharing import Trie, fold
-from .shared_attention import share
+from ..trl_adapter.decoding import unchanged
+from .attention import share
+from .trie import Trie, fold
 
 # Settings of models whose attention looks back no further
 WINDOWS = ("sliding_window", "attention_chunk_size")
@@ -21,7 +22,7 @@ COLUMNS, MORE_COLUMNS = 48, 13
 
 
 def obstacle_to_sharing(
-    model: Any,
+    model: PreTrainedModel,
     dtype: torch.dtype,
     device: torch.device,
     score_apart: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor],
@@ -79,10 +80,10 @@ def obstacle_to_sharing(
 
 
 @contextlib.contextmanager
-def rounded_otherwise(model: Any) -> Iterator[None]:
+def rounded_otherwise(model: PreTrainedModel) -> Iterator[None]:
     """Every embedding one unit in its last place away, up and down in turn."""
 
-    def move(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def move(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         eps = torch.finfo(output.dtype).eps
         signs = 1 - 2 * (torch.arange(output.size(-1), device=output.device) % 2)
         return output * (1 + eps * signs).to(output.dtype)
@@ -94,7 +95,7 @@ def rounded_otherwise(model: Any) -> Iterator[None]:
         handle.remove()
 
 
-def obstacle_by_design(model: Any) -> str | None:
+def obstacle_by_design(model: PreTrainedModel) -> str | None:
     """What needs no trial to be known. Otherwise the model's attention takes paths from now on."""
     if getattr(model, "_is_stateful", False):
         return f"layers of {name_of(model)} are recurrent: what they make of a token depends on the row"
@@ -107,12 +108,12 @@ def obstacle_by_design(model: Any) -> str | None:
     return None
 
 
-def attention_of(model: Any) -> str:
+def attention_of(model: PreTrainedModel) -> str:
     """The name of what computes a model's attention."""
     return model.config.get_text_config()._attn_implementation
 
 
-def _branching_rows(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _branching_rows(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and mask, (4, T), of a row, two that branch off it, and itself with another beginning."""
     length = min(COLUMNS, context_length(model.config) or COLUMNS)
     usual = usual_tokens(model.config)

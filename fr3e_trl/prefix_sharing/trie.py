@@ -6,7 +6,7 @@ trajectory. Rows are folded into a trie, whose nodes are laid end to end without
 alone, which is nearly all, is done once a node. Attention is between tokens of a row, so there, and only there, the
 rows are put together again: the new nodes of each row look back along its whole path, with no mask but the causal one.
 It costs no more than in the rows apart, and nothing grows with the square of the trie. Kernels of attention take rows
-in one of two forms: end to end without padding, or padded, in groups (`shared_attention.py`).
+in one of two forms: end to end without padding, or padded, in groups (`attention.py`).
 
 A node is a token together with the one that follows it, as in TRL's asynchronous trainer: it has a single label, at the
 price of one more node a branch. The last token of a row predicts nothing, and has no node.
