@@ -125,11 +125,15 @@ class _Workers:
     def _start(self) -> Connection:
         """Start the pool, in a program of its own, and wait until it is ready."""
         connection, theirs = multiprocessing.Pipe()
-        command = [sys.executable, "-P", WORKER, *map(str, (theirs.fileno(), self.num_workers, self.time_limit))]
+        arguments = [WORKER, theirs.fileno(), self.num_workers, self.time_limit]
         with tempfile.TemporaryFile() as log:
             # With -P the modules beside the script are not found as top-level ones
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()]
+                [sys.executable, "-P", *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
             )
             theirs.close()
             try:

@@ -25,6 +25,7 @@ from .generation.context import CompletionBudget, context_length
 from .generation.sampler import InStepSampler, OwnSampler
 from .generation.tools import EnvironmentFailure, ToolCallingSampler
 from .generation.vllm_server import VLLMServerError
+from .generation.vllm_weights import awake_engine, set_up_vllm, without_vllm
 from .method.anchors import next_threshold
 from .method.credit import CREDIT_RULES, credit_rows
 from .method.credit.prior import ValueTracker, track_values
@@ -55,7 +56,6 @@ from .trl_adapter.setup import (
 from .trl_adapter.shared_attention import without_cudnn
 from .trl_adapter.stopwatch import Stopwatch
 from .trl_adapter.tools import TRLToolLoop, time_limit
-from .trl_adapter.vllm_weights import adapter_sync, awake_engine
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -174,7 +174,7 @@ class FR3ETrainer(GRPOTrainer):
             checks.warn_of_single_prompt(args)
             if train_dataset is not None:
                 checks.check_dataset(train_dataset, args, has_environments=environment_factory is not None)
-        with adapter_sync(args), checks.classless_model(model, args):
+        with without_vllm(args), checks.classless_model(model, args):
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -191,6 +191,8 @@ class FR3ETrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        if args.use_vllm:
+            set_up_vllm(self, args)
         console.take_over(self, callbacks)
         images.take_no_empty_images(self)
         self.share_prefixes(bool(args.share_prefixes))
@@ -263,7 +265,7 @@ class FR3ETrainer(GRPOTrainer):
         self.trees, self._uncertainties = [], []
         explored: list[Row] = []
         metrics: dict[str, float] = {}
-        with awake_engine(self):
+        with awake_engine(self, self.stopwatch.part):
             if self._refill is None:
                 # TRL repeats an example for its group, and deals out the repeats as it does the rows
                 own = sharding(self, num_rows).own

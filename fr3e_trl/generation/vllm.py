@@ -30,7 +30,7 @@ CERTAIN = -1e-4
 
 class Engine(Protocol):
     """
-    vLLM as TRL has set it up; see `trl_adapter/vllm_weights.py`.
+    vLLM as TRL has set it up; see `vllm_weights.py`.
 
     Attributes:
         accelerator ([`~accelerate.Accelerator`]):
