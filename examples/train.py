@@ -13,7 +13,7 @@ from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.commands.data import FR3EScriptArguments, get_reward, load_examples, load_tokenizer
 from fr3e_trl.commands.recipe import RecipeParser
 from fr3e_trl.commands.train import checkpoint_to_resume, set_model_init
-from fr3e_trl.trl_adapter.vllm_weights import end_engine
+from fr3e_trl.generation.vllm_weights import end_engine
 
 if __name__ == "__main__":
     parser = RecipeParser([FR3EScriptArguments, FR3EConfig, ModelConfig])

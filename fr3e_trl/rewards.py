@@ -1,23 +1,19 @@
 """A reward for maths that cannot hang or crash a run."""
 
-import contextlib
 import importlib.util
-import json
+import multiprocessing
 import os
-import queue
-import selectors
 import subprocess
 import sys
 import tempfile
-import time
-import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 WORKER = Path(__file__).with_name("_math_worker.py")
-START_LIMIT = 120.0  # seconds for a worker to start, on a machine that is busy
+MAX_STARTS = 2  # of the pool for an answer: it ends itself when it lost a process that had none
 
 
 def get_math_reward(time_limit: float = 5.0, num_workers: int | None = None) -> Callable[..., list[float | None]]:
@@ -26,13 +22,14 @@ def get_math_reward(time_limit: float = 5.0, num_workers: int | None = None) -> 
 
     math-verify limits its own time by a signal. A signal works in the main thread alone, and does not interrupt
     computations such as `9^{9^{9^9}}`. math-verify does not limit its memory. Here a worker is killed if it takes too
-    long, or more than 4 GiB. Its answer scores 0, other answers are not affected, and the next one gets a new worker.
+    long, and gets at most 4 GiB. Its answer scores 0, other answers are not affected, and the next one gets a new
+    worker.
 
     Args:
         time_limit (`float`, *optional*, defaults to `5.0`):
             Seconds that a worker may take for an answer.
         num_workers (`int`, *optional*):
-            Worker processes, of about 60 MB each. They start when first needed. If `None`, one for each CPU, up to 4.
+            Worker processes, which start when first needed. If `None`, one for each CPU, up to 4.
 
     Returns:
         `Callable`: Reward function `math_reward(completions, solution, **kwargs)` for standard or conversational
@@ -43,7 +40,7 @@ def get_math_reward(time_limit: float = 5.0, num_workers: int | None = None) -> 
     Raises:
         ValueError: A limit is not positive.
 
-    Needs math-verify (`pip install "fr3e-trl[math]"`) and a POSIX system.
+    Needs math-verify and pebble (`pip install "fr3e-trl[math]"`) and a POSIX system.
 
     Example:
 
@@ -83,7 +80,7 @@ def get_math_reward(time_limit: float = 5.0, num_workers: int | None = None) -> 
 
 class _Workers:
     """
-    Worker processes. They start when first needed.
+    A pool of worker processes, which start when first needed; see `_math_worker.py`.
 
     Args:
         num_workers (`int`):
@@ -95,96 +92,63 @@ class _Workers:
     def __init__(self, num_workers: int, time_limit: float):
         self.num_workers = num_workers
         self.time_limit = time_limit
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        for _ in range(num_workers):
-            self._idle.put(_Worker())
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None  # the pool ends when this is closed
 
-    def ask(self, completions: list[Any], solutions: Sequence[str | None]) -> tuple[list[Any], list[str | None]]:
+    def ask(self, completions: list[Any], solutions: list[Any]) -> tuple[list[Any], list[str | None]]:
         """The workers' reply to each completion, and its failure: `"timeouts"`, `"crashes"` or `None`."""
-        if importlib.util.find_spec("math_verify") is None:
-            raise ImportError('math_reward needs math-verify: pip install "fr3e-trl[math]".')
-        with ThreadPoolExecutor(self.num_workers) as pool:
-            replies = list(pool.map(self._ask_one, zip(completions, solutions, strict=True)))
-        return [reply for reply, _ in replies], [failure for _, failure in replies]
+        if importlib.util.find_spec("math_verify") is None or importlib.util.find_spec("pebble") is None:
+            raise ImportError('math_reward needs math-verify and pebble: pip install "fr3e-trl[math]".')
+        answers = [
+            # with tools, the last turn
+            (completion if isinstance(completion, str) else text_of(completion[-1]), solution)
+            for completion, solution in zip(completions, solutions, strict=True)
+        ]
+        outcomes: list[tuple[Any, str | None]] = []
+        num_starts = 0
+        with self._lock:
+            while len(outcomes) < len(answers):
+                # After an interrupt, what is still to come through this connection answers nothing
+                connection, self._connection = self._connection or self._start(), None
+                try:
+                    connection.send(answers[len(outcomes) :])
+                    while len(outcomes) < len(answers):
+                        outcomes.append(connection.recv())
+                        num_starts = 0
+                    self._connection = connection
+                except (EOFError, OSError):
+                    num_starts += 1
+                    if num_starts > MAX_STARTS:
+                        outcomes.append((None, "crashes"))
+        return [reply for reply, _ in outcomes], [failure for _, failure in outcomes]
 
-    def _ask_one(self, answer: tuple[str | list[dict[str, Any]], str | None]) -> tuple[Any, str | None]:
-        completion, solution = answer
-        content = completion if isinstance(completion, str) else text_of(completion[-1])  # with tools, the last turn
-        worker = self._idle.get()
-        try:
-            return worker.ask(content, solution, self.time_limit)
-        finally:
-            self._idle.put(worker)
+    def _start(self) -> Connection:
+        """Start the pool, in a program of its own, and wait until it is ready."""
+        connection, theirs = multiprocessing.Pipe()
+        arguments = [WORKER, theirs.fileno(), self.num_workers, self.time_limit]
+        with tempfile.TemporaryFile() as log:
+            # With -P the modules beside the script are not found as top-level ones
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+            )
+            theirs.close()
+            try:
+                connection.recv()
+            except EOFError:
+                log.seek(0)
+                reason = log.read().decode(errors="replace")[-2000:]
+                raise RuntimeError(f"The worker process of math_reward did not start. It wrote:\n{reason}") from None
+        return connection
 
 
 def text_of(message: dict[str, Any]) -> str:
     """What a message says: its content, or the text parts of it."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
-
-
-class _Worker:
-    """A process that takes one answer at a time. It is replaced when it dies."""
-
-    def __init__(self) -> None:
-        self._process: Any = None  # a subprocess.Popen
-
-    def ask(self, completion: str, solution: str | None, time_limit: float) -> tuple[Any, str | None]:
-        """A completion's reward, or its answer if there is no solution. Its failure is as in [`_Workers.ask`]."""
-        process = self._process
-        if process is None or process.poll() is not None:
-            process = self._process = self._start()
-        try:
-            process.stdin.write(json.dumps([completion, solution, time_limit]).encode() + b"\n")
-            process.stdin.flush()
-            reply = _read(process, time_limit)
-        except BrokenPipeError:
-            reply = b""
-        if reply:
-            return json.loads(reply), None
-        self._stop()
-        return None, "timeouts" if reply is None else "crashes"
-
-    def _start(self) -> Any:
-        # multiprocessing would import the user's script again, or fork a process that uses a GPU. With -P the modules
-        # beside the worker's file are not found as top-level ones.
-        with tempfile.TemporaryFile() as errors:
-            process = subprocess.Popen(
-                [sys.executable, "-P", str(WORKER)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-            )
-            self._stop = weakref.finalize(self, _stop, process)  # at the latest when the interpreter exits
-            if not _read(process, START_LIMIT):
-                self._stop()
-                errors.seek(0)
-                reason = errors.read().decode(errors="replace")[-2000:]
-                raise RuntimeError(f"A worker process of math_reward did not start. It wrote:\n{reason}")
-        return process
-
-
-def _read(process: Any, time_limit: float) -> bytes | None:
-    """A line that the worker wrote. It is empty if the worker died, and `None` if time ran out."""
-    ends, line = time.monotonic() + time_limit, b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while not line.endswith(b"\n"):
-            if not selector.select(ends - time.monotonic()):
-                return None
-            piece = os.read(process.stdout.fileno(), 4096)
-            if not piece:
-                return b""
-            line += piece
-    return line
-
-
-def _stop(process: Any) -> None:
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.close()
 
 
 math_reward = get_math_reward()

@@ -28,6 +28,7 @@ from .generation.context import CompletionBudget, context_length
 from .generation.sampler import InStepSampler, OwnSampler
 from .generation.tools import EnvironmentFailure, ToolCallingSampler
 from .generation.vllm_server import VLLMServerError
+from .generation.vllm_weights import awake_engine, set_up_vllm, without_vllm
 from .logps import Truncation
 from .method.credit import CREDIT_RULES, credit_rows
 from .method.credit.prior import ValueTracker, track_values
@@ -55,7 +56,6 @@ from .trl_adapter.setup import (
     tokenizer_of,
 )
 from .trl_adapter.stopwatch import Stopwatch
-from .trl_adapter.vllm_weights import adapter_sync, awake_engine
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -182,7 +182,7 @@ class FR3ETrainer(resume.ExactResume):
             checks.warn_of_single_prompt(args)
             if train_dataset is not None:
                 checks.check_dataset(train_dataset, args, has_environments=environment_factory is not None)
-        with adapter_sync(args), checks.classless_model(model, args):
+        with without_vllm(args), checks.classless_model(model, args):
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -199,6 +199,8 @@ class FR3ETrainer(resume.ExactResume):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        if args.use_vllm:
+            set_up_vllm(self, args)
         self.callback_handler.callbacks.insert(0, resume.NoteUpdates(self))
         console.take_over(self, callbacks)
         images.take_no_empty_images(self)
@@ -333,7 +335,7 @@ class FR3ETrainer(resume.ExactResume):
         """The only change is that trees are grown from the prompts of a training step."""
         if not self.is_exploring:
             return super()._generate(prompts)
-        with awake_engine(self):
+        with awake_engine(self, self.stopwatch.part):
             rollouts = self._rollouts = self._grow_trees(prompts)
         prompts[:] = rollouts.prompts  # TRL goes on with this list, and refill may have put others in
         prompt_ids, completion_ids, _, completions, logps, extra_fields, *_ = super()._generate(prompts)

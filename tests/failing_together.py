@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from models import make_model
 
 from fr3e_trl.generation.vllm_server import VLLMServerError
+from fr3e_trl.generation.vllm_weights import FR3EVLLMGeneration
 from fr3e_trl.processes import Turns, in_every_process, through_main_process
-from fr3e_trl.trl_adapter.vllm_weights import FR3EVLLMGeneration
 
 
 def fail(*args, **kwargs):

@@ -62,6 +62,11 @@ def make_model(seed: int = 0, **overrides) -> Qwen3ForCausalLM:
     return model
 
 
+def cache_of(kwargs):
+    """The cache among what a model is called with: `cache`, and `past_key_values` before transformers 5.24."""
+    return kwargs["cache"] if "cache" in kwargs else kwargs.get("past_key_values")
+
+
 @functools.cache
 def model_on_disk() -> str:
     """Directory of a `make_model()`: a reference model is loaded from where the policy came from."""

@@ -12,7 +12,7 @@ import torch
 from factory import make_trainer
 from hypothesis import given
 from hypothesis import strategies as st
-from models import make_model, make_tokenizer, model_on_disk
+from models import cache_of, make_model, make_tokenizer, model_on_disk
 from peft import LoraConfig, get_peft_model
 from test_matrix import largest_difference, make_family
 from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, GenerationMixin
@@ -72,7 +72,7 @@ def test_a_batch_is_no_wider_and_takes_no_more_steps_than_grpos(requests):
     model = make_model(max_position_embeddings=1024)
     cached = []
     model.register_forward_hook(
-        lambda module, args, kwargs, output: cached.append(kwargs["past_key_values"].get_seq_length()), with_kwargs=True
+        lambda module, args, kwargs, output: cached.append(cache_of(kwargs).get_seq_length()), with_kwargs=True
     )
     sampler = make_sampler(model, suppress_tokens=[EOS])
     samples = drawn(
@@ -485,7 +485,7 @@ def test_what_generation_knows_is_not_computed_again(settings):
     passes = []
 
     def count(module, args, kwargs, output):
-        if not torch.is_grad_enabled() and kwargs.get("past_key_values") is None:
+        if not torch.is_grad_enabled() and cache_of(kwargs) is None:
             passes.append(module)
 
     model = AutoModelForCausalLM.from_pretrained(model_on_disk())

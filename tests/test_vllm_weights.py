@@ -5,14 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from factory import make_trainer
-from models import TINY
+from models import TINY, make_model, make_tokenizer
 from peft import LoraConfig
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
 
+from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.generation import vllm_weights
 from fr3e_trl.generation.vllm_server import VLLMServer, VLLMServerError
-from fr3e_trl.trl_adapter.vllm_weights import FR3EVLLMGeneration
+from fr3e_trl.generation.vllm_weights import FR3EVLLMGeneration
 
 
 def generation_of(cls, trainer):
@@ -20,6 +25,48 @@ def generation_of(cls, trainer):
     generation = object.__new__(cls)
     generation.model, generation._dist = trainer.model, trainer._dist
     return generation
+
+
+def test_vllm_is_set_up_with_what_trl_sets_it_up_with(monkeypatch):
+    made = []
+
+    def make(**arguments):
+        made.append(arguments)
+        raise StopIteration
+
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", make)
+    monkeypatch.setattr(vllm_weights, "FR3EVLLMGeneration", make)
+    settings = {"vllm_max_model_length": 50, "vllm_model_impl": "auto", "vllm_gpu_memory_utilization": 0.7}
+    settings |= {
+        "vllm_server_port": 8001,
+        "vllm_group_port": 2,
+        "vllm_enable_sleep_mode": True,
+        "max_completion_length": 9,
+    }
+    settings |= {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "temperature": 2.0, "repetition_penalty": 1.1}
+    settings |= {"generation_kwargs": {"min_tokens": 2}, "per_device_train_batch_size": 8, "steps_per_generation": 3}
+    args = FR3EConfig("output", num_anchors=0, use_cpu=True, bf16=False, use_vllm=True, report_to=[], **settings)
+    for cls in (GRPOTrainer, FR3ETrainer):
+        with pytest.raises(StopIteration):
+            cls(
+                make_model(),
+                reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+                args=args,
+                train_dataset=Dataset.from_dict({"prompt": ["a"] * 8}),
+                processing_class=make_tokenizer(),
+            )
+        assert args.use_vllm
+    trls, ours = made
+    assert ours.pop("fr3e_args") is args
+    for name in ("model", "accelerator", "processing_class"):
+        assert isinstance(ours.pop(name), type(trls.pop(name)))
+    assert ours == trls and len(ours) > 15
+
+
+def test_a_loss_that_needs_ratios_of_tokens_is_refused_ratios_of_rows():
+    """As by TRL, whose constructor checks it only where it sets up vLLM by itself."""
+    with pytest.raises(ValueError, match="vllm_importance_sampling_mode='sequence_mask' must be 'token_truncate' or"):
+        make_trainer(use_vllm=True, loss_type="vespo", num_anchors=0)
 
 
 def make_policy(model=None, **lora):

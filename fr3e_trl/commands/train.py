@@ -25,6 +25,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from ..config import FR3EConfig
+from ..generation.vllm_weights import end_engine
 from ..page.callback import ends_no_run
 from ..page.record import METRICS, append_log, write_logs
 from ..trainer import FR3ETrainer
@@ -32,7 +33,6 @@ from ..trl_adapter import console
 from ..trl_adapter.card import concealed
 from ..trl_adapter.checks import check_dataset
 from ..trl_adapter.resume import TRAINER_STATE_FILE, checkpoints, is_complete, last_complete_checkpoint
-from ..trl_adapter.vllm_weights import end_engine
 from .data import (
     FR3EScriptArguments,
     check_reward_columns,

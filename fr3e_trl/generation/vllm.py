@@ -24,7 +24,7 @@ STREAM_INTERVAL = 8
 
 class Engine(Protocol):
     """
-    vLLM as TRL has set it up; see `trl_adapter/vllm_weights.py`.
+    vLLM as TRL has set it up; see `vllm_weights.py`.
 
     Attributes:
         accelerator ([`~accelerate.Accelerator`]):

@@ -13,7 +13,7 @@ from servers import ENVIRONMENT
 from trees import rollouts_of
 from vllm_on_cpu import keep_weights_plain
 
-from fr3e_trl.trl_adapter.vllm_weights import end_engine
+from fr3e_trl.generation.vllm_weights import end_engine
 
 
 def main() -> None:

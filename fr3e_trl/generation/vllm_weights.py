@@ -1,6 +1,6 @@
 """The policy's weights into vLLM: the LoRA adapter alone where the server takes it, else TRL's own way."""
 
-import functools
+import inspect
 import logging
 import shutil
 import uuid
@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import broadcast_object_list, is_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import ProcessorMixin
+from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer import grpo_trainer
 
 from ..config import FR3EConfig
-from ..generation.vllm_server import VLLMServer, VLLMServerError
 from ..processes import on_main_process, portable
-from .overriding import overridden
+from .vllm_server import VLLMServer, VLLMServerError
 
 logger = logging.getLogger(__name__)
 
@@ -30,21 +29,70 @@ SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-
 TOKENIZER_PROBE = "Solve for x: 12.5 + 3x = \\frac{1}{2}.\n\n  The answer is \\boxed{-4}. Ünïcödé, 数学, `code()`"
 
 
-def adapter_sync(args: FR3EConfig) -> AbstractContextManager[None]:
-    """Have a `GRPOTrainer` that is made in this context set up vLLM by [`FR3EVLLMGeneration`]."""
-    return overridden(grpo_trainer, VLLMGeneration=functools.partial(FR3EVLLMGeneration, fr3e_args=args))
+@contextmanager
+def without_vllm(args: FR3EConfig) -> Iterator[None]:
+    """Have a `GRPOTrainer` that is made in this context set up no vLLM: [`set_up_vllm`] does that afterwards."""
+    use_vllm, args.use_vllm = args.use_vllm, False
+    try:
+        yield
+    finally:
+        args.use_vllm = use_vllm
+
+
+def set_up_vllm(trainer: GRPOTrainer, args: FR3EConfig) -> None:
+    """
+    Set up vLLM as the constructor of `GRPOTrainer` does, but through [`FR3EVLLMGeneration`].
+
+    TRL gives each parameter of its `VLLMGeneration` the setting of the same name, with or without `vllm_` before it.
+    That holds for parameters of later versions too.
+
+    Raises:
+        ValueError: `vllm_importance_sampling_mode` does not go with the loss.
+        VLLMServerError: The server cannot be used.
+    """
+    corrects_rows = args.vllm_importance_sampling_mode not in ("token_truncate", "token_mask")
+    if args.loss_type == "vespo" and args.vllm_importance_sampling_correction and corrects_rows:
+        raise ValueError(  # which TRL's constructor does where it sets up vLLM
+            f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r} must be 'token_truncate' or "
+            "'token_mask' with loss_type='vespo'."
+        )
+    settings: dict[str, Any] = {}
+    for name in inspect.signature(VLLMGeneration).parameters:
+        for setting in (f"vllm_{name}", name):
+            if hasattr(args, setting):
+                settings[name] = getattr(args, setting)
+                break
+    settings |= {
+        "model": trainer.model,
+        "accelerator": trainer.accelerator,
+        "processing_class": trainer.processing_class,
+        "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
+        "logprobs": 0,  # the sampled token's alone
+    }
+    trainer.use_vllm = True
+    trainer.vllm_generation = FR3EVLLMGeneration(**settings, fr3e_args=args)
+    trainer._last_loaded_step = -1
+    del trainer.generation_config, trainer.generation_kwargs  # for `generate`
 
 
 @contextmanager
-def awake_engine(trainer: Any) -> Iterator[None]:
-    """Have vLLM ready with the policy's weights; one that may sleep wakes up for as long. Without vLLM, nothing."""
+def awake_engine(trainer: GRPOTrainer, timed: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
+    """
+    Have vLLM ready with the policy's weights; one that may sleep wakes up for as long. Without vLLM, nothing.
+
+    Args:
+        trainer (`GRPOTrainer`):
+            Says whether there is one.
+        timed (`Callable`):
+            Gives a context in which time counts for a part of the step, by the part's name.
+    """
     if not trainer.use_vllm:
         yield
         return
     generation = trainer.vllm_generation
     may_sleep = trainer.vllm_mode == "colocate" and generation.enable_sleep_mode
     if trainer.state.global_step != trainer._last_loaded_step or (may_sleep and generation._llm_weights_sleeping):
-        with profiling_context(trainer, "sync_weights"), trainer.stopwatch.part("weights to vLLM"):
+        with profiling_context(trainer, "sync_weights"), timed("weights to vLLM"):
             generation.sync_weights()  # wakes up the memory of the weights
         trainer._last_loaded_step = trainer.state.global_step
     if may_sleep:
@@ -57,7 +105,7 @@ def awake_engine(trainer: Any) -> Iterator[None]:
             generation._llm_weights_sleeping = True
 
 
-def end_engine(trainer: Any) -> None:
+def end_engine(trainer: GRPOTrainer) -> None:
     """End an engine in this process, while the groups of processes are there that it ends by."""
     if trainer.use_vllm and trainer.vllm_mode == "colocate":
         trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
@@ -65,28 +113,12 @@ def end_engine(trainer: Any) -> None:
 
 @dataclass(frozen=True)
 class _Failure:
-    """In the place of a batch's completions: raises `error` in every process that takes its own of them."""
+    """In the place of what the main process sends: raises `error` in every process that unpacks it."""
 
     error: Exception
 
-    def __getitem__(self, _: Any) -> NoReturn:
+    def __iter__(self) -> NoReturn:
         raise self.error
-
-
-def _with_failures(generate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """
-    A client's `generate` that answers with a [`_Failure`] where it would raise.
-
-    TRL calls it in the main process alone, and the others wait for the completions.
-    """
-
-    def answer(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        try:
-            return generate(*args, **kwargs)
-        except Exception as error:
-            return {"prompt_ids": [], "completion_ids": _Failure(portable(error)), "logprobs": None}
-
-    return answer
 
 
 class FR3EVLLMGeneration(VLLMGeneration):
@@ -112,9 +144,6 @@ class FR3EVLLMGeneration(VLLMGeneration):
         self.syncs_adapter = False
         self._num_syncs = 0
         super().__init__(*args, **kwargs)
-        if self.mode == "server" and self.accelerator.is_main_process:
-            client: Any = self.vllm_client
-            client.generate = _with_failures(client.generate)
 
     def _init_vllm(self) -> None:
         if self.mode != "server":
@@ -155,6 +184,15 @@ class FR3EVLLMGeneration(VLLMGeneration):
             server = self.server  # the main process has it, and all end if it fails
             on_main_process(self.accelerator, lambda: server.expect_no_restart())  # type: ignore[union-attr]
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The only change is that a failure of the server, which the main process asks, is raised in all processes."""
+        try:
+            return super().generate(*args, **kwargs)
+        except Exception as error:
+            if self.mode == "server" and self.accelerator.is_main_process:
+                broadcast_object_list([_Failure(portable(error))])  # the others wait for completions
+            raise
+
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """
         The only change is that an adapter is merged into one layer at a time, whose weights are then put back. PEFT
@@ -164,18 +202,13 @@ class FR3EVLLMGeneration(VLLMGeneration):
         if not layers:
             yield from super()._iter_named_params()
             return
-        with overridden(self.model, merge_adapter=lambda: None, unmerge_adapter=lambda: None):
-            for name, weights in super()._iter_named_params():
-                layer = layers.get(weights.data_ptr())
-                if layer is None:
-                    yield name, weights
-                    continue
-                before, base = weights.clone(), layer.get_base_layer().weight
-                layer.merge()
-                merged = base.data.clone()  # vLLM may take it later
-                layer.unmerge()
-                base.data.copy_(before)
-                yield name, merged
+        for name, param in self.model.named_parameters():
+            if self.model.prefix in name or "original_module" in name:  # of the adapter, or what it replaces
+                continue
+            for part in ("base_model.model.", ".base_layer", "modules_to_save.default.", "_checkpoint_wrapped_module."):
+                name = name.replace(part, "")
+            layer = layers.get(param.data_ptr())
+            yield name, param.data if layer is None else _merged(layer)
 
     def max_context(self) -> int:
         """Longest prompt and completion together that vLLM takes, in tokens."""
@@ -337,6 +370,17 @@ def _forget(server: VLLMServer, adapters: list[Path]) -> None:
 def _remove(directories: list[Path]) -> None:
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _merged(layer: Any) -> torch.Tensor:
+    """A layer's weights with its adapter, of which the layer keeps nothing."""
+    base = layer.get_base_layer().weight
+    before = base.detach().clone()
+    layer.merge()
+    merged = base.detach().clone()  # vLLM may take it later
+    layer.unmerge()
+    base.data.copy_(before)
+    return merged
 
 
 def mergeable_layers(model: Any) -> dict[int, Any]:
