@@ -20,6 +20,8 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
+from . import model_card
+from .callbacks import Console, Stopwatch, take_over
 from .config import FR3EConfig
 from .generation.context import CompletionBudget, context_length
 from .generation.sampler import InStepSampler, OwnSampler
@@ -36,7 +38,7 @@ from .method.sampling import Sampler
 from .method.tree import TokenIds, Tree, as_ids
 from .page.callback import TreeLog
 from .processes import agree, in_every_process, in_step
-from .trl_adapter import card, checks, console, decoding, images, logprobs, loss, prompts, resume, shared_forward
+from .trl_adapter import checks, decoding, images, logprobs, loss, prompts, resume, shared_forward
 from .trl_adapter.assemble import assemble
 from .trl_adapter.exploring import Exploring
 from .trl_adapter.logs import log_metrics, note_evaluation
@@ -53,7 +55,6 @@ from .trl_adapter.setup import (
     tokenizer_of,
 )
 from .trl_adapter.shared_attention import without_cudnn
-from .trl_adapter.stopwatch import Stopwatch
 from .trl_adapter.tools import TRLToolLoop, time_limit
 from .trl_adapter.vllm_weights import adapter_sync, awake_engine
 
@@ -105,7 +106,7 @@ class FR3ETrainer(GRPOTrainer):
             Draws the rollouts.
         trees (`list[Tree]`):
             What the last generation step explored, one tree for each prompt.
-        stopwatch ([`~trl_adapter.stopwatch.Stopwatch`]):
+        stopwatch ([`~callbacks.Stopwatch`]):
             Where the time of the steps of a run has gone.
 
     Raises:
@@ -191,11 +192,11 @@ class FR3ETrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
-        console.take_over(self, callbacks)
+        self.stopwatch = Stopwatch()
+        take_over(self, Console(args, self.stopwatch), callbacks)
         images.take_no_empty_images(self)
         self.share_prefixes(bool(args.share_prefixes))
         self.trees: list[Tree] = []
-        self.stopwatch = Stopwatch()
         self.evaluations: list[list[tuple[float, float]]] = []  # see `note_evaluation`
         if not args.is_plain_grpo:
             self.eos_token_ids = checks.ends_of(self)
@@ -418,7 +419,6 @@ class FR3ETrainer(GRPOTrainer):
         with (
             resume.exact_resume(self),
             shared_forward.kept_together(self),
-            console.without_bars(),
             without_cudnn(),
         ):
             return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -472,6 +472,6 @@ class FR3ETrainer(GRPOTrainer):
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None):
         """Write TRL's model card, and have it tell what was trained, on what, how, and what came of it."""
-        super().create_model_card(model_name, card.on_hub(dataset_name), tags)
+        super().create_model_card(model_name, model_card.on_hub(dataset_name), tags)
         if not self.args.is_plain_grpo and self.is_world_process_zero():
-            card.complete(Path(self.args.output_dir) / "README.md", self, dataset_name)
+            model_card.complete(Path(self.args.output_dir) / "README.md", self, dataset_name)

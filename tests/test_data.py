@@ -11,7 +11,7 @@ from trl.rewards import accuracy_reward
 
 from fr3e_trl.commands import data
 from fr3e_trl.commands.data import FR3EScriptArguments
-from fr3e_trl.commands.recipe import beside
+from fr3e_trl.commands.options import beside
 from fr3e_trl.commands.usage import UsageError
 
 ROOT = Path(__file__).parent.parent

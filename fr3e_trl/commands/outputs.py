@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,12 @@ from typing import Any
 from .usage import UsageError
 
 LOCK = ".lock"
+
+# Settings whose value nobody else may see, and the same inside a value: `model_init_kwargs={"token": "hf_..."}`
+SECRET = re.compile(r"(^|[_-])(token|key|secret|password)$", re.IGNORECASE)
+SECRET_INSIDE = re.compile(
+    r"""(\b(?:\w*_)?(?:token|key|secret|password)["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,}]+)""", re.IGNORECASE
+)
 
 
 def check_directory(output_dir: str | Path, name: str = "output_dir") -> None:
@@ -123,6 +130,15 @@ def _with_entries(settings: dict[str, Any], growing: str | None) -> dict[str, An
 def as_json(content: Any) -> Any:
     """What a JSON file would give back: a tuple is a list there."""
     return json.loads(json.dumps(content, default=str))
+
+
+def concealed(value: Any) -> Any:
+    """A value of a setting without the secrets in it, however deep they are."""
+    if isinstance(value, dict):
+        return {key: concealed(of_key) for key, of_key in value.items() if not SECRET.search(str(key))}
+    if isinstance(value, list):
+        return [concealed(item) for item in value]
+    return SECRET_INSIDE.sub(r"\1***", value) if isinstance(value, str) else value
 
 
 def read_object(path: str | Path) -> dict[str, Any]:

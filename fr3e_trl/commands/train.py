@@ -1,18 +1,17 @@
 """
-A language model trained with FR3E on a dataset of prompts, as a recipe says.
+Train a language model with FR3E on a dataset of prompts.
 
     fr3e train --config recipes/gsm8k_lora.yaml
     fr3e train --config recipes/gsm8k_lora.yaml --num_processes 4    # on four GPUs
 
-Any setting of the recipe can be overridden after it (`--learning_rate 2e-6`); `--help` lists them all: the dataset and
-the rewards, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and quantization).
+Options after a recipe override its settings (`--learning_rate 2e-6`). They are the fields of `TrainArguments`,
+`FR3EConfig` and TRL's `ModelConfig` (PEFT and quantization).
 """
 
 import json
 import logging
 import os
 import shlex
-import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,16 @@ from typing import Any
 import safetensors
 import torch
 import yaml
+from datasets import Dataset
 from safetensors import SafetensorError
 from transformers import TrainerCallback
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
+from ..callbacks import show
 from ..config import FR3EConfig
 from ..page.callback import ends_no_run
 from ..page.record import METRICS, append_log, write_logs
 from ..trainer import FR3ETrainer
-from ..trl_adapter import console
-from ..trl_adapter.card import concealed
 from ..trl_adapter.checks import check_dataset
 from ..trl_adapter.resume import TRAINER_STATE_FILE, checkpoints, is_complete, last_complete_checkpoint
 from ..trl_adapter.vllm_weights import end_engine
@@ -43,7 +42,8 @@ from .data import (
     model_argument,
     without_bars_in_logs,
 )
-from .outputs import as_json, check_directory, read_object, weight_files
+from .dry_run import print_plan
+from .outputs import as_json, check_directory, concealed, read_object, weight_files
 from .recipe import RecipeParser, parse_arguments
 from .usage import UsageError, require_argument, usage_errors
 
@@ -64,8 +64,8 @@ class TrainArguments(FR3EScriptArguments):
     dry_run: bool = field(
         default=False,
         metadata={
-            "help": "Say what the run will do, and train nothing: its settings, rows, tokens and updates, and an "
-            "estimate of its memory. No weights are loaded."
+            "help": "Print what the run will do, and train nothing: its settings, completions, tokens and updates. No "
+            "weights are loaded."
         },
     )
     eval_dataset_name: str | None = field(
@@ -129,9 +129,6 @@ def main(argv: list[str]) -> None:
     """Train a model as the arguments say, or say what that will be."""
     parser = make_parser()
     script_args, training_args, model_args = parse_arguments(parser, argv)
-    if script_args.num_processes and "WORLD_SIZE" not in os.environ:
-        launcher = ["-m", "fr3e_trl.commands.launcher", str(script_args.num_processes)]
-        os.execv(sys.executable, [sys.executable, *launcher, *argv])
     train(script_args, training_args, model_args, parser.given)
 
 
@@ -172,9 +169,7 @@ def train(
     eval_dataset = load_held_out(script_args, tokenizer, template) if evaluates else None
     warn_of_idle(script_args, training_args, model_args, given or {})
     if script_args.dry_run:
-        from .dry_run import print_plan
-
-        print_plan(training_args, model_args, train_dataset, tokenizer)
+        print_plan(training_args, len(train_dataset) if isinstance(train_dataset, Dataset) else None)
         return
     if checkpoint is False:
         refuse_used(training_args.output_dir)
@@ -193,9 +188,6 @@ def train(
             peft_config=get_peft_config(model_args),
             callbacks=[RunFiles(Path(training_args.output_dir), given)],
         )
-    told = console.console_of(trainer)
-    if told is not None:
-        told.tells_next = False  # where the model is, and what to do next, is told when it is saved
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except Exception as error:
@@ -205,8 +197,7 @@ def train(
     except KeyboardInterrupt as interrupt:
         interrupt.add_note(how_to_go_on(training_args.output_dir))
         raise
-    with console.without_bars():
-        trainer.save_model(training_args.output_dir)
+    trainer.save_model(training_args.output_dir)
     if not training_args.is_plain_grpo:
         trainer.create_model_card(Path(training_args.output_dir).name, script_args.dataset_name)
     saved = [("model", training_args.output_dir)]
@@ -214,7 +205,7 @@ def train(
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
         saved.append(("on the hub", f"https://huggingface.co/{trainer.hub_model_id}"))
     if trainer.accelerator.is_main_process:
-        console.show([*saved, ("next", evaluation_command(script_args, training_args, model_args))])
+        show([*saved, ("next", evaluation_command(script_args, training_args, model_args))])
     trainer.accelerator.wait_for_everyone()
     end_engine(trainer)
     trainer.accelerator.end_training()  # a process that leaves with its connections open may abort

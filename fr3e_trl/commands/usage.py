@@ -47,7 +47,7 @@ class ExplainedError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that tells what is wrong in one line, and takes options by their whole names alone."""
+    """A parser whose errors take one line, and whose options must be given by their whole names."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(allow_abbrev=False, **kwargs)
@@ -59,25 +59,33 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message.rstrip('.')}. See {self.prog} --help.")
+        raise UsageError(f"{sentence(message)} See {self.prog} --help.")
 
 
 def unrecognized(arguments: list[str], options: Iterable[str]) -> str:
-    """What to tell of arguments that are none of the options, with the nearest of these."""
-    options = list(options)
-    nearest = [nearest_option(argument.partition("=")[0], options) for argument in arguments]
-    found = list(dict.fromkeys(option for option in nearest if option is not None))
-    meant = f". The nearest: {' '.join(found)}" if found else ""
-    return f"unrecognized arguments: {' '.join(arguments)}{meant}"
+    """What to say of arguments that are none of the options."""
+    names = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+    return f"unrecognized arguments: {' '.join(arguments)}.{did_you_mean(names, options)}"
 
 
-def nearest_option(name: str, options: Iterable[str]) -> str | None:
-    """The option that begins with a name, the shortest if there are several, or else the one that is most like it."""
-    if not name.startswith("--"):
-        return None
-    options = [option for option in options if option.startswith("--")]
-    longer = sorted((option for option in options if option.startswith(name)), key=len)
-    return next(iter(longer or difflib.get_close_matches(name, options, 1)), None)
+def did_you_mean(names: Iterable[str], known: Iterable[str], prefix: str = "") -> str:
+    """` Did you mean learning_rate?`, or nothing if no known name is like one of these."""
+    known = list(known)
+    near = [nearest(name, known) for name in names]
+    found = list(dict.fromkeys(prefix + name for name in near if name is not None))
+    return f" Did you mean {' and '.join(found)}?" if found else ""
+
+
+def nearest(name: str, known: list[str]) -> str | None:
+    """The shortest known name that begins with this one, or else the one that is most like it."""
+    longer = sorted((other for other in known if other.startswith(name)), key=len)
+    return next(iter(longer or difflib.get_close_matches(name, known, 1)), None)
+
+
+def sentence(message: str) -> str:
+    """A message that ends as a sentence does."""
+    message = message.strip()
+    return message if message.endswith((".", "?")) else f"{message.rstrip('!')}."
 
 
 @contextlib.contextmanager
@@ -95,7 +103,7 @@ def usage_errors(argument: str, remedy: str, *kinds: type[Exception]) -> Iterato
         told = error if isinstance(error, RuntimeError) else error.__cause__ or error  # ours have whole messages
         reason = one_line(told) or "it is empty"
         place = "" if reason.startswith(argument) else f"{argument}: "
-        raise UsageError(f"{place}{reason.rstrip('.!')}. {remedy}") from error
+        raise UsageError(f"{place}{sentence(reason)} {remedy}") from error
 
 
 def require_argument(arguments: Any, name: str, recipe: str) -> None:
