@@ -229,7 +229,7 @@ def test_ctrl_c_says_how_to_go_on(fr3e):
     told = process.stderr.read()
     assert process.wait() == 130
     assert re.search(
-        r"fr3e train: interrupted\. --resume_from_checkpoint true goes on from out/checkpoint-\d+\.$", told.strip()
+        r"fr3e train: interrupted\. --resume_from_checkpoint true resumes from out/checkpoint-\d+\.$", told.strip()
     )
     assert "Traceback" not in told
 

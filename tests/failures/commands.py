@@ -38,7 +38,7 @@ CASES = [
     Case(
         "train by grpo with a learning rate below zero",
         f"{TRAIN} --learning_rate=-1 --num_anchors=0",
-        ("learning rate: -1", "torch refused it"),
+        ("learning rate: -1", "Raised by torch"),
     ),
     Case("train without the name", "train model data.jsonl", ("model",)),
     # eval
