@@ -12,6 +12,7 @@ from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 
+from .callbacks import Stopwatch
 from .generation.context import CompletionBudget
 from .generation.tools import EnvironmentFailure, Instance, ToolCallingSampler
 from .method.anchors import next_threshold
@@ -29,7 +30,6 @@ from .trl_adapter.checks import check_all_or_none, check_images, check_prompts, 
 from .trl_adapter.images import NO_PROMPT, prompt_of
 from .trl_adapter.logprobs import token_statistics
 from .trl_adapter.setup import is_sharded, sharding, tokenizer_of
-from .trl_adapter.stopwatch import Stopwatch
 
 R = TypeVar("R")
 

@@ -21,7 +21,8 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from . import prefix_sharing
+from . import model_card, prefix_sharing
+from .callbacks import Console, Stopwatch, take_over
 from .config import FR3EConfig
 from .credit_to_batch import mask_dropped, set_credit, upgrade_batch, weigh_dropped
 from .generation.context import CompletionBudget, context_length
@@ -41,7 +42,7 @@ from .page.callback import TreeLog
 from .processes import in_every_process
 from .rollout import Explorer, StepRollouts, longest_prompt
 from .tool_loop import TRLToolLoop, limited_tools
-from .trl_adapter import card, checks, console, decoding, images, logprobs, resume
+from .trl_adapter import checks, decoding, images, logprobs, resume
 from .trl_adapter.logs import log_metrics, note_evaluation
 from .trl_adapter.old_logprobs import OldLogprobs, VLLMCorrection, old_logps_of, score_leftovers
 from .trl_adapter.samplers import make_sampler
@@ -55,7 +56,6 @@ from .trl_adapter.setup import (
     sharding,
     tokenizer_of,
 )
-from .trl_adapter.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -103,7 +103,7 @@ class FR3ETrainer(resume.ExactResume):
     Attributes:
         sampler ([`Sampler`]):
             Draws the rollouts.
-        stopwatch ([`~trl_adapter.stopwatch.Stopwatch`]):
+        stopwatch ([`~callbacks.Stopwatch`]):
             Where the time of the steps of a run has gone.
 
     Raises:
@@ -201,11 +201,11 @@ class FR3ETrainer(resume.ExactResume):
             )
         if args.use_vllm:
             set_up_vllm(self, args)
+        self.stopwatch = Stopwatch()
         self.callback_handler.callbacks.insert(0, resume.NoteUpdates(self))
-        console.take_over(self, callbacks)
+        take_over(self, Console(args, self.stopwatch), callbacks)
         images.take_no_empty_images(self)
         self.share_prefixes(bool(args.share_prefixes))
-        self.stopwatch = Stopwatch()
         self.evaluations: list[list[tuple[float, float]]] = []  # see `note_evaluation`
         if not args.is_plain_grpo:
             self.eos_token_ids = checks.ends_of(self)
@@ -565,7 +565,7 @@ class FR3ETrainer(resume.ExactResume):
         `resume_from_checkpoint=True` takes the last checkpoint that is complete: one that was being written when the
         run was killed is passed over. A run that goes on from a checkpoint is the run that was not cut.
         """
-        with console.without_bars(), prefix_sharing.without_cudnn():
+        with prefix_sharing.without_cudnn():
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def begin(self) -> None:
@@ -626,6 +626,6 @@ class FR3ETrainer(resume.ExactResume):
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None):
         """Write TRL's model card, and have it tell what was trained, on what, how, and what came of it."""
-        super().create_model_card(model_name, card.on_hub(dataset_name), tags)
+        super().create_model_card(model_name, model_card.on_hub(dataset_name), tags)
         if not self.args.is_plain_grpo and self.is_world_process_zero():
-            card.complete(Path(self.args.output_dir) / "README.md", self, dataset_name)
+            model_card.complete(Path(self.args.output_dir) / "README.md", self, dataset_name)

@@ -11,7 +11,7 @@ from trl.rewards import accuracy_reward
 
 from fr3e_trl.commands import data
 from fr3e_trl.commands.data import FR3EScriptArguments
-from fr3e_trl.commands.recipe import beside
+from fr3e_trl.commands.options import beside
 from fr3e_trl.commands.usage import UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -70,7 +70,7 @@ def test_columns_of_a_csv(tmp_path):
 BAD_DATASETS = {
     "empty.jsonl": ("", "it is empty"),
     "blank.jsonl": ("\n\n", "it is empty"),
-    "broken.jsonl": ('{"prompt": "1+1="', "line 1 is no JSON"),
+    "broken.jsonl": ('{"prompt": "1+1="', "line 1 is not JSON"),
     "header.csv": ("prompt,solution\n", "it is empty"),
     "data.xml": ("<prompt/>", r"must end with one of \.csv, \.json, \.jsonl, \.parquet"),
     "missing.jsonl": (None, "Unable to find .*Use a local file"),
@@ -190,7 +190,7 @@ def test_answer_without_separator():
 
 @pytest.mark.parametrize("name, needed", [("system_prompt", "prompt_column"), ("answer_separator", "answer_column")])
 def test_arguments_that_go_together(name, needed):
-    with pytest.raises(ValueError, match=f"{name}='x' does nothing without {needed}"):
+    with pytest.raises(ValueError, match=f"{name}='x' has no effect without {needed}"):
         FR3EScriptArguments(**{name: "x"})
 
 
@@ -211,7 +211,7 @@ def test_a_reward_that_takes_not_all_that_it_is_given_is_told_so():
         "solution": lambda prompts, completions, completion_ids, trainer_state, log_extra, log_metric: [1.0],
     }
     for given, reward in rewards.items():
-        with pytest.raises(UsageError, match=rf"reward_funcs='mine' is given '{given}' too. Add \*\*kwargs"):
+        with pytest.raises(UsageError, match=rf"reward_funcs='mine' is also given '{given}'. Add \*\*kwargs"):
             data.check_reward_columns({"mine": reward}, dataset)
     data.check_reward_columns({"mine": lambda completions, **kwargs: [1.0]}, dataset)
 

@@ -181,7 +181,7 @@ def test_results_are_those_of_the_completions(evaluate, capsys):
     assert results["rewards"]["tests_of_eval.length"]["pass@1"]["mean"] == pytest.approx(sum(lengths) / 120)
     assert all(line["is_finished"] or line["num_tokens"] == 6 for line in lines)
     report, printed = Path("out/results.md").read_text(), capsys.readouterr()
-    assert report in printed.out and "Intervals over problems are Wilson's" in report
+    assert report in printed.out and "They are Wilson's" in report
     assert "completion" not in printed.err  # no progress bar, which is for a terminal
     assert f"| pass@1 | {measured['pass@1']['mean']:.1%} |" in report
 
@@ -396,4 +396,4 @@ def test_an_adapter_whose_base_is_not_there_is_told_of(evaluate, tmp_path, capsy
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "../base"}))
     with pytest.raises(SystemExit):
         evaluate(limit=1, model_name_or_path=str(adapter))
-    assert "is an adapter of '../base', which is not there. Run this from the folder" in capsys.readouterr().err
+    assert "is an adapter of '../base', which does not exist. Run this from the folder" in capsys.readouterr().err

@@ -229,12 +229,12 @@ def test_ctrl_c_says_how_to_go_on(fr3e):
     told = process.stderr.read()
     assert process.wait() == 130
     assert re.search(
-        r"fr3e train: cut\. --resume_from_checkpoint true goes on from out/checkpoint-\d+\.$", told.strip()
+        r"fr3e train: interrupted\. --resume_from_checkpoint true resumes from out/checkpoint-\d+\.$", told.strip()
     )
     assert "Traceback" not in told
 
 
-@pytest.mark.parametrize("name, reason", [("SIGKILL", "memory does not suffice"), ("SIGABRT", "has told above")])
+@pytest.mark.parametrize("name, reason", [("SIGKILL", "memory runs out"), ("SIGABRT", "are above")])
 def test_a_process_that_a_signal_ends_is_told_of(name, reason, fr3e):
     furnish()
     Path("rewards.py").write_text(

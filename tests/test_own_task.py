@@ -182,7 +182,7 @@ def test_ctrl_c_ends_workers_of_a_gpu_each(request, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ending:
         run(**CUT | {"generated_tokens": 10**7}, num_workers=2)
     assert ending.value.code == 130
-    assert "cut. The same command goes on from what is in out." in capsys.readouterr().err
+    assert "interrupted. The same command goes on from what is in out." in capsys.readouterr().err
     give_up = time.monotonic() + 20  # the pool's own thread waits for them too, and may hear of it first
     while multiprocessing.active_children():
         assert time.monotonic() < give_up

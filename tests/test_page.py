@@ -878,6 +878,25 @@ def test_narrow_and_dark(opened, scheme, width):
         page.keyboard.press("c")
 
 
+def test_a_phone_is_told_to_tap_and_nothing_is_cut(opened):
+    record = made_step(1, num_trees=2, length=40)
+    write_step(Path("a run with a name that is longer than a phone is wide"), record)
+    make_page(Path("a run with a name that is longer than a phone is wide"), Path("trees.html"))
+    phone = {"viewport": {"width": 390, "height": 800}, "has_touch": True, "is_mobile": True}
+    page = opened(Path("trees.html"), **phone)
+    fits = "e => e.scrollWidth <= e.clientWidth && e.scrollHeight <= e.clientHeight + 1"
+    for selector in ("#status", "h1", "header button", "main h2", "main h3", ".note"):
+        for found in page.locator(selector).all():
+            assert found.evaluate(fits), selector
+    assert page.locator("#status").text_content().startswith("Tap a token")
+    page.locator("main .token").nth(12).tap()
+    assert "Token 13 of 40" in page.locator("#status").text_content()
+    assert page.locator("#status").evaluate(fits)
+    page.screenshot(path=Path(os.environ.get("SCREENSHOTS", ".")) / "trees-phone.png")
+    page.locator("#help").tap()
+    assert not page.locator(".keys").is_visible() and page.locator("dialog").is_visible()
+
+
 def test_hostile_completions_do_nothing(opened):
     path = hostile_page()
     page = opened(path, "#unfold")

@@ -1,6 +1,7 @@
 """`fr3e train`, and every recipe for two steps, with a tiny model and a small dataset in place of its own."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -13,18 +14,21 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from models import make_tokenizer, model_on_disk
+from models import model_on_disk
 from peft import PeftModel
 from recipe_header import header
-from transformers import AutoModelForCausalLM, Qwen3Config
-from trl import GRPOConfig
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, ModelConfig
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.commands import cli, train
+from fr3e_trl.commands.eval_arguments import EvalArguments
+from fr3e_trl.commands.options import option_names
 from fr3e_trl.commands.usage import UsageError
 from fr3e_trl.config import PRESETS
 
 ROOT = Path(__file__).parent.parent
+PATHS = os.environ | {"PYTHONPATH": str(ROOT)}
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 BASELINES = [name for name in RECIPES if name.endswith("_grpo")]
 FR3E_SETTINGS = {field.name for field in fields(FR3EConfig)} - {field.name for field in fields(GRPOConfig)}
@@ -115,8 +119,8 @@ def check_printed(command):
     """It trains: two logs are two lines, however many processes there are, and no other library warns of its names."""
     result = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert len(re.findall(r"^step [12]/2  value ", result.stdout, flags=re.MULTILINE)) == 2
-    assert result.stdout.count("  next  ") == 1
+    assert len(re.findall(r"^step [12]/2  reward ", result.stdout, flags=re.MULTILINE)) == 2
+    assert result.stdout.count("  time  ") == 1
     assert "FutureWarning" not in result.stdout + result.stderr and "Setting accelerator" not in result.stdout
 
 
@@ -148,40 +152,19 @@ def test_recipe_opens_with_its_launch_command(name):
     assert f"fr3e train --config recipes/{name}.yaml" in header(recipe)
 
 
-# As Qwen publishes them, in the config.json of each: hidden size, intermediate size, layers, heads
-QWEN3 = {
-    "Qwen/Qwen3-0.6B": (1024, 3072, 28, 16),
-    "Qwen/Qwen3-1.7B": (2048, 6144, 28, 16),
-    "Qwen/Qwen3-4B": (2560, 9728, 36, 32),
-}
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "qwen3").glob("*.yaml")), ids=lambda path: path.stem)
-def test_qwen3_recipe_takes_the_memory_that_it_says(path, tmp_path, capsys):
-    """By its own dry run, without a GPU: in bfloat16 for its weights are. So do the settings that it has for 80 GB."""
+def test_qwen3_recipe_can_be_planned(path, tmp_path, capsys):
+    """With its own settings, and with those that it has for 80 GB."""
     head, recipe = header(path), yaml.safe_load(path.read_text())
     assert any(line.endswith(f"fr3e train --config recipes/qwen3/{path.name}") for line in head)
     assert recipe["output_dir"] == f"outputs/qwen3_{path.stem}"
-    hidden_size, intermediate_size, num_layers, num_heads = QWEN3[recipe["model_name_or_path"]]
-    make_tokenizer().save_pretrained(tmp_path)
-    Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
-    ).save_pretrained(tmp_path)
-    rows = [{"question": "1" * (256 - 5 - len(recipe["system_prompt"])), "answer": "#### 1"}] * 64
+    rows = [{"question": "1+1=", "answer": "#### 2"}] * 64
     Dataset.from_list(rows).to_json(tmp_path / "data.jsonl")
-    given = [f"--model_name_or_path={tmp_path}", f"--dataset_name={tmp_path / 'data.jsonl'}", "--bf16=false"]
+    given = [f"--model_name_or_path={model_on_disk()}", f"--dataset_name={tmp_path / 'data.jsonl'}", "--bf16=false"]
     large = [line.split() for line in head if line.startswith("--")]
     for settings in [[], *large]:
         cli.main(["train", "--dry_run", "--config", str(path), *given, *settings])
-    told = re.findall(r"most at a time.* (\d+\.\d+) GiB", capsys.readouterr().out)
-    assert [f"{float(peak):.1f}" for peak in told] == re.findall(r"(\d+\.\d) GiB", "\n".join(head))
+    assert capsys.readouterr().out.count("The run") == 1 + len(large)
 
 
 def test_every_recipe_has_a_baseline():
@@ -263,9 +246,32 @@ def test_an_option_is_taken_by_its_whole_name(command, misspelt, meant, capsys):
     with pytest.raises(SystemExit) as ending:
         cli.main([command, "run", misspelt])
     assert ending.value.code == 2
-    assert f"unrecognized arguments: {'run ' if command != 'tree' else ''}{misspelt}. The nearest: {meant}. See " in (
-        capsys.readouterr().err
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "unrecognized arguments: " in error and error.endswith(
+        f"{misspelt}. Did you mean {meant}? See fr3e {command} --help."
     )
+
+
+def test_a_mistyped_option_or_setting_is_found_before_anything_is_imported(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("dataset_nmae: data.jsonl")
+    script = (
+        "import sys; from fr3e_trl.commands import cli\ntry: cli.main(sys.argv[1:])\nfinally: print({*sys.modules})"
+    )
+    for command in ("train", "eval"):
+        for arguments in (["--seeed=1"], ["--config", "recipe.yaml"]):
+            told = [sys.executable, "-c", script, command, *arguments]
+            result = subprocess.run(told, capture_output=True, text=True, cwd=tmp_path, timeout=60, env=PATHS)
+            assert result.returncode == 2 and "Did you mean" in result.stderr, result.stderr
+            assert "'yaml'" in result.stdout and not {"'torch'", "'trl'", "'transformers'"} & {
+                *result.stdout.split(", ")
+            }
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_the_options_that_the_source_has_are_those_of_the_parser(command):
+    dataclasses = {"train": [train.TrainArguments, FR3EConfig, ModelConfig], "eval": [EvalArguments, ModelConfig]}
+    parser = {field.name for part in dataclasses[command] for field in fields(part) if field.init}
+    assert parser <= option_names(command)
 
 
 def test_a_recipe_that_is_begun_trains_and_its_settings_train_again(trainers, tmp_path, monkeypatch, capsys):
@@ -275,7 +281,7 @@ def test_a_recipe_that_is_begun_trains_and_its_settings_train_again(trainers, tm
     with pytest.raises(SystemExit):
         cli.main(["init", name])
     command = capsys.readouterr().out.splitlines()[1].removeprefix("next: fr3e train ")
-    here = ["--model_name_or_path", model_on_disk(), "--bf16=false", "--use_cpu=true", "--hub_token=hf_1"]
+    here = ["--model_name_or_path", model_on_disk(), "--hub_token=hf_1"]  # the recipe knows the machine
     cli.main(["train", *shlex.split(command), *map(str, here), "--max_steps=2", "--max_completion_length=8"])
     output = tmp_path / "outputs" / name
     logs = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -297,20 +303,30 @@ def test_help_of_training_is_a_page_of_options_that_there_are(capsys):
     )
     page = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60).stdout
     assert page.endswith("False\n") and len(page.splitlines()) < 90
+    assert page.startswith("usage: fr3e train [--config RECIPE.yaml]")
     options = re.findall(r"^  --(\w+) ", page, flags=re.MULTILINE)
     known = {action.dest for action in train.make_parser()._actions} | {"config"}
     assert {*options} <= known and {*options} >= FR3E_SETTINGS
     with pytest.raises(SystemExit):
         cli.main(["train", "--help-all"])
     assert "--fp16_full_eval" in capsys.readouterr().out
+    cli.main(["eval", "--help"])
+    options = re.findall(r"^  --(\w+) ", capsys.readouterr().out, flags=re.MULTILINE)
+    assert {*options} <= option_names("eval") and {field.name for field in fields(EvalArguments)} >= {
+        "limit",
+        "pass_at",
+    }
+    assert {"num_samples", "vllm_server_base_url"} <= {*options} and "use_peft" not in options
+
+
+def test_without_a_command_there_is_help(capsys):
     with pytest.raises(SystemExit):
-        cli.main(["eval", "--help"])
-    told = capsys.readouterr().out
-    assert "--num_samples" in told and "--lora_r" not in told and "--use_peft" not in told
+        cli.main([])
+    assert "train     " in capsys.readouterr().err
 
 
-def test_a_terminal_is_told_that_a_command_loads(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+def test_a_command_says_that_it_loads(tmp_path, capsys):
+    """In a log too."""
     cli.main(["init", str(tmp_path / "run")])
     assert capsys.readouterr().err == "fr3e init: loading ...\n"
 
@@ -333,7 +349,7 @@ def test_version(capsys):
         (["--model_name_or_path=no_weights"], "model_name_or_path='no_weights': "),
         (["--dataset_name=other.jsonl"], "no column 'prompt'. Its columns are question: name the one"),
         (["--dataset_name=data.jsonl", "--reward_funcs=broken.reward"], "reward_funcs='broken.reward': "),
-        (["--config", "unknown.yaml"], "wrong arguments: Unknown arguments from config file: ['--learnign_rate'"),
+        (["--config", "unknown.yaml"], "Unknown setting in the recipe: learnign_rate. Did you mean learning_rate?"),
         (["--config", "unparsable.yaml"], "wrong arguments: mapping values are not allowed here"),
         (["--config", "no_preset.yaml"], "preset='mine' is not allowed: it must be one of 'paper', 'released'"),
         (["--epsilon=-1"], "wrong arguments: epsilon=-1.0 is not allowed: it must be a finite number above 0, for"),

@@ -1,25 +1,28 @@
 """
 The `fr3e` command.
 
-What a user can mend ends a command with one line that says what was wrong, and exit code 2. With `--debug`, or
-`FR3E_DEBUG=1`, its traceback comes too. Of an error in the user's own code, such as a reward function, the traceback
-begins there. Ctrl-C ends a command with one line, and exit code 130.
+What the user can fix ends a command with one line that says what was wrong, and exit code 2. `--debug`, or
+`FR3E_DEBUG=1`, adds the traceback. For an error in the user's own code, such as a reward function, the traceback begins
+there. Ctrl-C ends a command with one line, and exit code 130.
 """
 
 import importlib
 import io
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
 from typing import Any
 
+from .options import check_options, print_help
 from .revision import versions
-from .usage import Parser, explain
+from .usage import Parser, UsageError, explain
 
-# What each command of a name does, and the module with its `main`, or the commands below it
-COSTS = {
+# What each command does, and the module with its `main`, or the commands below it
+Commands = dict[str, tuple[str, Any]]
+COSTS: Commands = {
     "step": ("A step of FR3E beside one of GRPO: tokens, time, and where it goes.", "fr3e_trl.bench.cost.step"),
     "update": ("The update, with shared prefixes forwarded once or with every row.", "fr3e_trl.bench.cost.update"),
     "tensors": ("The largest tensors with long completions, counted.", "fr3e_trl.bench.cost.tensors"),
@@ -29,35 +32,38 @@ COSTS = {
     "entropies": ("Entropies by a server's log-probs, or by a forward pass.", "fr3e_trl.bench.cost.entropies"),
     "engine": ("Ways to generate, by a model of a large engine.", "fr3e_trl.bench.cost.engine"),
 }
-COMMANDS: dict[str, tuple[str, Any]] = {
-    "check": ("Say whether training works on this machine, line by line.", "fr3e_trl.bench.check.command"),
-    "train": ("Train a model, as a recipe says; with --dry_run, say what a run will do.", "fr3e_trl.commands.train"),
-    "eval": ("Evaluate a model: pass@1, pass@k and maj@k on any dataset with answers.", "fr3e_trl.commands.eval"),
+COMMANDS: Commands = {
+    "init": ("Write a recipe, a reward function and data to start from.", "fr3e_trl.commands.init"),
+    "train": ("Train a model. --dry_run prints what a run will do.", "fr3e_trl.commands.train"),
+    "eval": ("Evaluate a model on a dataset with answers.", "fr3e_trl.commands.eval"),
+    "tree": ("Show the trees that a run logged, as a web page.", "fr3e_trl.commands.tree"),
+    "check": ("Check that training works on this machine.", "fr3e_trl.bench.check.command"),
     "compare": ("Train arms at equal generated tokens, and report which is best.", "fr3e_trl.bench.compare"),
     "pooled": ("Pool the differences between arms over several comparisons.", "fr3e_trl.bench.pooled"),
-    "init": ("Write a recipe, a reward and ten lines of data to begin with.", "fr3e_trl.commands.init"),
-    "tree": ("Make a page that shows the trees which a run logged.", "fr3e_trl.commands.tree"),
     "cost": ("Measure what FR3E costs.", COSTS),
     "make-policy": ("Make the starting policy of a task.", "fr3e_trl.bench.make_policy"),
 }
 
-# Most errors are those of all processes. The first process tells them, and a launcher then ends the others. One that is
-# left after so long tells its own
+# Seconds until a process other than the first reports an error. Most errors are those of all processes: the first one
+# reports them, and the launcher then ends the others
 SECONDS_OF_FIRST = 15
-
-TRAIN_HELP = "fr3e_trl.commands.train_help"
 
 # Values of TrainingArguments' own setting `debug`
 DEBUG_OPTIONS = ("underflow_overflow", "tpu_metrics_debug")
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command that the arguments name. A pipe that nobody reads on, as after `| head`, ends it quietly."""
+def main(
+    argv: list[str] | None = None,
+    prog: str = "fr3e",
+    description: str = "FR3E for TRL: training and evaluation.",
+    commands: Commands = COMMANDS,
+) -> None:
+    """Run the command that the arguments name. If nobody reads its output any more, as after `| head`, it ends."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # letters that its encoding lacks become question marks
     try:
         try:
-            run(argv)
+            run(argv, prog, description, commands)
         except SystemExit:  # as after --help. What nobody foresaw has a traceback first
             sys.stdout.flush()
             raise
@@ -67,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(141)  # as a shell has it of a process that SIGPIPE ended
 
 
-def run(argv: list[str] | None) -> None:
+def run(argv: list[str] | None, prog: str, description: str, commands: Commands) -> None:
     """Run the command that the arguments name, with those that follow."""
     if logging.lastResort is not None:  # by which our warnings are printed
         form, is_coloured = "WARNING: %(message)s", sys.stderr.isatty() and "NO_COLOR" not in os.environ
@@ -75,23 +81,14 @@ def run(argv: list[str] | None) -> None:
     arguments, debug = without_debug(sys.argv[1:] if argv is None else argv)
     if debug:
         os.environ["FR3E_DEBUG"] = "1"  # of the processes that are started too
-    prog, what_it_does, commands = "fr3e", "FR3E for TRL: training, evaluation, and a bench.", COMMANDS
     try:
-        while True:
-            command = read_command(prog, what_it_does, commands, arguments)
-            (what_it_does, implementation), arguments = commands[command], arguments[1:]
-            prog = f"{prog} {command}"
-            if isinstance(implementation, str):
-                break
-            commands = implementation
-        sys.argv = [prog, *arguments]  # as the model card tells it
-        if prog == "fr3e train" and "--help-all" in arguments:
-            arguments = ["--help"]
-        elif prog == "fr3e train" and {"--help", "-h"} & {*arguments}:
-            implementation = TRAIN_HELP
-        if implementation != TRAIN_HELP and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
-            print(f"{prog}: loading ...", file=sys.stderr)
-        importlib.import_module(implementation).main(arguments)
+        implementation: Any = commands
+        while not isinstance(implementation, str):
+            command = read_command(prog, description, implementation, arguments)
+            description, implementation = implementation[command]
+            prog, arguments = f"{prog} {command}", arguments[1:]
+        sys.argv = [prog, *arguments]
+        run_command(prog, implementation, arguments)
     except Exception as error:
         told = explain(error)
         if told is None:
@@ -105,20 +102,78 @@ def run(argv: list[str] | None) -> None:
         sys.exit(2)
     except KeyboardInterrupt as interrupt:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"\n{prog}: cut.", *getattr(interrupt, "__notes__", []), file=sys.stderr)
+            print(f"\n{prog}: interrupted.", *getattr(interrupt, "__notes__", []), file=sys.stderr)
         sys.exit(130)
 
 
-def read_command(prog: str, description: str, commands: dict[str, tuple[str, Any]], arguments: list[str]) -> str:
-    """Which of `commands` the first argument names."""
+def run_command(prog: str, implementation: str, arguments: list[str]) -> None:
+    """Do at once what takes no import of PyTorch and TRL, and say so before the rest."""
+    is_launched = "RANK" in os.environ
+    if prog in ("fr3e train", "fr3e eval"):
+        command = prog.removeprefix("fr3e ")
+        if {"--help", "-h"} & {*arguments}:
+            return print_help(command)
+        if "--help-all" in arguments:
+            arguments = ["--help"]
+        elif not is_launched:
+            recipe = check_options(command, arguments)
+            num_processes = processes_of(recipe, arguments) if command == "train" else None
+            if num_processes is not None:
+                return launch(num_processes, arguments)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{prog}: loading ...", file=sys.stderr, flush=True)
+    importlib.import_module(implementation).main(arguments)
+
+
+def processes_of(recipe: dict[str, Any], arguments: list[str]) -> int | None:
+    """How many processes to start: `num_processes`, if it is a number that they can be."""
+    number = str(recipe.get("num_processes"))
+    for i, word in enumerate(arguments):
+        name, has_value, value = word.partition("=")
+        if name in ("--num_processes", "--num-processes"):
+            number = value if has_value else "".join(arguments[i + 1 : i + 2])
+    return int(number) if number.isdecimal() and int(number) > 0 else None
+
+
+def launch(num_processes: int, arguments: list[str]) -> None:
+    """
+    Start `fr3e train` in as many processes, and end with the exit code of the first that fails.
+
+    A process that fails has said why, unless a signal has ended it. The launcher's own report is left out.
+    """
+    print(f"fr3e train: starting {num_processes} process(es) ...", file=sys.stderr, flush=True)
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    launcher = ["--standalone", f"--nproc_per_node={num_processes}", "-m", "fr3e_trl.commands.cli", "train"]
+    try:
+        torchrun([*launcher, *arguments])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:
+            sys.exit(failure.exitcode)
+        name = signal.Signals(-failure.exitcode).name
+        reason = "as it is when memory runs out" if name == "SIGKILL" else "and its last messages are above"
+        raise UsageError(f"Process {rank} was ended by {name}, {reason}.") from None
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+
+
+def read_command(prog: str, description: str, commands: Commands, arguments: list[str]) -> str:
+    """Which of `commands` the first argument names. Without one, print the help."""
     parser = Parser(prog=prog, description=description)
     if commands is COMMANDS:
         told = ", ".join(f"{name} {version}" for name, version in versions().items())
-        parser.add_argument("--version", action="version", version=told, help="tell the versions, and end")
+        parser.add_argument("--version", action="version", version=told, help="print the versions and exit")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (what_it_does, _) in commands.items():
         # Its own parser has the help: importing it takes seconds
         subparsers.add_parser(name, help=what_it_does, add_help=False)
+    if not arguments:
+        parser.print_help(sys.stderr)
+        sys.exit(2)
     return parser.parse_args(arguments[:1]).command
 
 

@@ -42,13 +42,10 @@ FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parque
 @dataclass
 class FR3EScriptArguments(ScriptArguments):
     """
-    Arguments of what trains or evaluates on a dataset, besides those common to TRL's scripts.
+    TRL's [`~trl.ScriptArguments`] with rewards, and with the columns of the dataset.
 
-    `dataset_name` may also be a local JSON, JSON Lines, Parquet or CSV file, whose one split is `train`, or a directory
-    with such a file for each split.
-
-    Raises:
-        ValueError: An argument is of a wrong type, or given without the one that it goes with.
+    `dataset_name` may also be a local JSON, JSON Lines, Parquet or CSV file, whose only split is `train`, or a
+    directory with such a file for each split.
     """
 
     reward_funcs: list[str] = field(
@@ -60,8 +57,8 @@ class FR3EScriptArguments(ScriptArguments):
     prompt_column: str | None = field(
         default=None,
         metadata={
-            "help": "Column with the question as text, to be put to the model as a user's message. If `None`, the "
-            "dataset has a `prompt` column in one of TRL's formats, which is left as it is."
+            "help": "Column with the question as text, which becomes a user's message. If `None`, the dataset must "
+            "have a `prompt` column in one of TRL's formats."
         },
     )
     system_prompt: str | None = field(
@@ -70,17 +67,17 @@ class FR3EScriptArguments(ScriptArguments):
     answer_column: str | None = field(
         default=None,
         metadata={
-            "help": "Column with the final answer, which becomes the `solution`, boxed: math-verify reads `2\\sqrt{3}` "
-            "as 2 unless it is marked as LaTeX. If `None`, a `solution` column is left as it is."
+            "help": "Column with the final answer. It is boxed and becomes the `solution`, because math-verify reads "
+            "`2\\sqrt{3}` as 2 unless it is marked as LaTeX. If `None`, a `solution` column is left as it is."
         },
     )
     answer_separator: str | None = field(
         default=None,
-        metadata={"help": "What precedes the final answer in `answer_column`, for example '####' in GSM8K."},
+        metadata={"help": "What comes before the final answer in `answer_column`, for example '####' in GSM8K."},
     )
     max_prompt_length: int | None = field(
         default=None,
-        metadata={"help": "Longest prompt, in tokens. Examples with longer ones are left out."},
+        metadata={"help": "Maximum number of tokens of a prompt. Examples with longer prompts are dropped."},
     )
 
     def __post_init__(self) -> None:
@@ -103,8 +100,8 @@ class FR3EScriptArguments(ScriptArguments):
         ]:
             if getattr(self, name) is not None and getattr(self, needed) is None:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} does nothing without {needed}: say which column it is for, for "
-                    f"example {needed}={example!r}."
+                    f"{name}={getattr(self, name)!r} has no effect without {needed}. Name the column, for example "
+                    f"{needed}={example!r}."
                 )
 
 
@@ -116,8 +113,8 @@ WITH_TEST_SPLIT = (
 def get_reward(name: str) -> Callable[..., list[float | None]]:
     """The reward function of that name, import path or file. Modules are looked for in the current directory too."""
     remedy = (
-        f"Use one of {', '.join(REWARDS)}, or the import path or the file of a function of your own, for example "
-        "my_lib.rewards.my_reward or my_rewards.py:score."
+        f"Use one of {', '.join(REWARDS)}, or a function of your own, for example my_lib.rewards.my_reward or "
+        "my_rewards.py:score."
     )
     is_file = ".py:" in name
     if name.endswith(".py"):
@@ -146,36 +143,34 @@ def import_file(path: str) -> Any:
 
 
 def check_reward_columns(rewards: dict[str, Callable[..., Any]], dataset: Dataset | IterableDataset) -> None:
-    """Raise a `UsageError` if a reward function takes what the dataset has not, or takes not all that it is given."""
+    """Raise a `UsageError` if a reward function needs a column that is missing, or cannot take one that it is given."""
     columns = {*next(iter(dataset))}
     for name, reward in rewards.items():
         try:
             parameters = inspect.signature(reward).parameters.values()
         except (TypeError, ValueError):
-            continue  # of what is not written in Python
+            continue  # not written in Python
         taken = {parameter.name for parameter in parameters}
-        missing = [given for given in GIVEN_TO_REWARDS if given not in taken]
-        missing += sorted(columns - taken - {"prompt"})
-        if missing and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            raise UsageError(f"reward_funcs={name!r} is given {missing[0]!r} too. Add **kwargs to its parameters.")
+        left = [*(given for given in GIVEN_TO_REWARDS if given not in taken), *sorted(columns - taken - {"prompt"})]
+        if left and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            raise UsageError(f"reward_funcs={name!r} is also given {left[0]!r}. Add **kwargs to its parameters.")
+        given = {*GIVEN_TO_REWARDS, "environments", *columns}
         for parameter in parameters:
-            is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            is_given = parameter.name in {*GIVEN_TO_REWARDS, "environments", *columns}
-            if is_variable or is_given or parameter.default is not parameter.empty:
-                continue
-            remedy = "Name the one with the answer as answer_column" if parameter.name == "solution" else "Add it"
-            raise UsageError(
-                f"reward_funcs={name!r} needs a column {parameter.name!r}. The dataset has the columns "
-                f"{', '.join(sorted(columns))}. {remedy}, or use another reward function."
-            )
+            is_single = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if is_single and parameter.default is parameter.empty and parameter.name not in given:
+                remedy = "Name the one with the answer as answer_column" if parameter.name == "solution" else "Add it"
+                raise UsageError(
+                    f"reward_funcs={name!r} needs a column {parameter.name!r}. The dataset has the columns "
+                    f"{', '.join(sorted(columns))}. {remedy}, or use another reward function."
+                )
 
 
 def call_reward(name: str, reward: Callable[..., Any], /, **arguments: Any) -> list[float | None]:
     """
-    What a reward function, asynchronous or not, says of each completion. `None` where it gives no score, or NaN.
+    Scores of completions by a reward function, asynchronous or not: a number, or `None` where it has none, or NaN.
 
     Raises:
-        UsageError: It does not return a number or `None` for each.
+        UsageError: It does not return a number or `None` for each completion.
     """
     rewards = reward(**arguments)
     rewards = asyncio.run(rewards) if inspect.iscoroutine(rewards) else rewards
@@ -186,34 +181,30 @@ def call_reward(name: str, reward: Callable[..., Any], /, **arguments: Any) -> l
             f"reward_funcs={name!r} returned {what[:200]} for {number} completions. It must return a list with a "
             "number or None for each."
         )
-    return [_as_score(name, score) for score in rewards]
-
-
-def _as_score(name: str, score: Any) -> float | None:
-    if score is None:
-        return None
-    try:
-        if isinstance(score, str):
-            raise TypeError
-        number = float(score)
-    except (TypeError, ValueError):
-        raise UsageError(
-            f"reward_funcs={name!r} returned {str(score)[:200]!r} for a completion. It must be a number, or None for "
-            "one that cannot be scored."
-        ) from None
-    return number if math.isfinite(number) else None
+    scores: list[float | None] = []
+    for reward_of_one in rewards:
+        try:
+            score = math.nan if reward_of_one is None else float(reward_of_one)
+        except (TypeError, ValueError):
+            score = None
+        if score is None or isinstance(reward_of_one, str):
+            raise UsageError(
+                f"reward_funcs={name!r} returned {str(reward_of_one)[:200]!r} for a completion. It must be a number, "
+                "or None for a completion that cannot be scored."
+            )
+        scores.append(score if math.isfinite(score) else None)
+    return scores
 
 
 def map_columns(example: dict[str, Any], args: FR3EScriptArguments, row: int | None = None) -> dict[str, Any]:
-    """The `prompt` and the `solution` of an example, of the columns that `args` names. Errors name its row."""
-    for column in (args.prompt_column, args.answer_column):
-        if column is not None and column not in example:
+    """The `prompt` and the `solution` of an example, from the columns that `args` names. Errors name its row."""
+    for column in filter(None, (args.prompt_column, args.answer_column)):
+        if column not in example:
             raise UsageError(f"The dataset has no column {column!r}. Its columns are {', '.join(sorted(example))}.")
-    for column in (args.prompt_column, args.answer_column):
-        if column is not None and (example[column] is None or (column == args.prompt_column and not example[column])):
+        if example[column] is None or (column == args.prompt_column and not example[column]):
             raise UsageError(
                 f"dataset_name={args.dataset_name!r}, row {row}: column {column!r} is {example[column]!r}. Fill it in, "
-                "or leave such rows out."
+                "or drop such rows."
             )
     mapped: dict[str, Any] = {}
     if args.prompt_column is not None:
@@ -225,14 +216,14 @@ def map_columns(example: dict[str, Any], args: FR3EScriptArguments, row: int | N
 
 
 def final_answer(answer: Any, separator: str | None) -> str:
-    """What follows the last `separator` in an answer, or all of it if `None`. Items of a list are all part of it."""
+    """What follows the last `separator` in an answer, or all of it if `None`. The items of a list are joined."""
     text = ", ".join(map(str, answer)) if isinstance(answer, list) else str(answer)
     if separator is None:
         # 4.5e33, as in Minerva Math: math-verify takes the e for Euler's number
         return re.sub(r"^([+-]?\d+\.?\d*)[eE]([+-]?\d+)$", r"\1 \\times 10^{\2}", text)
     _, found, answer = text.rpartition(separator)
     if not found:
-        raise UsageError(f"answer_separator={separator!r} is not in the answer {text!r}. Leave such examples out.")
+        raise UsageError(f"answer_separator={separator!r} is not in the answer {text!r}. Drop such examples.")
     return answer.strip()
 
 
@@ -244,27 +235,24 @@ def load_examples(
 
     Args:
         args ([`FR3EScriptArguments`]):
-            Which dataset, and what is taken of it.
+            The dataset and its columns.
         split (`str`):
             The split.
         tokenizer (`PreTrainedTokenizerBase`):
-            By which prompts have a length.
+            Counts the tokens of prompts.
         template (`dict[str, Any]`, *optional*):
-            What the chat template is told beside the messages.
+            Further arguments of the chat template.
     """
-    remedy = (
-        f"Use a local file ({', '.join(FORMATS)}), a directory with one for each split, or the id of a dataset on the "
-        "hub."
-    )
+    remedy = f"Use a file ({', '.join(FORMATS)}), a directory with one for each split, or a dataset on the hub."
     argument = f"dataset_name={args.dataset_name!r}, split {split!r}"
     source = source_of(args)
     with usage_errors(argument, remedy, DatasetsError, OSError, ValueError, StopIteration):
-        check_encoding(args)
+        check_lines(args, for_json=False)
         try:
             dataset = load_dataset(**source, split=split, streaming=args.dataset_streaming)
             next(iter(dataset), None)  # a streamed file is not read before
         except (DatasetsError, ValueError) as error:
-            check_lines(args)
+            check_lines(args, for_json=True)
             if "corresponds to no data" in str(error):
                 raise UsageError(f"{argument}: it is empty. {remedy}") from error
             raise
@@ -285,9 +273,9 @@ def load_examples(
             "the question as prompt_column."
         )
     if is_conversational(example) and tokenizer.chat_template is None:
-        made = " prompt_column makes messages." if args.prompt_column is not None else ""
+        made = " (prompt_column makes messages)" if args.prompt_column is not None else ""
         raise UsageError(
-            f"{argument}: its prompts are messages, and {tokenizer.name_or_path!r} has no chat template.{made} Use an "
+            f"{argument}: prompts are messages{made}, but {tokenizer.name_or_path!r} has no chat template. Use an "
             "instruct model, or text in a column 'prompt'."
         )
     return dataset
@@ -313,19 +301,16 @@ def load_held_out(
 
 
 def without_empty_prompts(dataset: Dataset | IterableDataset, args: FR3EScriptArguments) -> Dataset | IterableDataset:
-    """The dataset. A prompt or a message that is null raises a `UsageError` with its row; streamed, when it comes."""
+    """The dataset. An empty prompt or message raises a `UsageError` that names its row; if streamed, when it comes."""
 
     def check(prompt: Any, row: int) -> dict[str, Any]:
-        reason = None
-        if prompt is None or prompt == "" or prompt == []:
-            reason = f"the prompt is {prompt!r}"
-        elif isinstance(prompt, list):
-            for message in prompt:
-                if isinstance(message, dict) and message.get("content") is None and not message.get("tool_calls"):
-                    reason = f"a message has no content: {message!r}"
+        reason = f"the prompt is {prompt!r}" if prompt in (None, "", []) else None
+        for message in prompt if isinstance(prompt, list) else []:
+            if isinstance(message, dict) and message.get("content") is None and not message.get("tool_calls"):
+                reason = f"a message has no content: {message!r}"
         if reason is not None:
             raise UsageError(
-                f"dataset_name={args.dataset_name!r}, row {row}: {reason[:200]}. Fill it in, or leave such rows out."
+                f"dataset_name={args.dataset_name!r}, row {row}: {reason[:200]}. Fill it in, or drop such rows."
             )
         return {}
 
@@ -337,12 +322,7 @@ def without_empty_prompts(dataset: Dataset | IterableDataset, args: FR3EScriptAr
 
 
 def test_split(args: FR3EScriptArguments) -> str:
-    """
-    The split to evaluate on: a file has one.
-
-    Raises:
-        UsageError: Another one of a file is named.
-    """
+    """The split to evaluate on. The only split of a file is `train`."""
     if Path(args.dataset_name or "").suffix not in FORMATS:
         return args.dataset_test_split
     if args.dataset_test_split not in ("train", "test"):  # "test" is the default
@@ -379,24 +359,13 @@ def data_files(dataset_name: str | None) -> list[Path]:
 
 def digests(files: list[Path], rewards: dict[str, Callable[..., Any]], output_dir: Path) -> dict[str, str]:
     """
-    What is in the files that results depend on, in short, by the name of each, so that a change is seen.
-
-    Args:
-        files (`list[Path]`):
-            Of the dataset.
-        rewards (`dict[str, Callable]`):
-            Reward functions. Those of a user's own have a file.
-        output_dir (`Path`):
-            Where the results are. What is in it is no file that they depend on.
+    Short hashes of the files that results depend on, by their names: those of the dataset, and of the user's own reward
+    functions. Files in `output_dir`, where the results are, are left out.
     """
     own = output_dir.resolve()
     named = [(str(file), file) for file in files if own not in file.resolve().parents]
     named += [(name, source) for name, reward in rewards.items() if (source := source_file(reward)) is not None]
-    found = {}
-    for name, path in named:
-        with path.open("rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    return found
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in named}
 
 
 def source_file(reward: Callable[..., Any]) -> Path | None:
@@ -405,37 +374,26 @@ def source_file(reward: Callable[..., Any]) -> Path | None:
     return Path(code.co_filename) if code is not None and is_users(code.co_filename) else None
 
 
-def check_encoding(args: FR3EScriptArguments) -> None:
-    """Raise a `UsageError` that names the first line of a local file of JSON that is not in UTF-8."""
+def check_lines(args: FR3EScriptArguments, for_json: bool) -> None:
+    """Raise a `UsageError` that names the first line of a local JSON file that is not UTF-8, or not an object."""
     for path in data_files(args.dataset_name):
-        if path.suffix not in (".json", ".jsonl"):
+        if path.suffix not in ((".jsonl",) if for_json else (".json", ".jsonl")):
             continue
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
+                fault = None
                 try:
                     line.decode()
-                except UnicodeDecodeError as error:
-                    raise UsageError(
-                        f"dataset_name={str(path)!r}: line {number} is not in UTF-8: {line[:100]!r}. Save it as UTF-8."
-                    ) from error
-
-
-def check_lines(args: FR3EScriptArguments) -> None:
-    """Raise a `UsageError` that names the first line of a local file of JSON lines that is no object."""
-    for path in data_files(args.dataset_name):
-        if path.suffix != ".jsonl":
-            continue
-        for number, line in enumerate(path.read_text(errors="replace").split("\n"), 1):
-            fault = None
-            try:
-                if not isinstance(json.loads(line.strip() or "{}"), dict):
-                    fault = "no JSON object"
-            except ValueError as error:
-                fault = f"no JSON: {error}"
-            if fault is not None:
-                raise UsageError(
-                    f"dataset_name={str(path)!r}: line {number} is {fault}: {line[:100]!r}. Mend it, or remove it."
-                )
+                    if for_json and not isinstance(json.loads(line.strip() or "{}"), dict):
+                        fault = "not a JSON object"
+                except UnicodeDecodeError:
+                    fault = "not UTF-8"
+                except ValueError as error:
+                    fault = f"not JSON: {error}"
+                if fault is not None:
+                    text = line[:100].decode(errors="replace").strip()
+                    remedy = "Fix it, or remove it." if for_json else "Save the file as UTF-8."
+                    raise UsageError(f"dataset_name={str(path)!r}: line {number} is {fault}: {text!r}. {remedy}")
 
 
 def has_short_prompt(
@@ -447,19 +405,14 @@ def has_short_prompt(
 
 
 def without_bars_in_logs() -> None:
-    """No progress bars of libraries, unless on a terminal: a log file would have each of their states."""
+    """Turn off the libraries' progress bars unless on a terminal: a log file would have each of their states."""
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
         datasets.disable_progress_bars()
 
 
 def load_tokenizer(model_args: ModelConfig, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """
-    The tokenizer of a model, padding on the left.
-
-    Raises:
-        UsageError: There is no such model.
-    """
+    """The tokenizer of a model, padding on the left. Raises a `UsageError` if there is no such model."""
     source = {"revision": model_args.model_revision, "trust_remote_code": trust_remote_code}
     remedy = "Use a directory with a model and its tokenizer, or the id of a model on the hub."
     with usage_errors(model_argument(model_args), remedy, OSError, ValueError):

@@ -1,16 +1,13 @@
 """
-A model evaluated on a dataset with answers: pass@1, pass@k and maj@k.
+Evaluate a model on a dataset with answers: pass@1, pass@k and maj@k.
 
     fr3e eval --config recipes/eval/gsm8k.yaml --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct
 
-The model is loaded here, or served by vLLM (`--vllm_server_base_url`). The command line can override any setting of the
-recipe. `--help` lists them all.
-
-Completions are written to `output_dir/completions.jsonl` as they are sampled, with their rewards. After a cut, the same
-command goes on from there. With more samples or examples than before, it samples only the missing ones.
+The model is loaded in this process, or served by vLLM (`--vllm_server_base_url`). Completions are written to
+`output_dir/completions.jsonl` as they are sampled, with their rewards. The same command goes on from there after an
+interruption, and samples only what is missing when it is asked for more samples or examples.
 """
 
-import argparse
 import json
 import shlex
 from collections.abc import Callable, Iterator
@@ -44,17 +41,7 @@ from .usage import UsageError, require_argument
 
 RECIPE = "recipes/eval/gsm8k.yaml"
 
-# What a recipe that trains may have, and an evaluation does not use: `--help` leaves it out, as all that LoRA has
-ONLY_TRAINING = (
-    "dataset_train_split",
-    "gradient_checkpointing_use_reentrant",
-    "ignore_bias_buffers",
-    "use_dora",
-    "use_peft",
-    "use_rslora",
-)
-
-# Arguments that may change between one call and the next: no completion, and no reward of one, depends on them
+# Arguments that may change between one call and the next, because no completion or reward depends on them
 FREE = (
     "output_dir",
     "num_samples",
@@ -71,9 +58,6 @@ FREE = (
 def main(argv: list[str]) -> None:
     """Evaluate a model as the arguments say, and print the results."""
     parser = RecipeParser([EvalArguments, ModelConfig])
-    for action in parser._actions:
-        if action.dest.startswith("lora_") or action.dest in ONLY_TRAINING:
-            action.help = argparse.SUPPRESS
     args, model_args = parse_arguments(parser, argv)
     with resumable(args.output_dir):
         evaluate(args, model_args, f"fr3e eval {shlex.join(argv)}")
@@ -81,16 +65,16 @@ def main(argv: list[str]) -> None:
 
 def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict[str, Any]:
     """
-    Sample what is not there yet, and write the results.
+    Sample the completions that are missing, and write the results.
 
     Args:
         args ([`EvalArguments`]), model_args (`ModelConfig`):
-            What to evaluate, and how.
+            The evaluation.
         command (`str`):
-            The command that the report names.
+            The command, for the report.
 
     Returns:
-        `dict`: What `results.json` holds.
+        `dict`: The content of `results.json`.
     """
     without_bars_in_logs()
     require_argument(model_args, "model_name_or_path", RECIPE)
@@ -136,9 +120,9 @@ def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict
     for name, of_reward in results["rewards"].items():
         if of_reward["num_scored"] == 0:
             raise UsageError(
-                f"reward_funcs={name!r} left a completion of each of the {len(examples)} problems without a score "
-                f"(None or NaN), so that there is nothing to report. The completions are in {path}. Mend it, and use "
-                "another output_dir."
+                f"reward_funcs={name!r} gave no score (None or NaN) to a completion of each of the {len(examples)} "
+                f"problems, so there is nothing to report. The completions are in {path}. Fix the reward function, and "
+                "use another output_dir."
             )
     (output_dir / "results.json").write_text(json.dumps(results, indent=2))
     report = as_markdown(results)
@@ -186,7 +170,7 @@ def sampled_lines(
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines that are there. The last is cut off if it is not whole: a process was killed while it wrote."""
+    """The lines of earlier calls. An unfinished last line, from a process that was killed, is removed."""
     if not path.exists():
         return []
     text = path.read_text()
@@ -200,7 +184,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             _ = {name: lines[-1][name] for name in ("problem", "sample", "completion", "num_tokens", "rewards")}
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
-                f"{path}, line {number}, is damaged: {error}. Remove that line; its completion is then sampled anew."
+                f"{path}, line {number}, is damaged: {error}. Remove that line, and its completion is sampled again."
             ) from error
     return lines
 
@@ -235,7 +219,7 @@ def as_markdown(results: dict[str, Any]) -> str:
     if has_interval:
         lines += [
             "",
-            "Intervals over problems are Wilson's for rewards between 0 and 1, and Student's t for others: they say "
-            "how far another set of such problems, with completions sampled anew, might be off.",
+            "95% intervals show how much the results may vary with another sample of such problems. They are Wilson's "
+            "for rewards between 0 and 1, and Student's t for others.",
         ]
     return "\n".join([*lines, "", f"`{results['command']}`", ""])

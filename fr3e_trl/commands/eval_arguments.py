@@ -6,17 +6,16 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from .counts import check_counts
 from .data import FR3EScriptArguments
 
 
 @dataclass(kw_only=True)
 class EvalArguments(FR3EScriptArguments):
-    """Arguments of `fr3e eval`. Their `help` says what each does."""
+    """Arguments of `fr3e eval`."""
 
     output_dir: str = field(default="outputs/eval", metadata={"help": "Directory of the results."})
     num_samples: int | None = field(
-        default=None, metadata={"help": "Completions of each prompt. If `None`, 8, or 1 at temperature 0."}
+        default=None, metadata={"help": "Completions per prompt. If `None`, 8, or 1 at temperature 0."}
     )
     pass_at: list[int] | None = field(
         default=None,
@@ -25,41 +24,39 @@ class EvalArguments(FR3EScriptArguments):
             "`num_samples`."
         },
     )
-    temperature: float = field(
-        default=1.0, metadata={"help": "Temperature of sampling. 0 takes the most likely token."}
-    )
-    top_p: float = field(default=1.0, metadata={"help": "Share of the most likely tokens that is sampled from."})
-    max_completion_length: int = field(default=1024, metadata={"help": "Tokens of the longest completion."})
+    temperature: float = field(default=1.0, metadata={"help": "Sampling temperature. 0 takes the most likely token."})
+    top_p: float = field(default=1.0, metadata={"help": "Probability mass of the most likely tokens to sample from."})
+    max_completion_length: int = field(default=1024, metadata={"help": "Maximum number of tokens of a completion."})
     answer_regex: str | None = field(
         default=None,
         metadata={
-            "help": "Pattern whose last match in a completion, or its first group if it has one, is the answer by "
-            "which completions vote in maj@k, equal by their text. If `None`, what math-verify reads, equal by "
-            "`verify`, if a reward function is math_reward, accuracy_reward or reasoning_accuracy_reward; else the "
-            "whole text."
+            "help": "Regular expression for the answers that vote in maj@k. Its last match in a completion, or "
+            "the first group of that, is the answer. If `None`, answers are those that math-verify reads if a reward "
+            "function is math_reward, accuracy_reward or reasoning_accuracy_reward, and else the whole completions."
         },
     )
     chat_template_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "What the chat template is told beside the messages, for example {'enable_thinking': false}. On "
-            "the command line, in JSON."
+            "help": "Further arguments of the chat template, for example {'enable_thinking': false}. On the command "
+            "line, as JSON."
         },
     )
     limit: int | None = field(
-        default=None, metadata={"help": "Examples to evaluate on, the first of the split. If `None`, all of them."}
+        default=None,
+        metadata={"help": "Number of examples to evaluate on, from the first. If `None`, all of the split."},
     )
     seed: int = field(default=0, metadata={"help": "Seed of sampling."})
-    batch_size: int = field(default=64, metadata={"help": "Completions that are generated at once, without a server."})
+    batch_size: int = field(default=64, metadata={"help": "Completions generated at once, without a server."})
     trust_remote_code: bool = field(
-        default=False, metadata={"help": "Whether code of the model's repository may be run."}
+        default=False, metadata={"help": "Whether code from the model's repository may run."}
     )
     vllm_server_base_url: str | None = field(
         default=None,
         metadata={
-            "help": "Address of a vLLM server that serves the model, for example 'http://localhost:8000'. If "
-            "`model_name_or_path` is the directory of a LoRA adapter, the server is asked to load it. If `None`, the "
-            "model is loaded here."
+            "help": "Address of a vLLM server with the model, for example 'http://localhost:8000'. If "
+            "`model_name_or_path` is the directory of a LoRA adapter, the server loads it. If `None`, the model is "
+            "loaded in this process."
         },
     )
     vllm_server_timeout: float = field(default=240.0, metadata={"help": "Seconds to wait for the server to be up."})
@@ -69,7 +66,13 @@ class EvalArguments(FR3EScriptArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, num_samples=1, max_completion_length=1, limit=1, seed=0, batch_size=1)
+        least = {"num_samples": 1, "max_completion_length": 1, "limit": 1, "seed": 0, "batch_size": 1}
+        for name, minimum in least.items():
+            value = getattr(self, name)
+            if value is None and name in ("num_samples", "limit"):
+                continue
+            if type(value) is not int or value < minimum:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {minimum}.")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature={self.temperature} must be 0 or more, for example 1.0.")
         if not 0 < self.top_p <= 1:
@@ -78,8 +81,8 @@ class EvalArguments(FR3EScriptArguments):
             self.num_samples = 8 if self.temperature else 1
         if self.temperature == 0 and self.num_samples > 1:
             raise ValueError(
-                f"temperature=0 samples the same completion num_samples={self.num_samples} times: set num_samples=1, "
-                "or a temperature, for example 0.6."
+                f"temperature=0 would give the same completion num_samples={self.num_samples} times. Set "
+                "num_samples=1, or a temperature, for example 0.6."
             )
         if self.pass_at is None:
             powers = [2**i for i in range(self.num_samples.bit_length())]
@@ -90,7 +93,7 @@ class EvalArguments(FR3EScriptArguments):
             try:
                 self.chat_template_kwargs = json.loads(self.chat_template_kwargs)
             except ValueError as error:
-                raise ValueError(f"chat_template_kwargs={self.chat_template_kwargs!r} is no JSON: {error}.") from None
+                raise ValueError(f"chat_template_kwargs={self.chat_template_kwargs!r} is not JSON: {error}.") from None
         if not isinstance(self.chat_template_kwargs, dict | None):
             raise ValueError(
                 f"chat_template_kwargs={self.chat_template_kwargs!r} must be a mapping, for example "
@@ -100,4 +103,4 @@ class EvalArguments(FR3EScriptArguments):
             try:
                 re.compile(self.answer_regex)
             except re.error as error:
-                raise ValueError(f"answer_regex={self.answer_regex!r} is no regular expression: {error}.") from None
+                raise ValueError(f"answer_regex={self.answer_regex!r} is not a regular expression: {error}.") from None

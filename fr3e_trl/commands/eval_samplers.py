@@ -1,4 +1,4 @@
-"""Where `fr3e eval` gets its completions: from a model that is loaded here, or from a vLLM server."""
+"""The completions of `fr3e eval`, from a model that is loaded in this process, or from a vLLM server."""
 
 import logging
 import queue
@@ -30,7 +30,7 @@ EvalSampler = Callable[[list[Key], list[list[int]]], Iterator[Batch]]
 
 
 def local_sampler(args: EvalArguments, model_args: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> EvalSampler:
-    """Completions of a model that is loaded here, by transformers' `generate`."""
+    """Completions from a model that is loaded here, using transformers' `generate`."""
     refuse_lost_base(model_args)
     with usage_errors(model_argument(model_args), "Use the directory or the id of a model or an adapter.", OSError):
         model = AutoModelForCausalLM.from_pretrained(
@@ -64,8 +64,8 @@ def refuse_lost_base(model_args: ModelConfig) -> None:
     base = str(read_object(path).get("base_model_name_or_path")) if path.is_file() else ""
     if base.startswith((".", "/", "~")) and not Path(base).exists():
         raise UsageError(
-            f"{model_argument(model_args)} is an adapter of {base!r}, which is not there. Run this from the folder "
-            f"that it was trained in, or mend base_model_name_or_path in {path}."
+            f"{model_argument(model_args)} is an adapter of {base!r}, which does not exist. Run this from the folder "
+            f"that it was trained in, or correct base_model_name_or_path in {path}."
         )
 
 
@@ -75,19 +75,19 @@ def seed_of(seed: int, problem: int, sample: int) -> int:
 
 
 class _AnyServer(VLLMServer):
-    """A server that need not tell its configuration: nothing but completions is asked of it."""
+    """A server whose configuration is not read, because only completions are needed."""
 
     def _read_config(self) -> None:
         self.config = self.environment = {}
 
 
 def warn_of_other_model(server: VLLMServer, adapter: dict[str, Any], model_args: ModelConfig) -> None:
-    """Tell if the server's model goes by another name than the one to evaluate, or than the one an adapter is of."""
+    """Warn if the server's model has another name than the model to evaluate, or than the adapter's base model."""
     name = str(adapter.get("base_model_name_or_path", model_args.model_name_or_path))
     if Path(name).resolve() not in {Path(served).resolve() for served in (server.base_model, server.base_root)}:
         logger.warning(
-            "The vLLM server at %s serves %r, and %r is to be evaluated. If these are not one model under two names, "
-            "start the server with that one.",
+            "The vLLM server at %s serves %r, but %r is to be evaluated. Unless these are two names of one model, "
+            "start the server with the latter.",
             server.base_url,
             server.base_model,
             name,
@@ -95,7 +95,7 @@ def warn_of_other_model(server: VLLMServer, adapter: dict[str, Any], model_args:
 
 
 def server_sampler(args: EvalArguments, model_args: ModelConfig) -> EvalSampler:
-    """Completions of a vLLM server, by its OpenAI-compatible API. All requests are in flight together."""
+    """Completions from a vLLM server, using its OpenAI-compatible API. All requests are sent at once."""
     directory = Path(model_args.model_name_or_path).resolve()
     is_adapter = (directory / "adapter_config.json").is_file()
     argument = f"vllm_server_base_url={args.vllm_server_base_url!r}"

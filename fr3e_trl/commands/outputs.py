@@ -1,9 +1,10 @@
-"""Directories of results that a command goes on from when it is called again."""
+"""Directories of results, from which the same command goes on when it is called again."""
 
 import contextlib
 import fcntl
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -15,17 +16,23 @@ from .usage import UsageError
 
 LOCK = ".lock"
 
+# Settings whose value nobody else may see, and the same inside a value: `model_init_kwargs={"token": "hf_..."}`
+SECRET = re.compile(r"(^|[_-])(token|key|secret|password)$", re.IGNORECASE)
+SECRET_INSIDE = re.compile(
+    r"""(\b(?:\w*_)?(?:token|key|secret|password)["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,}]+)""", re.IGNORECASE
+)
+
 
 def check_directory(output_dir: str | Path, name: str = "output_dir") -> None:
-    """Raise a `UsageError` if a directory of results is, or lies below, a file."""
+    """Raise a `UsageError` if a directory of results is a file, or below one."""
     path = Path(output_dir)
     for part in (path, *path.parents):
         if part.exists() and not part.is_dir():
-            raise UsageError(f"{name}={str(output_dir)!r}: {str(part)!r} is a file. Name a directory.")
+            raise UsageError(f"{name}={str(output_dir)!r}: {str(part)!r} is a file. Use a directory.")
 
 
 def weight_files(name: str) -> dict[str, str]:
-    """The files of a local model's weights, with their sizes and when they were written. None of a model on the hub."""
+    """The weight files of a local model, with their sizes and times. Empty for a model on the hub."""
     found = sorted(path for ending in ("safetensors", "bin") for path in Path(name).glob(f"*model*.{ending}"))
     stats = {path.name: path.stat() for path in found}
     return {
@@ -37,10 +44,10 @@ def weight_files(name: str) -> dict[str, str]:
 @contextlib.contextmanager
 def locked(output_dir: str | Path) -> Iterator[None]:
     """
-    Keep a directory of results to this process. It is free again when the process ends, however it does.
+    Lock a directory of results for this process, until it ends in whatever way.
 
     Raises:
-        UsageError: Another process has it.
+        UsageError: Another process has locked it.
     """
     check_directory(output_dir)
     path = Path(output_dir) / LOCK
@@ -68,7 +75,7 @@ def check_same(
     check_results: Callable[[], None] | None = None,
 ) -> bool:
     """
-    Hold a call to the settings of the results that are there, and write its settings to `arguments.json`.
+    Check that a call has the settings of earlier results, and write its settings to `arguments.json`.
 
     Args:
         output_dir (`Path`):
@@ -78,16 +85,16 @@ def check_same(
         has_results (`bool`):
             Whether there are results. If not, settings may change.
         growing (`str`, *optional*):
-            A setting that is a mapping, and may gain or lose entries. Those that stay must not change.
+            A setting that is a mapping, and may gain or lose entries. Other entries must not change.
         check_results (`Callable`, *optional*):
-            Raises a `UsageError` if a result, by what its own file says, is not of these settings. Called before
-            anything is written.
+            Raises a `UsageError` if the file of a result says that it has other settings. Called before anything is
+            written.
 
     Returns:
         `bool`: Whether settings have changed.
 
     Raises:
-        UsageError: They have, and there are results.
+        UsageError: Settings have changed, and there are results.
     """
     settings = as_json(settings)
     path = output_dir / "arguments.json"
@@ -107,7 +114,7 @@ def check_same(
 
 
 def differing(earlier: dict[str, Any], settings: dict[str, Any], growing: str | None = None) -> str:
-    """What settings were earlier and are now, of those that differ; see [`check_same`]. Empty if none does."""
+    """Settings that differ, with their earlier and present values; see [`check_same`]."""
     was, now = _with_entries(earlier, growing), _with_entries(as_json(settings), growing)
     return ", ".join(
         f"{name} was {was[name]!r} and is {value!r}" for name, value in now.items() if was.get(name, value) != value
@@ -115,34 +122,43 @@ def differing(earlier: dict[str, Any], settings: dict[str, Any], growing: str | 
 
 
 def _with_entries(settings: dict[str, Any], growing: str | None) -> dict[str, Any]:
-    """The settings, with the entries of one in its place."""
+    """The settings, with the entries of one setting instead of the setting itself."""
     entries = {f"{growing}.{name}": value for name, value in settings.get(growing, {}).items()} if growing else {}
     return {name: value for name, value in settings.items() if name != growing} | entries
 
 
 def as_json(content: Any) -> Any:
-    """What a JSON file would give back: a tuple is a list there."""
+    """The content as JSON returns it, with lists for tuples."""
     return json.loads(json.dumps(content, default=str))
 
 
+def concealed(value: Any) -> Any:
+    """A value of a setting without the secrets in it, however deep they are."""
+    if isinstance(value, dict):
+        return {key: concealed(of_key) for key, of_key in value.items() if not SECRET.search(str(key))}
+    if isinstance(value, list):
+        return [concealed(item) for item in value]
+    return SECRET_INSIDE.sub(r"\1***", value) if isinstance(value, str) else value
+
+
 def read_object(path: str | Path) -> dict[str, Any]:
-    """The mapping in a JSON file. A `UsageError` names one that is damaged."""
+    """The mapping in a JSON file. Raises a `UsageError` if the file is damaged."""
     try:
         content = json.loads(Path(path).read_text())
     except ValueError as error:
         raise damaged(path, error) from error
     if not isinstance(content, dict):
-        raise damaged(path, f"{str(content)[:50]!r} is no mapping")
+        raise damaged(path, f"{str(content)[:50]!r} is not a mapping")
     return content
 
 
 def damaged(path: str | Path, reason: object) -> UsageError:
     """The error of a file of results that cannot be read."""
-    return UsageError(f"{path} is damaged: {reason}. Move it away; what it told is then found anew.")
+    return UsageError(f"{path} is damaged: {reason}. Move it away, and it is made again.")
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file that is there as a whole, or not at all, whenever the process is killed."""
+    """Write a JSON file atomically, so that a killed process leaves the whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -156,7 +172,7 @@ def write_json(path: Path, content: Any) -> None:
 
 @contextlib.contextmanager
 def resumable(output_dir: str) -> Iterator[None]:
-    """Keep the directory to this process. On Ctrl-C, say how to go on."""
+    """Lock the directory for this process. On Ctrl-C, say how to go on."""
     try:
         with locked(output_dir):
             yield

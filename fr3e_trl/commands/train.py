@@ -1,18 +1,17 @@
 """
-A language model trained with FR3E on a dataset of prompts, as a recipe says.
+Train a language model with FR3E on a dataset of prompts.
 
     fr3e train --config recipes/gsm8k_lora.yaml
     fr3e train --config recipes/gsm8k_lora.yaml --num_processes 4    # on four GPUs
 
-Any setting of the recipe can be overridden after it (`--learning_rate 2e-6`); `--help` lists them all: the dataset and
-the rewards, then those of `FR3EConfig` and of TRL's `ModelConfig` (PEFT and quantization).
+Options after a recipe override its settings (`--learning_rate 2e-6`). They are the fields of `TrainArguments`,
+`FR3EConfig` and TRL's `ModelConfig` (PEFT and quantization).
 """
 
 import json
 import logging
 import os
 import shlex
-import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,17 @@ from typing import Any
 import safetensors
 import torch
 import yaml
+from datasets import Dataset
 from safetensors import SafetensorError
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
+from ..callbacks import show
 from ..config import FR3EConfig
 from ..generation.vllm_weights import end_engine
 from ..page.callback import ends_no_run
 from ..page.record import METRICS, append_log, write_logs
 from ..trainer import FR3ETrainer
-from ..trl_adapter import console
-from ..trl_adapter.card import concealed
 from ..trl_adapter.checks import check_dataset
 from ..trl_adapter.resume import TRAINER_STATE_FILE, checkpoints, is_complete, last_complete_checkpoint
 from .data import (
@@ -43,7 +42,8 @@ from .data import (
     model_argument,
     without_bars_in_logs,
 )
-from .outputs import as_json, check_directory, read_object, weight_files
+from .dry_run import print_plan
+from .outputs import as_json, check_directory, concealed, read_object, weight_files
 from .recipe import RecipeParser, parse_arguments
 from .usage import UsageError, require_argument, usage_errors
 
@@ -64,22 +64,22 @@ class TrainArguments(FR3EScriptArguments):
     dry_run: bool = field(
         default=False,
         metadata={
-            "help": "Say what the run will do, and train nothing: its settings, rows, tokens and updates, and an "
-            "estimate of its memory. No weights are loaded."
+            "help": "Print what the run will do, and train nothing: its settings, completions, tokens and updates. No "
+            "weights are loaded."
         },
     )
     eval_dataset_name: str | None = field(
         default=None,
         metadata={
-            "help": "Dataset or file to evaluate on while training, with the same columns, by `eval_strategy`. If "
+            "help": "Dataset or file to evaluate on during training, with the same columns; see `eval_strategy`. If "
             "`None`, the test split of the dataset (`dataset_test_split`)."
         },
     )
     num_processes: int | None = field(
         default=None,
         metadata={
-            "help": "How many processes to start, one for each GPU. What is sharded takes `accelerate launch` and its "
-            "configuration instead. If `None`, one is started, or a launcher has started several."
+            "help": "Number of processes to start, one per GPU. For FSDP and ZeRO, use `accelerate launch` with its "
+            "configuration instead. If `None`, no further process is started."
         },
     )
 
@@ -91,10 +91,9 @@ class TrainArguments(FR3EScriptArguments):
 
 class RunFiles(TrainerCallback):
     """
-    Writes what the output directory tells of a run once it has begun: its settings, and a line for each log.
+    Writes the settings and the metrics of a run to its output directory, from its first step on.
 
-    A run that is resumed goes on after the metrics of its checkpoint. One that cannot begin leaves the files as they
-    are.
+    A resumed run continues the metrics of its checkpoint. A run that cannot start leaves the files as they are.
 
     Args:
         directory (`Path`):
@@ -104,39 +103,32 @@ class RunFiles(TrainerCallback):
     """
 
     def __init__(self, directory: Path, given: dict[str, Any] | None):
-        self.directory = directory
-        self.given = given
-        self.has_begun = False
+        self.directory, self.given = directory, given
         self.what = f"{directory}: {RESOLVED} or {METRICS}"
-        self.has_failed = False
+        self.has_begun = self.has_failed = False
 
     @ends_no_run
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.has_begun or not state.is_world_process_zero:
-            return
-        self.has_begun = True
-        write_logs(self.directory / METRICS, state.log_history)
-        if self.given is not None:
-            write_recipe(self.directory / RESOLVED, self.given)
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        if not self.has_begun and state.is_world_process_zero:
+            self.has_begun = True
+            write_logs(self.directory / METRICS, state.log_history)
+            if self.given is not None:
+                write_recipe(self.directory / RESOLVED, self.given)
 
     @ends_no_run
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         if self.has_begun:
             append_log(self.directory / METRICS, state.log_history[-1])
 
 
 def main(argv: list[str]) -> None:
-    """Train a model as the arguments say, or say what that will be."""
+    """The command `fr3e train`."""
     parser = make_parser()
-    script_args, training_args, model_args = parse_arguments(parser, argv)
-    if script_args.num_processes and "WORLD_SIZE" not in os.environ:
-        launcher = ["-m", "fr3e_trl.commands.launcher", str(script_args.num_processes)]
-        os.execv(sys.executable, [sys.executable, *launcher, *argv])
-    train(script_args, training_args, model_args, parser.given)
+    train(*parse_arguments(parser, argv), parser.given)
 
 
 def make_parser() -> RecipeParser:
-    """Parser of the arguments, from a recipe (`--config`) and the command line."""
+    """Parser of the options and of recipes."""
     return RecipeParser([TrainArguments, FR3EConfig, ModelConfig], recipe_with_model=RECIPE)
 
 
@@ -147,11 +139,11 @@ def train(
     given: dict[str, Any] | None = None,
 ) -> None:
     """
-    Train, save the model, and push it to the hub if asked.
+    Train, save the model, and push it to the hub if `push_to_hub`.
 
     Args:
         script_args ([`TrainArguments`]), training_args ([`FR3EConfig`]), model_args (`ModelConfig`):
-            What to train, and how.
+            The run.
         given (`dict[str, Any]`, *optional*):
             The arguments that differ from their defaults, for `resolved.yaml` in the output directory.
     """
@@ -172,13 +164,11 @@ def train(
     eval_dataset = load_held_out(script_args, tokenizer, template) if evaluates else None
     warn_of_idle(script_args, training_args, model_args, given or {})
     if script_args.dry_run:
-        from .dry_run import print_plan
-
-        print_plan(training_args, model_args, train_dataset, tokenizer)
+        print_plan(training_args, len(train_dataset) if isinstance(train_dataset, Dataset) else None)
         return
     if checkpoint is False:
         refuse_used(training_args.output_dir)
-    Path(training_args.output_dir).mkdir(parents=True, exist_ok=True)  # an error of this is none of the model
+    Path(training_args.output_dir).mkdir(parents=True, exist_ok=True)  # whose errors are not the model's
     with usage_errors(
         model_argument(model_args), "Use a directory with a model's weights, or a model on the hub.", OSError
     ):
@@ -193,9 +183,6 @@ def train(
             peft_config=get_peft_config(model_args),
             callbacks=[RunFiles(Path(training_args.output_dir), given)],
         )
-    told = console.console_of(trainer)
-    if told is not None:
-        told.tells_next = False  # where the model is, and what to do next, is told when it is saved
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except Exception as error:
@@ -205,8 +192,7 @@ def train(
     except KeyboardInterrupt as interrupt:
         interrupt.add_note(how_to_go_on(training_args.output_dir))
         raise
-    with console.without_bars():
-        trainer.save_model(training_args.output_dir)
+    trainer.save_model(training_args.output_dir)
     if not training_args.is_plain_grpo:
         trainer.create_model_card(Path(training_args.output_dir).name, script_args.dataset_name)
     saved = [("model", training_args.output_dir)]
@@ -214,24 +200,24 @@ def train(
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
         saved.append(("on the hub", f"https://huggingface.co/{trainer.hub_model_id}"))
     if trainer.accelerator.is_main_process:
-        console.show([*saved, ("next", evaluation_command(script_args, training_args, model_args))])
+        show([*saved, ("next", evaluation_command(script_args, training_args, model_args))])
     trainer.accelerator.wait_for_everyone()
     end_engine(trainer)
     trainer.accelerator.end_training()  # a process that leaves with its connections open may abort
 
 
 def write_recipe(path: Path, given: dict[str, Any]) -> None:
-    """Write the arguments as a recipe that begins anew, without secrets such as `hub_token`."""
+    """Write the arguments as a recipe that starts the run again, without secrets such as `hub_token`."""
     settings = concealed(as_json(given))
     settings.pop("resume_from_checkpoint", None)
     path.parent.mkdir(parents=True, exist_ok=True)
     again = f"fr3e train --config {shlex.quote(str(path))} --output_dir OTHER"
-    head = f"# What this run was given, recipes and options together: {again}\n"
+    head = f"# The settings of this run, recipes and options together: {again}\n"
     path.write_text(head + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
 def evaluation_command(script_args: FR3EScriptArguments, training_args: FR3EConfig, model_args: ModelConfig) -> str:
-    """The command that evaluates what was trained on the same dataset, with the same prompts and rewards."""
+    """The command that evaluates the trained model on the same dataset, with the same prompts and rewards."""
     default = FR3EScriptArguments(dataset_name=None)
     given = {"model_name_or_path": training_args.output_dir}
     given |= {f.name: getattr(script_args, f.name) for f in fields(FR3EScriptArguments)}
@@ -251,7 +237,7 @@ def evaluation_command(script_args: FR3EScriptArguments, training_args: FR3EConf
     words = ["fr3e", "eval"]
     for name, value in given.items():
         values = [str(item) for item in (value if isinstance(value, list) else [value])]
-        if len(values) == 1 and values[0].startswith("-"):  # else it is taken for an option
+        if len(values) == 1 and values[0].startswith("-"):  # or it is taken for an option
             words.append(f"--{name}={values[0]}")
         else:
             words += [f"--{name}", *values]
@@ -269,13 +255,13 @@ def set_model_init(training_args: GRPOConfig, model_args: ModelConfig) -> None:
 
 
 def checkpoint_to_resume(args: FR3EConfig) -> str | bool:
-    """What `train()` goes on from: a checkpoint's directory, `True` for the last of `output_dir`, `False` for none."""
+    """What `train()` resumes from: a checkpoint's directory, `True` for the last in `output_dir`, `False` for none."""
     asked = str(args.resume_from_checkpoint)
     checkpoint: str | bool = RESUME_WORDS.get(asked.lower(), asked)
     if checkpoint is True and not checkpoints(args.output_dir):
         raise UsageError(
-            f"resume_from_checkpoint=True: there is no checkpoint in output_dir={args.output_dir!r}. Leave it out to "
-            "start anew."
+            f"resume_from_checkpoint=True: there is no checkpoint in output_dir={args.output_dir!r}. Leave the option "
+            "out to start from the beginning."
         )
     if isinstance(checkpoint, str) and not Path(checkpoint).is_dir():
         raise UsageError(
@@ -284,48 +270,49 @@ def checkpoint_to_resume(args: FR3EConfig) -> str | bool:
         )
     if isinstance(checkpoint, str) and not is_complete(checkpoint):
         raise UsageError(
-            f"resume_from_checkpoint={checkpoint!r} has no whole {TRAINER_STATE_FILE}, as if it had been cut while it "
-            "was written. Use the checkpoint before it."
+            f"resume_from_checkpoint={checkpoint!r} has no complete {TRAINER_STATE_FILE}, as if the run had ended "
+            "while it was written. Use the checkpoint before it."
         )
     return checkpoint
 
 
 def how_to_go_on(output_dir: str) -> str:
-    """What to tell of a run that was cut."""
+    """How to resume an interrupted run."""
     complete = {step: path for step, path in checkpoints(output_dir).items() if is_complete(path)}
     if not complete:
         return "No checkpoint was saved yet."
-    return f"--resume_from_checkpoint true goes on from {complete[max(complete)]}."
+    return f"--resume_from_checkpoint true resumes from {complete[max(complete)]}."
 
 
 def refuse_used(output_dir: str) -> None:
-    """Raise a `UsageError` if a directory has what an earlier run has learned: this one would overwrite it in part."""
+    """Raise a `UsageError` if a directory has weights of an earlier run, which this run would partly overwrite."""
     steps = checkpoints(output_dir)
-    remedy = "Name another output_dir, or remove this one."
-    if any(map(is_complete, steps.values())):
-        remedy = "Name another output_dir, remove this one, or go on with that run by --resume_from_checkpoint true."
+    resuming = (
+        ", or resume that run with --resume_from_checkpoint true" if any(map(is_complete, steps.values())) else ""
+    )
     saved = [steps[max(steps)].name] if steps else [*weight_files(output_dir)]
     if saved:
         raise UsageError(
-            f"output_dir={output_dir!r} has {saved[0]} of an earlier run, which this one would overwrite. {remedy}"
+            f"output_dir={output_dir!r} has {saved[0]} from an earlier run, which this run would overwrite. Use "
+            f"another output_dir, or remove this one{resuming}."
         )
 
 
 def refuse_adapter(model_args: ModelConfig) -> None:
-    """Raise a `UsageError` if the model is a LoRA adapter, which is none to begin from."""
+    """Raise a `UsageError` if the model is a LoRA adapter, from which a run cannot start."""
     path = Path(str(model_args.model_name_or_path), "adapter_config.json")
     if path.is_file():
         base = read_object(path).get("base_model_name_or_path")
         raise UsageError(
-            f"{model_argument(model_args)} is a LoRA adapter of {base!r}. Go on with its run by "
-            "--resume_from_checkpoint, or merge it into its model (PEFT's merge_and_unload), save that, and name it."
+            f"{model_argument(model_args)} is a LoRA adapter of {base!r}. Resume its run with "
+            "--resume_from_checkpoint, or merge it into its model (PEFT's merge_and_unload), and train that."
         )
 
 
 def warn_of_idle(
     script_args: TrainArguments, training_args: FR3EConfig, model_args: ModelConfig, given: dict[str, Any]
 ) -> None:
-    """Tell of arguments that have no effect, once."""
+    """Warn about arguments that have no effect."""
     if os.environ.get("RANK", "0") != "0":
         return
     for name, value in given.items():
@@ -339,9 +326,9 @@ def warn_of_idle(
 
 
 def name_damaged_file(checkpoint: str | bool, output_dir: str, error: Exception) -> None:
-    """Raise a `UsageError` if a file of the checkpoint cannot be read: a likely reason that a run does not go on."""
+    """Raise a `UsageError` if a file of the checkpoint cannot be read, which is then why the run did not resume."""
     directory = Path(last_complete_checkpoint(output_dir) if isinstance(checkpoint, bool) else checkpoint)
-    for path in sorted(directory.glob("*")):  # none, if later steps have taken its place
+    for path in sorted(directory.glob("*")):  # none if a later checkpoint has replaced it
         try:
             if path.suffix in (".pt", ".pth"):
                 torch.load(path, map_location="meta", weights_only=True)
@@ -352,5 +339,5 @@ def name_damaged_file(checkpoint: str | bool, output_dir: str, error: Exception)
             raise UsageError(
                 f"{path} is damaged: {' '.join(str(reason).split())}. Use the checkpoint before it."
             ) from error
-        except Exception:  # of what it holds, not of the file
+        except Exception:  # of the content, not of the file
             continue

@@ -1,4 +1,4 @@
-"""Errors of those who use the commands: told in one line, without a traceback."""
+"""Errors that users can fix, reported in one line without a traceback."""
 
 import argparse
 import contextlib
@@ -23,31 +23,31 @@ EXTRAS = {
     "sentencepiece": "lm",
 }
 
-# Packages whose refusals are of what the user set, such as lora_r=0
+# Packages whose errors are about the user's settings, such as lora_r=0
 LIBRARIES = ("accelerate", "datasets", "peft", "torch", "transformers", "trl")
 
 # Services that get the metrics
 REPORTERS = ("clearml", "comet_ml", "mlflow", "trackio", "wandb")
 
-# Where code lies that is no user's own: this package, Python, and folders of what is installed
+# Where code is that is not the user's: this package, Python, and installed packages
 INSTALLED = [Path(place).resolve() for place in (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))]
 PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
 
-# What a disk that is full, or a limit on files, makes of a write. PyTorch and safetensors tell it in words
+# Errors of writing when a disk is full or files are limited. PyTorch and safetensors only have a message
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FULL_IN_WORDS = ("No space left on device", "Disk quota exceeded", "File too large", "PytorchStreamWriter failed")
 
 
 class UsageError(ValueError):
-    """What was asked for cannot be done. A command ends with its message alone, and exit code 2."""
+    """What the user asked for is not possible. A command ends with the message alone, and exit code 2."""
 
 
 class ExplainedError(Exception):
-    """An error of another process, as [`explain`] tells it there: its traceback does not come along."""
+    """An error of another process, with the message of [`explain`] instead of its traceback."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that tells what is wrong in one line, and takes options by their whole names alone."""
+    """A parser whose errors take one line, and whose options must be given by their whole names."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(allow_abbrev=False, **kwargs)
@@ -59,25 +59,33 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message.rstrip('.')}. See {self.prog} --help.")
+        raise UsageError(f"{sentence(message)} See {self.prog} --help.")
 
 
 def unrecognized(arguments: list[str], options: Iterable[str]) -> str:
-    """What to tell of arguments that are none of the options, with the nearest of these."""
-    options = list(options)
-    nearest = [nearest_option(argument.partition("=")[0], options) for argument in arguments]
-    found = list(dict.fromkeys(option for option in nearest if option is not None))
-    meant = f". The nearest: {' '.join(found)}" if found else ""
-    return f"unrecognized arguments: {' '.join(arguments)}{meant}"
+    """What to say of arguments that are none of the options."""
+    names = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+    return f"unrecognized arguments: {' '.join(arguments)}.{did_you_mean(names, options)}"
 
 
-def nearest_option(name: str, options: Iterable[str]) -> str | None:
-    """The option that begins with a name, the shortest if there are several, or else the one that is most like it."""
-    if not name.startswith("--"):
-        return None
-    options = [option for option in options if option.startswith("--")]
-    longer = sorted((option for option in options if option.startswith(name)), key=len)
-    return next(iter(longer or difflib.get_close_matches(name, options, 1)), None)
+def did_you_mean(names: Iterable[str], known: Iterable[str], prefix: str = "") -> str:
+    """` Did you mean learning_rate?`, or nothing if no known name is like one of these."""
+    known = list(known)
+    near = [nearest(name, known) for name in names]
+    found = list(dict.fromkeys(prefix + name for name in near if name is not None))
+    return f" Did you mean {' and '.join(found)}?" if found else ""
+
+
+def nearest(name: str, known: list[str]) -> str | None:
+    """The shortest known name that begins with this one, or else the one that is most like it."""
+    longer = sorted((other for other in known if other.startswith(name)), key=len)
+    return next(iter(longer or difflib.get_close_matches(name, known, 1)), None)
+
+
+def sentence(message: str) -> str:
+    """A message that ends as a sentence does."""
+    message = message.strip()
+    return message if message.endswith((".", "?")) else f"{message.rstrip('!')}."
 
 
 @contextlib.contextmanager
@@ -89,27 +97,27 @@ def usage_errors(argument: str, remedy: str, *kinds: type[Exception]) -> Iterato
         raise
     except kinds as error:
         if isinstance(error, OSError) and error.errno is not None and OSError in kinds and error.filename is None:
-            raise  # of a disk or a connection, and not of the argument
+            raise  # about a disk or a connection, not the argument
         if _of_disk(error) is not None:
             raise
         told = error if isinstance(error, RuntimeError) else error.__cause__ or error  # ours have whole messages
         reason = one_line(told) or "it is empty"
         place = "" if reason.startswith(argument) else f"{argument}: "
-        raise UsageError(f"{place}{reason.rstrip('.!')}. {remedy}") from error
+        raise UsageError(f"{place}{sentence(reason)} {remedy}") from error
 
 
 def require_argument(arguments: Any, name: str, recipe: str) -> None:
-    """Raise a `UsageError` unless an argument is set. It names a recipe that has one."""
+    """Raise a `UsageError` unless an argument is set, with a recipe as an example."""
     if getattr(arguments, name) is None:
         raise UsageError(f"{name} is not set. Use a recipe, for example --config {recipe}, or --{name}.")
 
 
 def explain(error: Exception) -> str | None:
     """
-    What to tell of an error that ends a command: one line, and before it where in a user's own file it arose.
+    The message of an error that ends a command: one line, after the traceback within the user's own file, if any.
 
     Returns:
-        `str`, *optional*: `None` for an error that nobody foresaw: its traceback says where the mistake is.
+        `str`, *optional*: `None` for an unexpected error, whose whole traceback is needed.
     """
     if isinstance(error, ExplainedError):
         return str(error)
@@ -120,7 +128,7 @@ def explain(error: Exception) -> str | None:
         return f"{package} is missing. Install it with: pip install 'fr3e-trl[{EXTRAS[package]}]'"
     of_disk = _of_disk(error)
     if of_disk is not None:
-        return _with_notes(error, f"{_without_number(of_disk)}. Free some room, or name a directory elsewhere.")
+        return _with_notes(error, f"{_without_number(of_disk)}. Free some space, or use a directory elsewhere.")
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         return told_of_user_code(error) or _with_notes(error, f"{_without_number(error)}.")
     raiser = _raised_by(error)
@@ -130,14 +138,16 @@ def explain(error: Exception) -> str | None:
     if of_users is not None:
         return of_users
     if raiser in LIBRARIES and isinstance(error, (ValueError, TypeError, ImportError, NotImplementedError, OSError)):
-        return _with_notes(error, f"{one_line(error).rstrip('.')}. ({raiser} refused it; --debug shows where.)")
+        return _with_notes(error, f"{one_line(error).rstrip('.')}. (Raised by {raiser}; --debug shows where.)")
     if raiser in REPORTERS:
-        return _with_notes(error, f"{raiser}: {one_line(error).rstrip('.')}. Or train without, by --report_to none.")
+        return _with_notes(
+            error, f"{raiser}: {one_line(error).rstrip('.')}. To train without it, use --report_to none."
+        )
     return None
 
 
 def told_of_user_code(error: Exception) -> str | None:
-    """What to tell of an error in a file of the user's: the traceback from there on, and a line. `None` of others."""
+    """The message of an error in a user's own file: the traceback from there on, and a line. `None` for others."""
     trace = error.__traceback__
     while trace is not None and not is_users(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -149,19 +159,19 @@ def told_of_user_code(error: Exception) -> str | None:
 
 
 def is_users(path: str) -> bool:
-    """Whether a file of code is a user's own: none of this package, of Python or of what is installed."""
+    """Whether a file is the user's own code, rather than of this package, Python or an installed package."""
     file = Path(path).resolve()
     is_installed = any(file.is_relative_to(place) for place in INSTALLED) or {*file.parts} & PACKAGE_FOLDERS
     return file.is_file() and not is_installed
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error, with spaces for the ends of its lines."""
+    """The message of an error on one line."""
     return " ".join(str(error).split())
 
 
 def _of_disk(error: BaseException | None) -> BaseException | None:
-    """The error, or the one that it came from, that says that there is no more room for a file."""
+    """The error, or its cause, that says that there is no space for a file."""
     while error is not None:
         number = error.errno if isinstance(error, OSError) else None
         if number in FULL or (number is None and any(words in str(error) for words in FULL_IN_WORDS)):
@@ -178,15 +188,14 @@ def _without_number(error: BaseException) -> str:
 
 
 def _with_notes(error: BaseException, line: str) -> str:
-    """With what was added to the error on its way, such as where a checkpoint was saved."""
+    """With the notes of the error, such as where a checkpoint was saved."""
     return " ".join([line, *(" ".join(note.split()) for note in getattr(error, "__notes__", []))])
 
 
 def _raised_by(error: BaseException) -> str | None:
     """
-    The package that raised an error by a `raise` of its own.
-
-    `None` for what Python raised there, such as an index that is out of range: that is a mistake in the code.
+    The package that raised an error with a `raise` statement. `None` for what Python itself raised there, such as an
+    index out of range, because that is a bug.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     if not frames:

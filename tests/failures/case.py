@@ -13,7 +13,7 @@ Setup = Callable[[], Any]
 TRAIN = (
     "train --model_name_or_path=model --dataset_name=data.jsonl --reward_funcs=rewards.py:digit --output_dir=out "
     "--bf16=false --use_cpu=true --num_generations=4 --per_device_train_batch_size=8 --max_completion_length=4 "
-    "--max_steps=2 --save_strategy=no --report_to=none --disable_tqdm=true --learning_rate=1e-3"
+    "--max_steps=2 --save_strategy=no --report_to=none --learning_rate=1e-3"
 )
 EVAL = (
     "eval --model_name_or_path=model --dataset_name=data.jsonl --reward_funcs=rewards.py:digit --output_dir=out "

@@ -31,12 +31,12 @@ BROKEN = {"broken.py": "def score(completions, **kwargs:\n"}
 
 CASES = [
     of_file("empty file", "", "empty_file.jsonl", "it is empty"),
-    of_file("broken line", lines(*GOOD) + '{"prompt": "1+1=", \n', "broken_line.jsonl': line 9 is no JSON", "Mend it"),
+    of_file("broken line", lines(*GOOD) + '{"prompt": "1+1=", \n', "broken_line.jsonl': line 9 is not JSON", "Fix it"),
     of_file("blank lines", "\n\n", "blank_lines.jsonl"),
     of_file("cut line", '{"prompt": "1+1="', "cut_line.jsonl", "JSON"),
-    of_file("latin-1", (lines(*GOOD) + '{"prompt": "é"}').encode("latin-1"), "line 9 is not in UTF-8", "Save it"),
-    of_file("a number among objects", lines(*GOOD, 3), "line 9 is no JSON object: '3'"),
-    of_file("broken line streamed", '{"prompt": \n', "line 1 is no JSON", arguments="--dataset_streaming=true"),
+    of_file("latin-1", (lines(*GOOD) + '{"prompt": "é"}').encode("latin-1"), "line 9 is not UTF-8", "Save the file"),
+    of_file("a number among objects", lines(*GOOD, 3), "line 9 is not a JSON object: '3'"),
+    of_file("broken line streamed", '{"prompt": \n', "line 1 is not JSON", arguments="--dataset_streaming=true"),
     Case(
         "empty file to evaluate on",
         f"{TRAIN} --eval_strategy=steps --eval_dataset_name=empty.jsonl",

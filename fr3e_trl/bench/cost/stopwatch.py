@@ -15,10 +15,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import GenerationMixin
 
+from ...callbacks import Stopwatch
 from ...generation.generate import GenerateSampler
 from ...trainer import FR3ETrainer
 from ...trl_adapter import logprobs, watching
-from ...trl_adapter.stopwatch import Stopwatch
 
 # Of a step's time: see `step.py`
 PARTS = ["generation", "log-probs", "rewards", "loss", "FR3E", "TRL"]

@@ -1,0 +1,252 @@
+"""
+The options of `fr3e train` and `fr3e eval`, and the recipes that set them, without the import of PyTorch and TRL.
+
+Importing these takes many seconds. Names and help are therefore read from the source of the dataclasses, so that a
+mistyped option ends a command at once. What cannot be found in this way is checked after the import.
+"""
+
+import ast
+import functools
+import importlib.util
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .usage import UsageError, did_you_mean, sentence, unrecognized, usage_errors
+
+# The dataclasses of each command's options
+DATACLASSES = {
+    "train": [
+        ("fr3e_trl.commands.train", "TrainArguments"),
+        ("fr3e_trl.config", "FR3EConfig"),
+        ("trl", "ModelConfig"),
+    ],
+    "eval": [("fr3e_trl.commands.eval_arguments", "EvalArguments"), ("trl", "ModelConfig")],
+}
+
+# Keys of a recipe that are no options
+OWN_KEYS = ("extends", "preset", "env")
+
+# Arguments that may name files of the recipe's own
+FILES = ("dataset_name", "eval_dataset_name", "reward_funcs")
+
+MODEL_AND_DATA = {
+    "config": "recipe whose settings the other options override",
+    "model_name_or_path": "model on the hub, or a directory",
+    "dataset_name": "dataset on the hub, or a JSON, JSON Lines, Parquet or CSV file",
+    "reward_funcs": "rewards by name, import path or file, such as my_rewards.py:score",
+    "prompt_column": "column with the question as text",
+    "answer_column": "column with the answer",
+}
+# What people set most, by the groups of a help page
+PAGES: dict[str, dict[str, dict[str, str]]] = {
+    "train": {
+        "Model and data": {
+            **MODEL_AND_DATA,
+            "use_peft": "train a LoRA adapter",
+            "num_processes": "number of processes to start, one per GPU",
+            "dry_run": "print what the run will do, and train nothing",
+            "eval_dataset_name": "dataset or file to evaluate on during training",
+        },
+        "Batch and generation": {
+            "num_generations": "completions per prompt",
+            "max_completion_length": "maximum number of tokens of a completion",
+            "temperature": "sampling temperature",
+            "per_device_train_batch_size": "completions per micro-batch",
+            "gradient_accumulation_steps": "micro-batches per update",
+            "use_vllm": "generate with vLLM",
+        },
+        "Training": {
+            "learning_rate": "learning rate",
+            "beta": "weight of the KL divergence from the reference model",
+            "max_steps": "number of steps, instead of epochs",
+            "output_dir": "directory for the model, checkpoints and metrics",
+            "save_steps": "steps between checkpoints",
+            "resume_from_checkpoint": "true: go on from the last checkpoint",
+            "eval_strategy": "when to evaluate: no, epoch, or steps with eval_steps",
+            "report_to": "services that get the metrics, or none",
+        },
+    },
+    "eval": {
+        "Model and data": {
+            **MODEL_AND_DATA,
+            "dataset_config": "configuration of the dataset, such as main",
+            "dataset_test_split": "split to evaluate on (default: test)",
+            "dtype": "type of the weights, such as bfloat16",
+        }
+    },
+}
+SUMMARIES = {
+    "train": "Train a model with FR3E.",
+    "eval": "Evaluate a model on a dataset with answers: pass@1, pass@k and maj@k.",
+}
+
+
+def print_help(command: str) -> None:
+    """Print a page with the options that are set most, and all of FR3E's own."""
+    print(f"usage: fr3e {command} [--config RECIPE.yaml] [--OPTION VALUE ...]\n")
+    print(f"{SUMMARIES[command]} All options: fr3e {command} --help-all")
+    groups = dict(PAGES[command])
+    if command == "train":
+        groups["FR3E"] = own_help("fr3e_trl.config", "FR3EConfig")
+    else:
+        groups["Sampling and results"] = own_help(*DATACLASSES["eval"][0])
+    for group, options in groups.items():
+        print(f"\n{group}:")
+        for name, what in options.items():
+            print(textwrap.fill(what, 110, initial_indent=f"  --{name:<29} ", subsequent_indent=" " * 34))
+
+
+def own_help(module: str, name: str) -> dict[str, str]:
+    """The first sentence of the help of each field that a dataclass adds."""
+    _, node = class_in(module, name)
+    found = {}
+    for field_name, field in fields_in(node):
+        texts = [x.value for x in ast.walk(field) if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+        text = max(texts, key=len, default="")  # the help is longer than what else is said of a field
+        what = re.split(r"(?<=[.:])\s", text)[0].rstrip(".:")
+        default = next((k.value for k in getattr(field, "keywords", []) if k.arg == "default"), None)
+        told = default.value if isinstance(default, ast.Constant) else None
+        found[field_name] = what[:1].lower() + what[1:] + ("" if told is None else f" (default: {told})")
+    return found
+
+
+def check_options(command: str, argv: list[str]) -> dict[str, Any]:
+    """
+    Check the names of options, on the command line and in the recipe, before anything heavy is imported.
+
+    Returns:
+        `dict[str, Any]`: The recipe's settings, with those of the recipes that it extends.
+
+    Raises:
+        UsageError: There is no such option, or the recipe cannot be read.
+    """
+    with usage_errors("wrong arguments", f"See fr3e {command} --help.", OSError, TypeError, ValueError, yaml.YAMLError):
+        _, recipe = split_recipe(argv)
+    try:
+        known = option_names(command)
+    except (LookupError, OSError, SyntaxError):
+        return recipe  # the parser checks them after the import
+    names = {word: word[2:].partition("=")[0].replace("-", "_") for word in argv if word[:2] == "--" and word != "--"}
+    wrong = [word for word, name in names.items() if name not in known and name.removeprefix("no_") not in known]
+    if wrong:
+        raise UsageError(f"{sentence(unrecognized(wrong, [f'--{name}' for name in known]))} See fr3e {command} --help.")
+    check_keys(recipe, known)
+    return recipe
+
+
+def check_keys(recipe: dict[str, Any], known: Iterable[str]) -> None:
+    """Raise a `UsageError` if a recipe sets what is no option."""
+    wrong = [name for name in recipe if name not in {*known, *OWN_KEYS}]
+    if wrong:
+        raise UsageError(f"Unknown setting in the recipe: {', '.join(wrong)}.{did_you_mean(wrong, known)}")
+
+
+def option_names(command: str) -> set[str]:
+    """Names of a command's options. Raises `LookupError` where the source of a dataclass is not found."""
+    return {"config", "help"}.union(*(field_names(*where) for where in DATACLASSES[command]))
+
+
+def field_names(module: str, name: str) -> set[str]:
+    """Names of the fields of a dataclass, and of those that it is derived from."""
+    module, node = class_in(module, name)
+    names = {field_name for field_name, _ in fields_in(node)}
+    return names.union(*(field_names(module, base.id) for base in node.bases if isinstance(base, ast.Name)))
+
+
+def fields_in(node: ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:
+    """Names of the fields that a class has itself, with the expressions that they are set to."""
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            yield statement.target.id, statement.value or statement
+
+
+def class_in(module: str, name: str) -> tuple[str, ast.ClassDef]:
+    """The definition of a class, and its module, from a module that defines or imports it."""
+    tree, is_package = source_of(module)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return module, node
+    for node in ast.walk(tree):  # also below `if TYPE_CHECKING`, where lazy modules have their imports
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if name == (alias.asname or alias.name):
+                    parts = module.split(".")[: -(node.level - is_package) or None] if node.level else []
+                    return class_in(".".join([*parts, *filter(None, [node.module])]), alias.name)
+    raise LookupError(f"{module}.{name}")
+
+
+@functools.cache
+def source_of(module: str) -> tuple[ast.Module, bool]:
+    """The source of a module, parsed, and whether it is a package. Nothing is imported."""
+    package, *parts = module.split(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise LookupError(module)
+    path = Path(spec.origin).parent.joinpath(*parts)
+    is_package = path.is_dir()
+    return ast.parse((path / "__init__.py" if is_package else path.with_suffix(".py")).read_text()), is_package
+
+
+# Recipes
+
+
+def split_recipe(argv: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
+    """The arguments without `--config`, and the settings of the recipe that it names, as far as recipes set them."""
+    args: list[str] = []
+    for word in argv:
+        args += ["--config", word.removeprefix("--config=")] if word.startswith("--config=") else [word]
+    if "--config" not in args:
+        return args, {}
+    if args.count("--config") > 1:
+        raise UsageError("--config is given twice. Give one recipe, which may extend the other (extends: FILE).")
+    at = args.index("--config")
+    if at + 1 == len(args):
+        raise UsageError("--config must be followed by a recipe, for example --config recipes/smoke.yaml.")
+    path = args[at + 1]
+    try:
+        return [*args[:at], *args[at + 2 :]], read_recipe(Path(path))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--config {path}: it, or what it extends, is not text: {error}.") from error
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The settings of a recipe, laid over those of the recipe that it extends."""
+    with path.open() as file:  # of which YAML's errors have the name
+        settings = yaml.safe_load(file)
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} must have a mapping of arguments to values.")
+    if not isinstance(settings.get("env", {}), dict):
+        raise ValueError(f"`env` in {path} must be a mapping of names to values.")
+    settings = {name: beside(value, path.parent) if name in FILES else value for name, value in settings.items()}
+    if "extends" not in settings:
+        return settings
+    other = settings.pop("extends")
+    if not isinstance(other, str):
+        raise ValueError(f"extends={other!r} must be the file of a recipe, for example other.yaml.")
+    try:
+        return laid_over(read_recipe(path.parent / other), settings)
+    except RecursionError:
+        raise ValueError(f"extends={other!r}: the recipes extend each other in a circle.") from None
+
+
+def laid_over(below: Any, above: Any) -> Any:
+    """What is above, but that entries of mappings are laid over those below, at every depth."""
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    return below | {name: laid_over(below.get(name), value) for name, value in above.items()}
+
+
+def beside(value: Any, folder: Path) -> Any:
+    """The name of a file, or of several, with that of the recipe's folder where the file is there."""
+    if isinstance(value, list):
+        return [beside(name, folder) for name in value]
+    if not isinstance(value, str):
+        return value
+    path, is_reward, _ = value.partition(".py:")
+    path += ".py" if is_reward else ""
+    return str(folder / value) if path and (folder / path).exists() else value

@@ -1,0 +1,61 @@
+"""The model card: TRL's, with a section on the run."""
+
+import contextlib
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from huggingface_hub import ModelCard
+from trl import GRPOConfig, GRPOTrainer
+
+from .callbacks import changes
+from .config import FR3EConfig
+
+
+def on_hub(dataset_name: str | None) -> str | None:
+    """The name, unless it is a local path: the hub refuses cards with others than its own datasets."""
+    return None if dataset_name is None or Path(dataset_name).exists() else dataset_name
+
+
+def complete(path: Path, trainer: GRPOTrainer, dataset_name: str | None) -> None:
+    """
+    Add to TRL's card at `path` what was trained, how, and with what result.
+
+    Args:
+        path (`Path`):
+            The card.
+        trainer ([`~trl.GRPOTrainer`]):
+            Has trained the model, with an [`FR3EConfig`].
+        dataset_name (`str`, *optional*):
+            The dataset: the id of one on the hub, or a local path.
+    """
+    args, state, card = trainer.args, trainer.state, ModelCard.load(path)
+    own = [f for f in fields(FR3EConfig) if f.name not in GRPOConfig.__dataclass_fields__ and f.name != "log_trees"]
+    group = trainer.optimizer.param_groups[0] if trainer.optimizer is not None else {}
+    rows = {
+        "base model": shown(str(trainer.model.config._name_or_path)) or "made by the training script",
+        "dataset": shown(dataset_name or ""),
+        "rewards": ", ".join(trainer.reward_func_names),
+        "generation batch": f"{args.generation_batch_size // args.num_generations} prompts × {args.num_generations}",
+        "steps": f"{state.global_step:,} ({state.epoch or 0:.2f} epochs)",
+        "weights of step": str((args.load_best_model_at_end and state.best_global_step) or ""),
+        "learning rate": f"{group.get('initial_lr', args.learning_rate):g}",  # a resumed run keeps its own
+        "seed": str(args.seed),
+        "FR3E": ", ".join(f"{f.name}={getattr(args, f.name)!r}" for f in own if getattr(args, f.name) != f.default),
+        **dict(changes(state.log_history)),
+    }
+    table = "".join(f"| {name} | `{text}` |\n" for name, text in rows.items() if text)
+    versions = "### Framework versions\n\n"
+    section = f"### Training run\n\n| | |\n|---|---|\n{table}\n{versions}"
+    with contextlib.suppress(PackageNotFoundError):  # run from its folder
+        section += f"- FR3E for TRL: {version('fr3e-trl')}\n"
+    card.text = card.text.replace(versions, section)
+    # TRL names neither a base model that is a directory, nor where a model is that is not on the hub
+    card.text = card.text.replace("[None](https://huggingface.co/None)", f"`{rows['base model']}`")
+    card.text = card.text.replace('model="None"', f'model="{trainer.hub_model_id or args.output_dir}"')
+    card.save(path)
+
+
+def shown(path: str) -> str:
+    """A path as it was given, without the folders of somebody's machine."""
+    return Path(path).name if Path(path).is_absolute() else path
