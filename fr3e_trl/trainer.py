@@ -20,7 +20,7 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from .config import FR3EConfig
+from .fr3e_config import FR3EConfig
 from .generation.context import CompletionBudget, context_length
 from .generation.sampler import InStepSampler, OwnSampler
 from .generation.tools import EnvironmentFailure, ToolCallingSampler
@@ -163,6 +163,7 @@ class FR3ETrainer(GRPOTrainer):
             args = FR3EConfig(f"{model_name(model)}-FR3E")
         elif not isinstance(args, FR3EConfig):
             args = FR3EConfig.from_grpo(args)
+        args.resolve().warn()
         if sampler is not None:
             checks.check_sampler(sampler, args)
         if not args.is_plain_grpo:

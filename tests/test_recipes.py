@@ -22,7 +22,7 @@ from trl import GRPOConfig
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.commands import cli, train
 from fr3e_trl.commands.usage import UsageError
-from fr3e_trl.config import PRESETS
+from fr3e_trl.fr3e_config import PRESETS
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))

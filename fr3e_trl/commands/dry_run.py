@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from transformers.training_args import OptimizerNames
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config, maybe_apply_chat_template
 
-from ..config import FR3EConfig
+from ..fr3e_config import FR3EConfig
 from ..trl_adapter.card import SECRET, concealed
 from .memory_estimate import (
     SAMPLING_COPIES,
@@ -60,6 +60,8 @@ def print_plan(
     prompt_length = longest_prompt(dataset, tokenizer, args.chat_template_kwargs)
     model = empty_model(args, model_args)
     show("Settings that GRPOConfig has otherwise", settings(args))
+    if off := args.parts_off():
+        print("\n".join([*off, ""]))
     show("The run", sizes(args, len(dataset) if isinstance(dataset, Dataset) else None))
     if getattr(model.config.get_text_config(), "num_attention_heads", None) is None:
         kind = type(model.config).__name__
@@ -74,6 +76,7 @@ def print_plan(
 
 def settings(args: FR3EConfig) -> Table:
     """The settings, as resolved, that `GRPOConfig` does not have or has another value for."""
+    args.resolve()
     default = GRPOConfig(args.output_dir, bf16=args.bf16, use_cpu=args.use_cpu)
     names = [field.name for field in fields(args) if field.init]
     return [
@@ -217,7 +220,7 @@ def optimizer(args: FR3EConfig) -> str:
 def rows_at_once(args: FR3EConfig) -> int:
     """Rows of a device that transformers' `generate` decodes together, of the larger of the two stages."""
     rows = args.per_device_train_batch_size * args.steps_per_generation
-    if args.num_states == 1 or args.anchor_threshold is not None or not args.reuse_base:
+    if args.num_states == 1 or args.plan.anchor_threshold is not None or not args.reuse_base:
         return rows
     return math.ceil(rows * max(args.num_bases, args.num_generations - args.num_bases) / args.num_generations)
 

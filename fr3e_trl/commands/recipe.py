@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import yaml
 from trl import TrlParser
 
-from ..config import with_preset
+from ..fr3e_config import with_preset
 from .usage import UsageError, nearest_option, require_argument, unrecognized, usage_errors
 
 # Arguments that may name files of the recipe's own

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from transformers import TrainerCallback
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
-from ..config import FR3EConfig
+from ..fr3e_config import FR3EConfig
 from ..page.callback import ends_no_run
 from ..page.record import METRICS, append_log, write_logs
 from ..trainer import FR3ETrainer

@@ -5,7 +5,7 @@ import re
 import textwrap
 from pathlib import Path
 
-CONFIG = Path(__file__).parent.parent / "config.py"
+CONFIG = Path(__file__).parent.parent / "fr3e_config.py"
 
 # What people set most, beside FR3E's own
 COMMON = {

@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 from transformers import ProcessorMixin
 from trl import GRPOConfig
 
-from ..config import FR3EConfig
+from ..fr3e_config import FR3EConfig
 from .course import Change, changes
 from .setup import model_source
 
@@ -231,11 +231,12 @@ def _settings(args: FR3EConfig) -> str:
     default = copy.copy(args)
     for name in SETTINGS:
         setattr(default, name, FR3EConfig.__dataclass_fields__[name].default)
-    default._settle()
+    default.resolve()
     rows = "".join(
         f"| `{name}` | `{getattr(args, name)}` | `{getattr(default, name)}` |\n"
         for name in SETTINGS
         if getattr(args, name) != getattr(default, name)
     )
     table = f"| setting | here | default |\n|---|---|---|\n{rows}".rstrip() if rows else "All are the defaults."
-    return f"### FR3E settings\n\n{table}"
+    off = "".join(f"\n\n{line[0].upper()}{line[1:]}" for line in args.parts_off())
+    return f"### FR3E settings\n\n{table}{off}"

@@ -19,7 +19,7 @@ from trl.extras.profiling import profiling_context
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
-from ..config import FR3EConfig
+from ..fr3e_config import FR3EConfig
 from ..generation.vllm_server import VLLMServer, VLLMServerError
 from ..processes import on_main_process, portable
 from .overriding import overridden
