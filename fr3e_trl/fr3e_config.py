@@ -436,22 +436,22 @@ class FR3EConfig(GRPOConfig):
         _check(draft, "resolved")
         if not draft.is_plain_grpo:
             _check(draft, "active")
-        vars(self)["_resolved"] = {name: vars(draft)[name] for name in OPEN}
+        self.__dict__["_resolved"] = {name: draft.__dict__[name] for name in OPEN}
         return self
 
     def _read(self) -> None:
         """Settings as other types than their own: of a command line, or a scaling as TRL takes it."""
-        threshold = vars(self)["anchor_threshold"]
+        threshold = self.__dict__["anchor_threshold"]
         if isinstance(threshold, str):
-            vars(self)["anchor_threshold"] = _read_threshold(threshold)
-        scaling = vars(self)["scale_rewards"]
+            self.__dict__["anchor_threshold"] = _read_threshold(threshold)
+        scaling = self.__dict__["scale_rewards"]
         if isinstance(scaling, bool):
-            vars(self)["scale_rewards"] = "group" if scaling else "none"
+            self.__dict__["scale_rewards"] = "group" if scaling else "none"
 
     def _draft(self) -> Self:
         """A copy with what its author set, and `None` elsewhere, in which open settings can be given values."""
         draft = copy.copy(self)
-        vars(draft)["_resolved"] = {}
+        draft.__dict__["_resolved"] = {}
         if self._grpo_class is not None:  # what stands at TRL's own default counts as left open
             for name in ("scale_rewards", "epsilon_high"):
                 if getattr(draft, name) == GRPOConfig.__dataclass_fields__[name].default:
@@ -460,7 +460,7 @@ class FR3EConfig(GRPOConfig):
 
     @property
     def _values(self) -> Self:
-        return self if "_resolved" in vars(self) else copy.copy(self).resolve()
+        return self if "_resolved" in self.__dict__ else copy.copy(self).resolve()
 
     @property
     def num_states(self) -> int:
@@ -521,7 +521,7 @@ class FR3EConfig(GRPOConfig):
             num_rows=config.num_generations,
             shape=config._shape,
             temperature=config.temperature,
-            credit=config.credit,
+            credit=config.credit or "rollout",
             anchor_score=config.anchor_score,
             anchor_threshold=config.anchor_threshold,
             anchor_min_gap=config.anchor_min_gap,
@@ -531,6 +531,7 @@ class FR3EConfig(GRPOConfig):
             prior_strength=config.value_prior_strength,
             modulation=config.modulation,
             scale="none" if config.normalizes_rewards else config.scale_rewards or "none",
+            length_normalized=config.loss_type in ("grpo", "sapo"),
             normalization=normalization,
             reward_weights=config.reward_weights,
             reject=bool(config.reject_degenerate_states),
@@ -543,7 +544,7 @@ class FR3EConfig(GRPOConfig):
 
         The parts are exploration, tree credit, the value tracker, and anchors by a threshold.
         """
-        config, given = self._values, vars(self)
+        config, given = self._values, self.__dict__
         if config.num_anchors == 0:
             return ["exploration is off because num_anchors=0. Leave num_anchors unset to turn it on."]
         # Of each setting that stands in the way: its value, and one that does not
@@ -580,7 +581,7 @@ class FR3EConfig(GRPOConfig):
             replaced = [
                 f"{name}={getattr(config, name)!r}"
                 for name in ("scale_rewards", "epsilon_high")
-                if getattr(config, name) != vars(self)[name]
+                if getattr(config, name) != self.__dict__[name]
             ]
             if replaced:
                 logger.warning(
@@ -643,11 +644,11 @@ class FR3EConfig(GRPOConfig):
 
 
 @functools.cache
-def _class_of_both(grpo_class: type[GRPOConfig]) -> type[FR3EConfig]:
+def _class_of_both(grpo_class: Any) -> type[FR3EConfig]:
     """FR3E's settings and those of a `GRPOConfig`, with the latter's methods."""
     body = {
         "_grpo_class": grpo_class,
-        "__reduce__": lambda config: (_without_settings, (grpo_class,), vars(config)),  # checkpoints hold it
+        "__reduce__": lambda config: (_without_settings, (grpo_class,), config.__dict__),  # checkpoints hold it
     }
     bases = (FR3EConfig,) if grpo_class is GRPOConfig else (FR3EConfig, grpo_class)
     return dataclass(type(grpo_class.__name__, bases, body))
@@ -676,11 +677,11 @@ class _Open:
     def __get__(self, config: "FR3EConfig | None", owner: type) -> Any:
         if config is None:
             return FR3EConfig.__dataclass_fields__[self.name].default
-        settings = vars(config)
+        settings = config.__dict__
         return settings.get("_resolved", {}).get(self.name, settings[self.name])
 
     def __set__(self, config: "FR3EConfig", value: Any) -> None:
-        settings = vars(config)
+        settings = config.__dict__
         settings[self.name] = value
         if "_resolved" in settings:
             derived = settings["_resolved"]  # not changed itself: copies share it

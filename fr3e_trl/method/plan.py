@@ -40,6 +40,9 @@ class Plan:
         scale (`str`):
             What advantages are divided by: `"none"`, or the standard deviation of the rewards of the `"group"`, which
             is a state, or of the `"batch"`.
+        length_normalized (`bool`):
+            Whether tree credit divides what a row earns by its number of tokens, as GRPO's mean over rows does
+            (`loss_type="grpo"`, `"sapo"`). See [`~fr3e_trl.method.credit.tree`].
         normalization (`str`):
             What becomes of rewards before they are compared. `"none"`; `"sum"`: their weighted sum is normalized over
             the rows of each prompt; `"each"`: each function's rewards are, before they are summed.
@@ -64,6 +67,7 @@ class Plan:
     prior_strength: float | None = 4.0
     modulation: str = "none"
     scale: str = "none"
+    length_normalized: bool = False
     normalization: str = "none"
     reward_weights: Sequence[float] | None = None
     reject: bool = True
