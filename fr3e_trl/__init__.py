@@ -6,7 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import FR3EConfig
+    from .fr3e_config import FR3EConfig
     from .method.sampling import Sample, Sampler, SamplingRequest
     from .trainer import FR3ETrainer
 
@@ -27,7 +27,7 @@ for _name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
 
 # Imported when they are asked for: they take seconds, which `fr3e --help` need not
 _MODULES = {
-    "FR3EConfig": "config",
+    "FR3EConfig": "fr3e_config",
     "FR3ETrainer": "trainer",
     **dict.fromkeys(("Sample", "Sampler", "SamplingRequest"), "method.sampling"),
 }

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import ProgressCallback, TrainerState, TrainingArguments
 from trl import GRPOTrainer
 
-from .config import FR3EConfig
+from .fr3e_config import FR3EConfig
 from .page.record import FOLDER, METRICS, PAGE, evaluated, is_number
 
 VALUE = "fr3e/value/S0"

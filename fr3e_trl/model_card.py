@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from trl import GRPOConfig, GRPOTrainer
 
 from .callbacks import changes
-from .config import FR3EConfig
+from .fr3e_config import FR3EConfig
 
 
 def on_hub(dataset_name: str | None) -> str | None:

@@ -23,8 +23,8 @@ from trl.trainer.utils import RepeatSampler
 
 from . import model_card, prefix_sharing
 from .callbacks import Console, Stopwatch, take_over
-from .config import FR3EConfig
 from .credit_to_batch import mask_dropped, set_credit, upgrade_batch, weigh_dropped
+from .fr3e_config import FR3EConfig
 from .generation.context import CompletionBudget, context_length
 from .generation.sampler import InStepSampler, OwnSampler
 from .generation.tools import EnvironmentFailure, ToolCallingSampler
@@ -171,6 +171,7 @@ class FR3ETrainer(resume.ExactResume):
             args = FR3EConfig(f"{model_name(model)}-FR3E")
         elif not isinstance(args, FR3EConfig):
             args = FR3EConfig.from_grpo(args)
+        args.resolve().warn()
         if sampler is not None:
             checks.check_sampler(sampler, args)
         if not args.is_plain_grpo:

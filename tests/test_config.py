@@ -1,9 +1,12 @@
 """FR3EConfig: what is chosen, what is refused, and what a GRPOConfig becomes."""
 
+import ast
+import copy
 import json
 import math
+import pickle
 import re
-from dataclasses import fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,8 @@ from transformers import HfArgumentParser, TrainingArguments
 from trl import GRPOConfig
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.config import CHECKS
+from fr3e_trl.fr3e_config import CHECKS, OPEN
+from fr3e_trl.method.credit import CREDIT_RULES
 
 pytestmark = pytest.mark.fast
 
@@ -20,9 +24,15 @@ NO_PRIOR = {"value_prior_strength": 0}
 
 
 def make_config(**settings) -> FR3EConfig:
-    # One group a batch, unless the test says otherwise
+    """With every value derived. One group a batch, unless the test says otherwise."""
     size = settings.get("num_generations", 8)
-    return FR3EConfig(**{"output_dir": "unused", "per_device_train_batch_size": size} | CPU | settings)
+    return FR3EConfig(**{"output_dir": "unused", "per_device_train_batch_size": size} | CPU | settings).resolve()
+
+
+def make_grpo(num_generations: int = 8, **settings) -> GRPOConfig:
+    return GRPOConfig(
+        "unused", num_generations=num_generations, per_device_train_batch_size=num_generations, **CPU | settings
+    )
 
 
 def shares(config: FR3EConfig) -> tuple[int, int, int]:
@@ -271,9 +281,12 @@ def test_without_anchors_the_defaults_are_grpos():
 
 
 def test_cispo_takes_the_greatest_weight(caplog):
-    assert make_config(loss_type="cispo").epsilon_high == 5.0
-    assert "epsilon_high" not in caplog.text
-    assert make_config(loss_type="cispo", epsilon_high=0.28).epsilon_high == 0.28
+    config = make_config(loss_type="cispo")
+    config.warn()
+    assert config.epsilon_high == 5.0 and "epsilon_high" not in caplog.text
+    config = make_config(loss_type="cispo", epsilon_high=0.28)
+    config.warn()
+    assert config.epsilon_high == 0.28
     assert "epsilon_high=0.28 cuts all importance weights below 1" in caplog.text
 
 
@@ -284,7 +297,7 @@ def test_clipping_and_scaling_may_be_set():
 
 
 def test_presets():
-    paper = FR3EConfig.paper(output_dir="unused", **CPU)
+    paper = FR3EConfig.paper(output_dir="unused", **CPU).resolve()
     assert (paper.num_generations, *shares(paper), paper.learning_rate) == (16, 4, 3, 4, 1e-6)
     assert (paper.modulation, paper.base_selection, paper.value_prior_strength) == ("exp", "mixed", 0)
     released = FR3EConfig.released(output_dir="unused", learning_rate=1e-5, **CPU)
@@ -301,37 +314,72 @@ def test_rejection_follows_exploration_unless_set():
     assert not make_config(reject_degenerate_states=False).reject_degenerate_states
 
 
-def make_grpo(num_generations: int = 8, **settings) -> GRPOConfig:
-    return GRPOConfig(
-        "unused", num_generations=num_generations, per_device_train_batch_size=num_generations, **CPU | settings
-    )
-
-
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("settings", "told"),
     [
-        # Without a prior, since GRPO scales by the group
-        ({}, (4, 1, 4)),
-        ({"scale_rewards": "group", "num_generations": 16}, (4, 3, 4)),
-        # With one
-        ({"scale_rewards": "group", "num_generations": 3}, (1, 2, 1)),
-        ({"multi_objective_aggregation": "normalize_then_sum"}, (2, 6, 1)),
-        ({"scale_rewards": "none"}, (2, 6, 1)),
-        ({"scale_rewards": False, "num_generations": 3}, (1, 2, 1)),
-        ({"scale_rewards": "batch", "epsilon_high": 0.25, "beta": 0.04}, (2, 6, 1)),
+        ({}, "scale_rewards='none' and epsilon_high=0.28"),
+        ({"scale_rewards": "group"}, "scale_rewards='none' and epsilon_high=0.28"),
+        ({"scale_rewards": True, "epsilon_high": 0.25}, "scale_rewards='none'"),
+        ({"scale_rewards": "none", "beta": 0.04}, "epsilon_high=0.28"),
+        ({"scale_rewards": "batch", "loss_type": "cispo"}, "epsilon_high=5.0"),
+        ({"scale_rewards": False, "epsilon_high": 0.2}, None),
     ],
 )
-def test_from_grpo_changes_nothing_of_grpo(settings, expected, caplog):
+def test_what_stands_at_grpos_defaults_takes_fr3es_values(settings, told, caplog):
     grpo = make_grpo(**settings)
     config = FR3EConfig.from_grpo(grpo)
     assert isinstance(config, FR3EConfig) and type(grpo) is GRPOConfig
-    assert {f.name: getattr(config, f.name) for f in fields(GRPOConfig)} == {
-        f.name: getattr(grpo, f.name) for f in fields(GRPOConfig)
-    }
-    assert shares(config) == expected
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert f"num_anchors={config.num_anchors}" in line and "negative_advantage_scale=1.0" in line
-    assert f"epsilon_high={grpo.epsilon_high!r} and scale_rewards={grpo.scale_rewards!r}" in line and "'none'" in line
+    chosen = {name for name in ("scale_rewards", "epsilon_high") if f"{name}=" not in (told or "")}
+    names = [f.name for f in fields(GRPOConfig) if f.name not in {"scale_rewards", "epsilon_high"} - chosen]
+    assert all(getattr(config, name) == getattr(grpo, name) for name in names)
+    config.warn()
+    lines = [record.getMessage() for record in caplog.records if "GRPOConfig" in record.getMessage()]
+    expected = f"GRPOConfig: {told} in place of GRPO's defaults. Use FR3EConfig to set them."
+    assert lines == [expected] * (told is not None)
+
+
+def test_a_grpo_config_is_left_as_it_is_and_shares_what_is_changed_later():
+    grpo = make_grpo()
+    config = FR3EConfig.from_grpo(grpo)
+    assert (grpo.scale_rewards, grpo.epsilon_high) == ("group", None)
+    grpo.learning_rate, config.logging_steps = 3e-4, 7
+    assert (config.learning_rate, grpo.logging_steps) == (3e-4, 7)
+    grpo.num_generations, grpo.epsilon_high = 4, 0.3
+    assert (config.resolve().num_anchors, config.epsilon_high) == (3, 0.3)
+    # A GRPOTrainer that is given it later is GRPO's
+    assert grpo.scale_rewards == "group"
+
+
+@dataclass
+class Derived(GRPOConfig):
+    """As scripts have them: with a setting and a method of its own, and another default."""
+
+    curriculum: str = field(default="short", metadata={"help": "Which prompts come first."})
+    epsilon_high: float | None = 0.3
+
+    def length_at(self, step: int) -> int:
+        return min(self.max_completion_length, 4 * step)
+
+
+def test_the_class_of_a_derived_grpo_config_stays(caplog):
+    args = Derived("unused", num_generations=4, per_device_train_batch_size=4, curriculum="long", **CPU)
+    args.mark = "of the instance"
+    config = FR3EConfig.from_grpo(args)
+    assert isinstance(config, Derived) and isinstance(config, FR3EConfig)
+    assert (config.curriculum, config.mark, config.length_at(3)) == ("long", "of the instance", 12)
+    assert (config.epsilon_high, config.scale_rewards, config.num_anchors) == (0.3, "none", 3)
+    assert config.to_dict()["curriculum"] == "long" and "curriculum='long'" in repr(config)
+    config.warn()
+    assert "Derived: scale_rewards='none' in place of GRPO's defaults." in caplog.text
+
+
+@pytest.mark.parametrize("args", [make_grpo(), Derived("unused", **CPU), FR3EConfig("unused", **CPU)], ids=type)
+def test_a_resolved_configuration_is_saved_and_copied(args):
+    config = (args if isinstance(args, FR3EConfig) else FR3EConfig.from_grpo(args)).resolve()
+    for made in (pickle.loads(pickle.dumps(config)), copy.copy(config), copy.deepcopy(config)):
+        assert type(made) is type(config) and made.to_dict() == config.to_dict() and made.plan == config.plan
+        made.num_generations = 4
+        assert made.resolve().num_anchors == 3 and config.num_anchors == 6
 
 
 @pytest.mark.parametrize(("given", "name"), [(True, "group"), (False, "none")])
@@ -342,23 +390,10 @@ def test_a_scaling_may_be_given_as_a_boolean(given, name):
 
 
 @pytest.mark.parametrize("num_generations", range(2, 24))
-def test_from_grpo_takes_every_number_of_rows(num_generations, caplog):
-    config = FR3EConfig.from_grpo(make_grpo(num_generations))
-    splits = any(num_generations % num_states == 0 for num_states in (2, 3, 4, 5) if num_generations > num_states)
-    assert config.num_anchors > 0 and config.has_prior != splits
-    assert ("and with that a prior" in caplog.text) == splits
-    assert FR3EConfig.from_grpo(make_grpo(num_generations, scale_rewards="none")).num_anchors > 0
-
-
-def test_from_grpo_tells_what_a_derived_class_loses(caplog):
-    class Derived(GRPOConfig):
-        note = "of the class"
-
-    args = Derived("unused", num_generations=4, **CPU)
-    args.mark = "of the instance"
-    config = FR3EConfig.from_grpo(args)
-    assert type(config) is FR3EConfig and config.mark == "of the instance" and not hasattr(config, "note")
-    assert "The Derived is a plain FR3EConfig" in caplog.text
+def test_every_number_of_rows_is_taken(num_generations):
+    for scaling in ("none", "group", "batch"):
+        assert make_config(num_generations=num_generations, scale_rewards=scaling).num_anchors > 0
+    assert FR3EConfig.from_grpo(make_grpo(num_generations)).num_anchors > 0
 
 
 def test_from_grpo_is_checked_too():
@@ -382,3 +417,163 @@ def test_the_command_line_sets_every_field():
     )
     assert (config.num_anchors, config.num_bases, config.modulation) == (3, 2, "sharpened")
     assert config.reject_degenerate_states is False
+
+
+# Open settings, and what is changed later
+
+
+def test_what_was_not_set_is_none_until_a_trainer_is_made():
+    config = FR3EConfig("unused", **CPU)
+    assert all(getattr(config, name) is None for name in OPEN if name != "anchor_threshold")
+    assert (config.num_states, config.num_bases, config.has_prior, config.is_plain_grpo) == (7, 2, True, False)
+    assert config.plan.credit == "tree" and config.num_anchors is None
+    assert config.resolve() is config and (config.num_anchors, config.credit) == (6, "tree")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_generations": 4}, {"num_anchors": 3, "num_base_trajectories": 1}),
+        ({"num_anchors": 0}, {"credit": "rollout", "value_tracker": False, "scale_rewards": "group"}),
+        ({"scale_rewards": "group"}, {"credit": "rollout", "value_prior_strength": 0.0, "num_anchors": 1}),
+        ({"loss_type": "cispo"}, {"epsilon_high": 5.0}),
+        ({"importance_sampling_level": "sequence"}, {"credit": "rollout", "anchor_threshold": None}),
+        ({"value_prior_strength": 2.0}, {"value_tracker": False}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_resolved", [False, True])
+def test_what_was_not_set_follows_what_is_changed_later(changes, expected, is_resolved):
+    config = FR3EConfig("unused", **CPU)
+    if is_resolved:
+        config.resolve()
+    for name, value in changes.items():
+        setattr(config, name, value)
+        assert getattr(config, name) == value
+    config.resolve()
+    assert {name: getattr(config, name) for name in expected} == expected
+    again = FR3EConfig("unused", **CPU | changes).resolve()
+    assert config.to_dict() == again.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"num_anchors": 5}, "num_anchors=5"),
+        ({"credit": "tree", "scale_rewards": "group"}, "scale_rewards='group'"),
+        ({"num_generations": 3}, "num_generations=3 is not allowed: it must be a divisor of generation_batch_size"),
+        ({"max_refills": -1}, "max_refills=-1"),
+    ],
+    ids=str,
+)
+def test_what_is_changed_later_is_checked(changes, named):
+    config = FR3EConfig("unused", **CPU)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=re.escape(named)):
+        config.resolve()
+
+
+def test_a_replaced_or_saved_configuration_has_nothing_set_that_was_not():
+    config = FR3EConfig("unused", num_iterations=2, **CPU)
+    fewer = replace(config, num_generations=4, generation_batch_size=None)  # TRL has it beside steps_per_generation
+    assert (fewer.num_iterations, fewer.resolve().num_anchors) == (2, 3)
+    assert "num_anchors=None" in repr(config)
+    saved = json.loads(json.dumps(config.to_dict()))
+    again = FR3EConfig(**{name: value for name, value in saved.items() if name != "generation_batch_size"})
+    assert again.to_dict() == config.to_dict() and again.resolve().plan == config.plan
+
+
+# What is off, and why
+
+
+def tree_takes(name, value):
+    return value in CREDIT_RULES["tree"].requires[name]
+
+
+@pytest.mark.parametrize(
+    ("settings", "lines"),
+    [
+        ({}, []),
+        ({"loss_type": "dr_grpo", "num_generations": 2, "beta": 0.04}, []),
+        ({"anchor_threshold": 0.3}, []),
+        ({"num_anchors": 0}, ["exploration is off because num_anchors=0. Leave num_anchors unset to turn it on."]),
+        (
+            {"scale_rewards": "group"},
+            [
+                "tree credit, value tracker and anchors by threshold are off because scale_rewards='group'. Set "
+                "scale_rewards='none' to turn them on."
+            ],
+        ),
+        (
+            {"importance_sampling_level": "sequence", "multi_objective_aggregation": "normalize_then_sum"},
+            [
+                "tree credit, value tracker and anchors by threshold are off because "
+                "importance_sampling_level='sequence' and multi_objective_aggregation='normalize_then_sum'. Set "
+                "importance_sampling_level='token' and multi_objective_aggregation='sum_then_normalize' to turn them "
+                "on."
+            ],
+        ),
+        (
+            {"value_tracker": False},
+            ["value tracker is off because value_tracker=False. Set value_tracker=True to turn it on."],
+        ),
+        (
+            {"value_prior_strength": 4.0, "anchor_threshold": None},
+            [
+                "value tracker is off because value_prior_strength=4.0. Set value_prior_strength=None to turn it on.",
+                "anchors by threshold are off because anchor_threshold=None. Set anchor_threshold='auto' to turn them "
+                "on.",
+            ],
+        ),
+        (
+            {"credit": "rollout"},
+            [
+                "tree credit, value tracker and anchors by threshold are off because credit='rollout'. Set "
+                "credit='tree' to turn them on."
+            ],
+        ),
+        (
+            {"anchor_score": "surprisal"},
+            [
+                "anchors by threshold are off because anchor_score='surprisal'. Set anchor_score='entropy' to turn "
+                "them on."
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_off_is_told(settings, lines, caplog):
+    config = FR3EConfig("unused", **CPU | settings)
+    assert config.parts_off() == lines
+    config.warn()
+    assert caplog.messages == lines
+
+
+@pytest.mark.parametrize("preset", [FR3EConfig.paper, FR3EConfig.released])
+def test_a_preset_tells_what_it_leaves_out(preset):
+    lines = preset(output_dir="unused", **CPU).parts_off()
+    assert [line.partition(" because ")[0] for line in lines] == [
+        "tree credit is off",
+        "value tracker is off",
+        "anchors by threshold are off",
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"loss_type": "grpo"}, {"loss_type": "sapo"}, {"scale_rewards": "batch"}], ids=str
+)
+def test_a_line_is_told_just_where_a_part_is_off(settings):
+    ((name, value),) = settings.items()
+    lines = FR3EConfig("unused", **CPU | settings).parts_off()
+    assert (lines == []) == tree_takes(name, value) and all(f"{name}={value!r}" in line for line in lines)
+
+
+@pytest.mark.parametrize("settings", [{}, {"scale_rewards": "group"}, {"credit": "rollout"}], ids=str)
+def test_the_remedies_turn_everything_on(settings):
+    config = FR3EConfig("unused", **CPU | settings)
+    for line in config.parts_off():
+        for name, value in re.findall(r"(\w+)=(\S+)", line.partition("Set ")[2]):
+            setattr(config, name, ast.literal_eval(value))
+    assert config.resolve().parts_off() == []

@@ -25,7 +25,7 @@ from fr3e_trl.commands import cli, train
 from fr3e_trl.commands.eval_arguments import EvalArguments
 from fr3e_trl.commands.options import option_names
 from fr3e_trl.commands.usage import UsageError
-from fr3e_trl.config import PRESETS
+from fr3e_trl.fr3e_config import PRESETS
 
 ROOT = Path(__file__).parent.parent
 PATHS = os.environ | {"PYTHONPATH": str(ROOT)}

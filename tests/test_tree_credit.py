@@ -578,10 +578,10 @@ def test_what_is_refused(settings, message):
     ids=str,
 )
 def test_what_the_defaults_are_where_nothing_else_is_said(settings, credit, threshold):
-    config = FR3EConfig("unused", **CPU | settings)
+    config = FR3EConfig("unused", **CPU | settings).resolve()
     assert (config.credit, config.anchor_threshold) == (credit, threshold)
 
 
 def test_the_paper_states_its_own():
-    config = FR3EConfig.paper(output_dir="unused", **CPU)
+    config = FR3EConfig.paper(output_dir="unused", **CPU).resolve()
     assert config.credit == "rollout" and config.anchor_threshold is None

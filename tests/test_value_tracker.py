@@ -360,7 +360,7 @@ def test_without_it_nothing_is_remembered():
 
 def test_the_strength_is_estimated_unless_it_is_set():
     assert FR3EConfig("output", value_tracker=True, **CPU).value_prior_strength is None
-    plain = FR3EConfig("output", value_tracker=True, num_anchors=0, **CPU)
+    plain = FR3EConfig("output", value_tracker=True, num_anchors=0, **CPU).resolve()
     assert plain.value_prior_strength is None and plain.scale_rewards == "none" and not plain.is_plain_grpo
     assert FR3EConfig("output", value_tracker=True, value_prior_strength=4.0, **CPU).value_prior_strength == 4
 

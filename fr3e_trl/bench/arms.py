@@ -18,7 +18,7 @@ from ..commands.counts import check_count, check_rate
 from ..commands.data import model_argument
 from ..commands.train import set_model_init
 from ..commands.usage import usage_errors
-from ..config import FR3EConfig
+from ..fr3e_config import FR3EConfig
 from ..trl_adapter.decoding import contiguous_at_head
 from .measures import MeasuredFR3ETrainer, MeasuredGRPOTrainer
 from .own_task import OwnTask

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from trl import GRPOConfig
 
-from ..config import FR3EConfig
+from ..fr3e_config import FR3EConfig
 from .outputs import SECRET, concealed
 
 Table = list[tuple[str, str]]
@@ -15,6 +15,8 @@ def print_plan(args: FR3EConfig, num_examples: int | None) -> None:
     """Print the settings and the sizes of a run on `num_examples` examples, `None` if they are streamed."""
     if args.process_index != 0:
         return
+    if off := args.parts_off():
+        print("\n".join([*off, ""]))
     for title, table in [
         ("Settings that differ from GRPOConfig's", settings(args)),
         ("The run", sizes(args, num_examples)),
@@ -25,6 +27,7 @@ def print_plan(args: FR3EConfig, num_examples: int | None) -> None:
 
 def settings(args: FR3EConfig) -> Table:
     """The settings, as resolved, that `GRPOConfig` does not have or has another value for."""
+    args.resolve()
     default = GRPOConfig(args.output_dir, bf16=args.bf16, use_cpu=args.use_cpu)
     names = [field.name for field in fields(args) if field.init]
     return [

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import yaml
 from trl import TrlParser
 
-from ..config import with_preset
+from ..fr3e_config import with_preset
 from .options import check_keys, split_recipe
 from .usage import UsageError, require_argument, sentence, unrecognized, usage_errors
 

@@ -25,7 +25,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from ..callbacks import show
-from ..config import FR3EConfig
+from ..fr3e_config import FR3EConfig
 from ..generation.vllm_weights import end_engine
 from ..page.callback import ends_no_run
 from ..page.record import METRICS, append_log, write_logs

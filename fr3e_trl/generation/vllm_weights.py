@@ -19,7 +19,7 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..config import FR3EConfig
+from ..fr3e_config import FR3EConfig
 from ..processes import on_main_process, portable
 from .vllm_server import VLLMServer, VLLMServerError
 

@@ -10,7 +10,7 @@ from typing import Any
 from accelerate import Accelerator, PartialState
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-from ..config import FR3EConfig
+from ..fr3e_config import FR3EConfig
 from ..method.rows import Row
 from ..method.tree import Tree
 from ..processes import in_every_process, on_main_process

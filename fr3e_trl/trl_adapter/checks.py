@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import is_async_callable
 
-from ..config import FR3EConfig
+from ..fr3e_config import FR3EConfig
 from ..method.credit import CREDIT_RULES
 from .setup import is_sharded, tokenizer_of
 

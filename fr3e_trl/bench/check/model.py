@@ -19,7 +19,7 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from ...config import FR3EConfig
+from ...fr3e_config import FR3EConfig
 from ...trainer import FR3ETrainer
 from .runner import NotRun
 from .table import Setup

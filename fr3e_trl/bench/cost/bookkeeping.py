@@ -23,7 +23,7 @@ from accelerate import PartialState
 from rich.console import Console
 from torch.multiprocessing import get_context, spawn
 
-from ...config import FR3EConfig
+from ...fr3e_config import FR3EConfig
 from ...method.credit import credit_rows
 from ...method.credit.prior import ValueTracker, track_values
 from ...method.explore import explore

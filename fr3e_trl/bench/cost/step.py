@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
         num_rows = num_steps * options.num_prompts * options.num_generations
         config = trainers["FR3E"].args
         print(f"steps of each: {num_steps}, with {options.num_prompts} prompts x {options.num_generations} rows")
-        print(f"FR3E: {config.num_bases} base trajectories and {config.num_anchors} anchors a prompt")
+        print(f"FR3E: {config.num_bases} base trajectories and {config.num_states - 1} anchors a prompt")
         print_ratios(
             {
                 "generated tokens per row": {name: number / num_rows for name, number in generated.items()},

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, set_seed
 
-from ...config import FR3EConfig
+from ...fr3e_config import FR3EConfig
 from ...prefix_sharing.trie import fold
 from ...trainer import FR3ETrainer
 from ..measures import now

@@ -1,0 +1,932 @@
+"""Settings of FR3E, on top of those of GRPO: one table with each setting's default, help, and what it may be."""
+
+import copy
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args
+
+from trl import GRPOConfig
+
+from .method.anchors import ANCHOR_RULES
+from .method.credit import CREDIT_RULES
+from .method.plan import Plan
+from .method.shape import Shape, default_num_anchors, share_rows
+
+logger = logging.getLogger(__name__)
+
+# The choices of the paper (arXiv 2507.07017), whatever the defaults have become
+PAPER: dict[str, Any] = {
+    "num_generations": 16,
+    "anchor_score": "entropy",
+    "anchor_threshold": None,
+    "anchor_min_gap": 1,
+    "base_selection": "mixed",
+    "reuse_base": True,
+    "modulation": "exp",
+    "credit": "rollout",
+    "reject_degenerate_states": True,
+    "value_prior_strength": 0.0,
+    "value_tracker": False,
+    "negative_advantage_scale": 1.0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "epsilon": 0.2,
+    "epsilon_high": 0.28,
+    "loss_type": "dapo",
+    "scale_rewards": "none",
+    "beta": 0.0,
+    "learning_rate": 1e-6,
+}
+
+# The choices of the authors' released run, without the mistakes of its code
+RELEASED: dict[str, Any] = PAPER | {
+    "num_generations": 80,
+    "num_anchors": 4,
+    "anchor_score": "surprisal",
+    "reuse_base": False,
+    "num_base_trajectories": 4,
+    "modulation": "sharpened",
+    "epsilon_high": 0.3,
+    "learning_rate": 2e-6,
+    "max_completion_length": 3072,
+}
+
+# A recipe takes one of these by the key `preset`
+PRESETS = {"paper": PAPER, "released": RELEASED}
+
+# The default weight of the prior. It won at equal generated tokens, see docs/results.md
+PRIOR_STRENGTH = 4.0
+
+# CISPO cuts importance weights at `epsilon_high` itself, not at 1 more. ScaleRL's choice (arXiv 2510.13786), and TRL's
+CISPO_CLIPPING = 5.0
+
+# The default credit rule is the first of these whose needs the other settings meet
+CREDIT_DEFAULTS = ("tree", "rollout")
+
+
+# What a setting may be
+
+
+class Kind(NamedTuple):
+    """Values that are alike: a test of a value, what an error calls them, and one that works."""
+
+    holds: Callable[[Any], bool]
+    name: str
+    example: str = ""
+
+
+def integer(least: int | None = None, most: float = math.inf, example: str = "") -> Kind:
+    """Whole numbers. `True` and `False` are none, though Python takes them for integers."""
+    name = "an integer" + (f" of at least {least}" * (least is not None)) + (f" and at most {most}" * (most < math.inf))
+    return Kind(
+        lambda value: (
+            isinstance(value, Integral)
+            and not isinstance(value, bool)
+            and (least is None or int(value) >= least)
+            and int(value) <= most
+        ),
+        name,
+        example,
+    )
+
+
+def number(least: float = -math.inf, above: float = -math.inf, most: float = math.inf, example: str = "") -> Kind:
+    """Finite numbers within bounds."""
+    bounds = [
+        *([f"of at least {least:g}"] if least > -math.inf else []),
+        *([f"above {above:g}"] if above > -math.inf else []),
+        *([f"and at most {most:g}"] if most < math.inf else []),
+    ]
+    return Kind(
+        lambda value: (
+            isinstance(value, Real)
+            and not isinstance(value, bool)
+            and math.isfinite(value)
+            and least <= float(value) <= most
+            and float(value) > above
+        ),
+        " ".join(["a finite number", *bounds]),
+        example,
+    )
+
+
+def of_type(kind: type | tuple[type, ...], name: str, example: str = "") -> Kind:
+    return Kind(lambda value: isinstance(value, kind), name, example)
+
+
+def one_of(*choices: str) -> Kind:
+    return Kind(lambda value: isinstance(value, str) and value in choices, f"one of {', '.join(map(repr, choices))}")
+
+
+def or_none(kind: Kind) -> Kind:
+    return Kind(lambda value: value is None or kind.holds(value), f"{kind.name} or None", kind.example)
+
+
+def numbers(each: Kind, name: str) -> Kind:
+    """A list of numbers, one for each reward function."""
+    name = f"a list of {name}, one for each reward function,"
+    return Kind(lambda value: isinstance(value, list | tuple) and all(map(each.holds, value)), name, "[1.0, 0.5]")
+
+
+def either(values: Iterable[Any]) -> str:
+    return " or ".join(map(repr, values))
+
+
+BOOLEAN = of_type(bool, "True or False")
+KWARGS = or_none(of_type(dict, "a dict", "{'top_k': 20}"))
+THRESHOLD = Kind(
+    lambda value: value is None or value == "auto" or number(least=0).holds(value),
+    "'auto', None, or a finite number of at least 0",
+    "0.3",
+)
+
+
+def setting(default: Any, help: str, choices: list[str] | None = None) -> Any:
+    """A field of [`FR3EConfig`]. Its annotation says what it may be, unless it is one of `choices`, or a boolean."""
+    return field(default=default, metadata={"help": help} | ({} if choices is None else {"choices": choices}))
+
+
+@dataclass
+class FR3EConfig(GRPOConfig):
+    r"""
+    Configuration of [`FR3ETrainer`]: every parameter of [`~trl.GRPOConfig`], and those of FR3E.
+
+    `num_generations` keeps its meaning, the training rows of a prompt. Of these G rows, `num_base_trajectories` are
+    sampled from the prompt. The others branch from `num_anchors` positions. The defaults won at equal generated tokens.
+    [`~FR3EConfig.paper`] has those of the paper. With `num_anchors=0` the defaults are those of [`~trl.GRPOConfig`].
+
+    Each field's `help`, which `--help` prints, says what it does and what `None` stands for.
+
+    Parameters:
+        > How rows are shared out
+
+        num_anchors (`int`, *optional*): anchors per prompt.
+        num_base_trajectories (`int`, *optional*): base trajectories per prompt.
+
+        > Where branches leave
+
+        anchor_threshold (`float` or `"auto"`, *optional*, defaults to `"auto"`): least entropy of an anchor, in nats.
+        anchor_min_gap (`int`, *optional*, defaults to `1`): least distance of two anchors, in tokens.
+
+        > Advantages
+
+        credit (`str`, *optional*): the rollouts that a token learns from, `"tree"` or `"rollout"`.
+        value_prior_strength (`float`, *optional*): weight of the prior in a baseline, in rollouts.
+        value_tracker (`bool`, *optional*): whether the prior remembers past steps.
+        negative_advantage_scale (`float`, *optional*, defaults to `1.0`): factor on negative advantages.
+        reject_degenerate_states (`bool`, *optional*): whether states that teach nothing leave the loss.
+        max_refills (`int`, *optional*, defaults to `0`): times that a step draws prompts to replace rejected rows.
+
+        > Update
+
+        share_prefixes (`bool`, *optional*): whether common prefixes are forwarded once.
+
+        > vLLM
+
+        vllm_adapter_sync (`bool`, *optional*): whether a server gets the LoRA adapter alone.
+        vllm_adapter_dir (`str`, *optional*): directory for the adapter.
+        vllm_request_timeout (`float`, *optional*, defaults to `1800.0`): seconds for a server's answer.
+
+        > Tools and environments
+
+        tool_timeout (`float`, *optional*): seconds for a tool's answer.
+        replay_mismatch (`str`, *optional*, defaults to `"raise"`): what happens when a replay differs.
+
+        > Logs
+
+        log_trees (`int`, *optional*): steps from one log of trees to the next.
+
+        > Only the presets need these
+
+        anchor_score (`str`, *optional*, defaults to `"entropy"`): what ranks positions.
+        base_selection (`str`, *optional*, defaults to `"all"`): base trajectories that get anchors.
+        reuse_base (`bool`, *optional*, defaults to `True`): whether base trajectories are training rows.
+        modulation (`str`, *optional*, defaults to `"none"`): factor on the advantages of a state.
+
+    > [!NOTE]
+    > These parameters have default values different from [`~trl.GRPOConfig`] while exploring:
+    > - `epsilon_high`: Defaults to `0.28` instead of `epsilon`, and with `loss_type="cispo"` to `5.0`.
+    > - `scale_rewards`: Defaults to `"none"` instead of `"group"`.
+    """
+
+    # How rows are shared out
+
+    num_anchors: Annotated[int | None, or_none(integer(example="3"))] = setting(
+        default=None,
+        help="Anchors per prompt: the positions from which new rollouts branch. `None`: one for each row that is not "
+        "a base trajectory. Without a prior (`value_prior_strength=0`) an anchor needs several rollouts to compare. "
+        "`None` is then the largest number up to 4 that leaves 4 rollouts to each anchor and the prompt. If there is "
+        "none, it is the largest that leaves 2. `0` turns exploration off: the trainer is then `GRPOTrainer`.",
+    )
+    num_base_trajectories: Annotated[int | None, or_none(integer(example="2"))] = setting(
+        default=None,
+        help="Base trajectories per prompt: completions that are sampled from the prompt itself. `None`: one for "
+        "every 4 rows. If you set `num_anchors`, or there is no prior, `None` is `num_generations / (num_anchors + "
+        "1)`. With `reuse_base=False` it is 4.",
+    )
+
+    # Where branches leave
+
+    anchor_threshold: Annotated[float | str | None, THRESHOLD] = setting(
+        default="auto",
+        help="Tokens whose entropy reaches this many nats become anchors, for example 0.3. The first ones count, "
+        "until the trajectory has its number. The choice does not look at later tokens, so `credit='tree'` is "
+        "unbiased. Branches are then generated together with their base trajectory. 'auto' adapts the threshold: half "
+        "of the last steps' base trajectories have all their anchors above it. 'auto' needs `credit='tree'` and "
+        "`anchor_score='entropy'`, and is `None` without them. `None` ('none' on a command line) takes the positions "
+        "with the highest scores.",
+    )
+    anchor_min_gap: Annotated[int, integer(least=1, example="1")] = setting(
+        default=1,
+        help="Least distance between two anchors of a trajectory, in tokens. 1 allows any two positions.",
+    )
+
+    # Advantages
+
+    credit: str | None = setting(
+        default=None,
+        help="The rollouts that a token learns from. 'tree': all rollouts that pass through the token. 'rollout' "
+        "(preset): the one rollout that sampled it, as in the paper. 'tree' needs anchors, and these values: "
+        "`importance_sampling_level='token'`, `scale_rewards` 'none' or 'batch', "
+        "`multi_objective_aggregation='sum_then_normalize'`, `reuse_base=True`, `base_selection='all'` and "
+        "`modulation='none'`. With 'tree', a base trajectory that lacks anchors is copied into the empty rows. "
+        "Nothing is generated for the copies. `None`: 'tree' where the other settings allow it, else 'rollout'.",
+        choices=sorted(CREDIT_RULES),
+    )
+    value_prior_strength: Annotated[float | None, or_none(number(least=0, example="4.0"))] = setting(
+        default=None,
+        help="Weight of the prior in the baseline of each row, in rollouts. The prior of an anchor is the value of "
+        "the state before it. The prior of a prompt is the mean over the batch's other prompts. Where rewards are "
+        "normalised over each prompt's rows, it is 0. `0` turns the prior off: the baseline is the state's mean "
+        "reward, as in the paper. `None`: past steps decide it where there is a `value_tracker`. Else it is 4 while "
+        "exploring, and 0 with `num_anchors=0`. It is also 0 with `scale_rewards='group'` if every state can have "
+        "several rollouts.",
+    )
+    value_tracker: bool | None = setting(
+        default=None,
+        help="Whether the prior of a prompt remembers earlier steps. It then knows the mean of their prompts, and "
+        "the prompt's own value from earlier epochs. How much it weighs is estimated, so that it weighs little where "
+        "prompts differ in difficulty. The checkpoint holds it: 16 bytes for each prompt of the training set. `None`: "
+        "`True` with `credit='tree'`, unless `value_prior_strength` is set.",
+    )
+    negative_advantage_scale: Annotated[float, number(least=0, example="1.0")] = setting(
+        default=1.0,
+        help="Factor on negative advantages. Below 1, failures are pushed down less than successes are pushed up. "
+        "With rewards of 0 and 1, a state's expected gradient keeps its direction. With graded rewards it does not: "
+        "risky answers win over better ones.",
+    )
+    reject_degenerate_states: bool | None = setting(
+        default=None,
+        help="Whether rows that teach nothing leave the loss, numerator and denominator. Without a prior these are "
+        "the rows of a state whose rewards are all equal. `None`: `True` while exploring, `False` with "
+        "`num_anchors=0`. `True` with `num_anchors=0` is GRPO with rejection.",
+    )
+    max_refills: Annotated[int, integer(least=0, example="2")] = setting(
+        default=0,
+        help="How many times a step draws further prompts to replace rejected rows ('dynamic sampling'). One draw "
+        "takes at most as many prompts as a batch has. Informative rows that do not fit replace rejected rows of the "
+        "next step. The number of steps stays, but an epoch takes fewer steps than the data loader counts.",
+    )
+
+    # Update
+
+    share_prefixes: bool | None = setting(
+        default=None,
+        help="Whether tokens that rows of a micro-batch have in common are forwarded once. These are prompts and the "
+        "prefixes of branches. Log-probs change by rounding alone. Rows of a prompt stay together in micro-batches. "
+        "It needs the attention implementation 'sdpa', 'eager', 'flex_attention' or one of FlashAttention. Models "
+        "that cannot share prefixes turn it off, with a warning. `None`: `True` while exploring, `False` with "
+        "`num_anchors=0`. `True` also works for plain GRPO.",
+    )
+
+    # vLLM
+
+    vllm_adapter_sync: bool | None = setting(
+        default=None,
+        help="Whether a vLLM server gets the LoRA adapter alone at each step, through a directory. Otherwise it gets "
+        "the whole model with the adapter merged. `None`: for a LoRA policy, if the server was started with "
+        "`--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.",
+    )
+    vllm_adapter_dir: Annotated[str | None, or_none(of_type(str, "a text", "'outputs/adapter'"))] = setting(
+        default=None,
+        help="Directory for the adapter. Trainer and server must both see it, and no other run may use it. `None`: "
+        "`_vllm_adapter` in `output_dir`.",
+    )
+    vllm_request_timeout: Annotated[float, number(above=0, example="1800")] = setting(
+        default=1800.0,
+        help="Seconds that a vLLM server may take to answer a request. Then the request is sent again.",
+    )
+
+    # Tools and environments
+
+    tool_timeout: Annotated[float | None, or_none(number(above=0, example="60"))] = setting(
+        default=None,
+        help="Seconds that a tool, or a method of an environment, may take. After that the policy reads an error "
+        "instead of an answer. `None`: no limit. A tool that is no coroutine cannot be stopped and goes on in its "
+        "thread. An environment with such a method is not used again.",
+    )
+    replay_mismatch: str = setting(
+        default="raise",
+        help="What happens when an environment answers differently in a replay. A branch off a later turn needs the "
+        "environment in the state of its prefix. Without a method `_fork`, the environment is reset and repeats the "
+        "prefix's actions. If an answer differs, 'raise' ends with an error. 'skip' drops the rollout from the loss.",
+        choices=["raise", "skip"],
+    )
+
+    # Logs
+
+    log_trees: Annotated[int | None, or_none(integer(least=1, example="10"))] = setting(
+        default=None,
+        help="Steps from one log of trees to the next. Logs go into `trees` in `output_dir`. Each save writes the "
+        "page `trees.html`, which shows them. The page also goes to Weights & Biases or trackio if `report_to` names "
+        "them. `fr3e tree` makes it at any time. `None`: no logs.",
+    )
+
+    # Only the presets need these: `paper()`, `released()`, and controls of experiments
+
+    anchor_score: str = setting(
+        default="entropy",
+        help="(preset) What makes a position an anchor. 'entropy': that of the policy's next-token distribution. "
+        "'surprisal' (released run): minus the log-probability of the sampled token. 'random': a control for "
+        "experiments.",
+        choices=list(ANCHOR_RULES),
+    )
+    base_selection: str = setting(
+        default="all",
+        help="(preset) The base trajectories that get anchors. 'all': every one, with the same number; odd anchors "
+        "go to the first. 'mixed' (paper): one of the best-scored and one of the worst-scored. If all scores are "
+        "equal, 'mixed' takes one at random.",
+        choices=["all", "mixed"],
+    )
+    reuse_base: bool = setting(
+        default=True,
+        help="(preset) Whether base trajectories are training rows. `False` (released run) samples the prompt again "
+        "after the anchors are found, and drops the base trajectories.",
+    )
+    modulation: str = setting(
+        default="none",
+        help="(preset) Factor on the advantages of a state. It follows the change of value from the state before it. "
+        "'exp' (paper): exp(-(V(S_j) - V(S_{j-1}))). 'sharpened' (released run): the form of the authors' code. "
+        "'none': 1.",
+        choices=["none", "exp", "sharpened"],
+    )
+
+    # GRPO's own, with other defaults
+
+    epsilon_high: float | None = setting(
+        default=None,
+        help="Upper epsilon of the clipping. `None`: 0.28 while exploring, as in the paper ('Clip-Higher'). With "
+        "`num_anchors=0` it is `epsilon`. To clip symmetrically, set it to the value of `epsilon`.",
+    )
+    scale_rewards: str | None = setting(
+        default=None,
+        help="Scaling of the advantages. 'none': no scaling. 'group' divides by the standard deviation of the "
+        "state's rewards. With a prior, 'group' normalises rewards over the prompt's rows instead. 'batch' divides by "
+        "the standard deviation of the whole batch. `True` is 'group', `False` is 'none'. `None`: 'none' with anchors "
+        "or a prior, else 'group' as in GRPO.",
+    )
+    multi_objective_aggregation: str = setting(
+        default="sum_then_normalize",
+        help="How several rewards become one. 'sum_then_normalize': their weighted sum. 'normalize_then_sum' (GDPO): "
+        "each reward is normalised over the prompt's rows, branches too. The weighted sum is divided by its standard "
+        "deviation over the batch. It then takes the reward's place in values, modulation and advantages. A prompt's "
+        "prior is then 0, the mean of its rows. `scale_rewards` has no effect, as in TRL.",
+        choices=["sum_then_normalize", "normalize_then_sum"],
+    )
+
+    # The class of the configuration that this one was made from, if that was GRPO's
+    _grpo_class: ClassVar[type[GRPOConfig] | None] = None
+
+    def __post_init__(self):
+        self._read()
+        _check(self._draft(), "given")
+        super().__post_init__()
+        copy.copy(self).resolve()  # for its errors
+
+    def resolve(self) -> Self:
+        """
+        Give each setting that was left open its value, by what the others are now, and check them all.
+
+        [`FR3ETrainer`] does this when it is made. Until then a setting that was left open is `None`, and the others may
+        be changed. The properties of this class resolve a copy.
+
+        Returns:
+            [`FR3EConfig`]: The configuration itself.
+
+        Raises:
+            ValueError: A setting is not allowed.
+        """
+        self._read()
+        draft = self._draft()
+        _check(draft, "given")
+        _choose(draft)
+        _check(draft, "resolved")
+        if not draft.is_plain_grpo:
+            _check(draft, "active")
+        self.__dict__["_resolved"] = {name: draft.__dict__[name] for name in OPEN}
+        return self
+
+    def _read(self) -> None:
+        """Settings as other types than their own: of a command line, or a scaling as TRL takes it."""
+        threshold = self.__dict__["anchor_threshold"]
+        if isinstance(threshold, str):
+            self.__dict__["anchor_threshold"] = _read_threshold(threshold)
+        scaling = self.__dict__["scale_rewards"]
+        if isinstance(scaling, bool):
+            self.__dict__["scale_rewards"] = "group" if scaling else "none"
+
+    def _draft(self) -> Self:
+        """A copy with what its author set, and `None` elsewhere, in which open settings can be given values."""
+        draft = copy.copy(self)
+        draft.__dict__["_resolved"] = {}
+        if self._grpo_class is not None:  # what stands at TRL's own default counts as left open
+            for name in ("scale_rewards", "epsilon_high"):
+                if getattr(draft, name) == GRPOConfig.__dataclass_fields__[name].default:
+                    setattr(draft, name, None)
+        return draft
+
+    @property
+    def _values(self) -> Self:
+        return self if "_resolved" in self.__dict__ else copy.copy(self).resolve()
+
+    @property
+    def num_states(self) -> int:
+        """States per prompt, K + 1: the prompt itself, and its anchors."""
+        return self._shape.num_anchors + 1
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts per anchor, M: G / (K + 1), or of the rows that base trajectories leave."""
+        return self._shape.num_rollouts
+
+    @property
+    def num_bases(self) -> int:
+        """Base trajectories per prompt."""
+        return self._shape.num_bases
+
+    @property
+    def _shape(self) -> Shape:
+        config = self._values
+        return share_rows(
+            config.num_generations,
+            config.num_anchors,
+            config.num_base_trajectories,
+            config.reuse_base,
+            has_prior=config.has_prior,
+        )
+
+    @property
+    def has_prior(self) -> bool:
+        """Whether baselines are shrunk towards a prior. `None` is a weight that the value tracker estimates."""
+        return self._values.value_prior_strength != 0
+
+    @property
+    def normalizes_rewards(self) -> bool:
+        """Whether rewards are normalised over each prompt's rows. Their mean, 0, is then the prompt's prior."""
+        by_group = self._values.scale_rewards == "group" and self.has_prior
+        return self.multi_objective_aggregation == "normalize_then_sum" or by_group
+
+    @property
+    def is_plain_grpo(self) -> bool:
+        """Whether nothing of FR3E is on. `GRPOTrainer` then does all of the training."""
+        config = self._values
+        return (
+            config.num_anchors == 0
+            and not config.reject_degenerate_states
+            and not config.has_prior
+            and config.negative_advantage_scale == 1
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """The settings as the method takes them."""
+        config = self._values
+        normalization = "none"
+        if config.normalizes_rewards:
+            normalization = "sum" if config.multi_objective_aggregation == "sum_then_normalize" else "each"
+        return Plan(
+            num_rows=config.num_generations,
+            shape=config._shape,
+            temperature=config.temperature,
+            credit=config.credit or "rollout",
+            anchor_score=config.anchor_score,
+            anchor_threshold=config.anchor_threshold,
+            anchor_min_gap=config.anchor_min_gap,
+            base_selection=config.base_selection,
+            reuse_base=config.reuse_base,
+            prior_strength=config.value_prior_strength,
+            modulation=config.modulation,
+            scale="none" if config.normalizes_rewards else config.scale_rewards or "none",
+            length_normalized=config.loss_type in ("grpo", "sapo"),
+            normalization=normalization,
+            reward_weights=config.reward_weights,
+            reject=bool(config.reject_degenerate_states),
+            negative_scale=config.negative_advantage_scale,
+        )
+
+    def parts_off(self) -> list[str]:
+        """
+        Main parts of the method that are off, and why: a line for each reason. With none, everything is on.
+
+        The parts are exploration, tree credit, the value tracker, and anchors by a threshold.
+        """
+        config, given = self._values, self.__dict__
+        if config.num_anchors == 0:
+            return ["exploration is off because num_anchors=0. Leave num_anchors unset to turn it on."]
+        # Of each setting that stands in the way: its value, and one that does not
+        of_tree = _obstacles(config, "tree")
+        if given["credit"] is not None:
+            of_tree = {"credit": (given["credit"], "tree")} | of_tree
+        of_tracker = {
+            name: (given[name], remedy)
+            for name, remedy in (("value_tracker", True), ("value_prior_strength", None))
+            if given[name] not in (None, remedy)
+        }
+        of_threshold: dict[str, tuple[Any, Any]] = {}
+        if given["anchor_threshold"] is None:
+            of_threshold["anchor_threshold"] = (None, "auto" if config.credit == "tree" else 0.3)
+        if config.anchor_score != "entropy":
+            of_threshold["anchor_score"] = (config.anchor_score, "entropy")
+        parts = (
+            ("tree credit", config.credit != "tree", of_tree),
+            ("value tracker", not config.value_tracker, of_tracker or of_tree),
+            ("anchors by threshold", config.anchor_threshold is None, of_threshold or of_tree),
+        )
+        reasons: dict[tuple[Any, ...], list[str]] = {}
+        for part, is_off, obstacles in parts:
+            if is_off:
+                reasons.setdefault(tuple(obstacles.items()), []).append(part)
+        return [_told_off(parts_of, dict(obstacles)) for obstacles, parts_of in reasons.items()]
+
+    def warn(self) -> None:
+        """Log what a reader of the settings may not expect, once: the trainer does."""
+        if self.process_index != 0:
+            return
+        config = self._values
+        if self._grpo_class is not None:
+            replaced = [
+                f"{name}={getattr(config, name)!r}"
+                for name in ("scale_rewards", "epsilon_high")
+                if getattr(config, name) != self.__dict__[name]
+            ]
+            if replaced:
+                logger.warning(
+                    "%s: %s in place of GRPO's defaults. Use FR3EConfig to set them.",
+                    self._grpo_class.__name__,
+                    " and ".join(replaced),
+                )
+        for line in config.parts_off():
+            logger.warning(line)
+        if config.loss_type == "cispo" and config.epsilon_high is not None and config.epsilon_high < 1:
+            logger.warning(
+                "epsilon_high=%r cuts all importance weights below 1: with loss_type='cispo' it is the greatest weight "
+                "itself. TRL and ScaleRL take 5.0.",
+                config.epsilon_high,
+            )
+
+    @classmethod
+    def paper(cls, **overrides: Any) -> Self:
+        """
+        The settings of the paper: 16 rollouts a prompt, entropy anchors, clipping at 0.2 and 0.28, learning rate 1e-6.
+
+        The paper's batch of 512 prompts is left to you. Unless `overrides` sizes the batch, gradients are accumulated
+        until it holds whole groups.
+        """
+        return cls(**_sized(PAPER | overrides))
+
+    @classmethod
+    def released(cls, **overrides: Any) -> Self:
+        """
+        The settings of the authors' released run: 4 base trajectories that are not reused, 4 surprisal anchors with 16
+        rollouts each, sharpened modulation, clipping at 0.2 and 0.3, learning rate 2e-6.
+
+        Unless `overrides` sizes the batch, gradients are accumulated until it holds whole groups.
+        """
+        return cls(**_sized(RELEASED | overrides))
+
+    @staticmethod
+    def from_grpo(args: GRPOConfig) -> "FR3EConfig":
+        """
+        A `GRPOConfig` with FR3E's settings added, at their defaults.
+
+        What its author set stays. `scale_rewards` and `epsilon_high` that stand at TRL's own defaults count as not set,
+        and take FR3E's. The two share their settings: what is changed later in `args` is changed here too, and `args`
+        does not show what was derived here. The class is made of both, so that methods of a derived class stay.
+
+        Raises:
+            TypeError: `args` is no `GRPOConfig`.
+            ValueError: A setting is not allowed.
+        """
+        if not isinstance(args, GRPOConfig):
+            raise TypeError(
+                f"args is a {type(args).__name__}, which is not allowed: it must be an FR3EConfig or a GRPOConfig, for "
+                "example FR3EConfig(output_dir='outputs', num_generations=8)."
+            )
+        config = _without_settings(type(args))
+        config.__dict__ = vars(args)
+        for name in _own_fields():
+            vars(args).setdefault(name, FR3EConfig.__dataclass_fields__[name].default)
+        return config.resolve()
+
+
+@functools.cache
+def _class_of_both(grpo_class: Any) -> type[FR3EConfig]:
+    """FR3E's settings and those of a `GRPOConfig`, with the latter's methods."""
+    body = {
+        "_grpo_class": grpo_class,
+        "__reduce__": lambda config: (_without_settings, (grpo_class,), config.__dict__),  # checkpoints hold it
+    }
+    bases = (FR3EConfig,) if grpo_class is GRPOConfig else (FR3EConfig, grpo_class)
+    return dataclass(type(grpo_class.__name__, bases, body))
+
+
+def _without_settings(grpo_class: type[GRPOConfig]) -> FR3EConfig:
+    made = _class_of_both(grpo_class)
+    return made.__new__(made)
+
+
+# Settings that `None` leaves open
+
+
+class _Open:
+    """
+    A setting that may be left open.
+
+    What its author set stays in the configuration's `__dict__`, so that `dataclasses.replace` and a saved file have
+    `None` where nothing was set. [`FR3EConfig.resolve`] puts the values that follow from the others beside these, and
+    whoever reads the setting then gets that value. To set it again takes the place of both.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __get__(self, config: "FR3EConfig | None", owner: type) -> Any:
+        if config is None:
+            return FR3EConfig.__dataclass_fields__[self.name].default
+        settings = config.__dict__
+        return settings.get("_resolved", {}).get(self.name, settings[self.name])
+
+    def __set__(self, config: "FR3EConfig", value: Any) -> None:
+        settings = config.__dict__
+        settings[self.name] = value
+        if "_resolved" in settings:
+            derived = settings["_resolved"]  # not changed itself: copies share it
+            settings["_resolved"] = {name: derived[name] for name in derived if name != self.name}
+
+
+OPEN = (
+    *("num_anchors", "num_base_trajectories", "anchor_threshold", "credit", "value_prior_strength", "value_tracker"),
+    *("reject_degenerate_states", "share_prefixes", "epsilon_high", "scale_rewards"),
+)
+for _name in OPEN:  # not in the class body: `dataclass` would take them for defaults
+    setattr(FR3EConfig, _name, _Open(_name))
+
+
+def _fits(config: FR3EConfig, credit: str) -> bool:
+    rule = CREDIT_RULES[credit]
+    has_anchors = config.num_anchors != 0 or not rule.needs_anchors
+    return has_anchors and not _obstacles(config, credit)
+
+
+def _obstacles(config: FR3EConfig, credit: str) -> dict[str, tuple[Any, Any]]:
+    """Settings that do not go with a credit rule: their values, and values that do."""
+    requires = CREDIT_RULES[credit].requires
+    return {
+        name: (getattr(config, name), values[0])
+        for name, values in requires.items()
+        if getattr(config, name) not in values
+    }
+
+
+def _choose(config: FR3EConfig) -> None:
+    """Give each open setting of a draft its value. Each paragraph reads what those before it chose."""
+    # The prior: one while exploring, but none where scaling by the group compares the several rollouts of a state. It
+    # comes first, since with a prior an anchor can do with a single rollout
+    if config.value_prior_strength is None and not config.value_tracker:
+        has_several = config.num_anchors is not None or default_num_anchors(config.num_generations) is not None
+        by_group = config.scale_rewards == "group" and config.multi_objective_aggregation != "normalize_then_sum"
+        if config.num_anchors == 0 or (by_group and has_several):
+            config.value_prior_strength = 0.0
+
+    # The shape. From here on, `num_anchors` says whether there is exploration
+    config.num_base_trajectories, config.num_anchors, _ = config._shape
+    explores = config.num_anchors != 0
+
+    # Scaling and clipping: the paper's while exploring
+    if config.scale_rewards is None:
+        config.scale_rewards = PAPER["scale_rewards"] if explores or config.has_prior else "group"
+    if config.epsilon_high is None and explores:
+        config.epsilon_high = CISPO_CLIPPING if config.loss_type == "cispo" else PAPER["epsilon_high"]
+    if config.reject_degenerate_states is None:
+        config.reject_degenerate_states = explores
+    if config.share_prefixes is None:
+        config.share_prefixes = explores
+
+    # Credit: the first rule that fits
+    if config.credit is None:
+        config.credit = next(name for name in CREDIT_DEFAULTS if _fits(config, name))
+
+    # The prior's weight: a value tracker estimates it under tree credit, where that won
+    is_open = config.value_prior_strength is None
+    if config.value_tracker is None:
+        config.value_tracker = is_open and config.credit == "tree"
+    if is_open and not config.value_tracker:
+        config.value_prior_strength = PRIOR_STRENGTH
+
+    # "auto" stays where the credit rule wants it. Elsewhere the highest scores become anchors
+    wants_auto = CREDIT_RULES[config.credit].wants_stopping_rule and config.anchor_score == "entropy"
+    if config.anchor_threshold == "auto" and not wants_auto:
+        config.anchor_threshold = None
+
+
+# What is allowed, beside what a setting may be by itself
+
+
+class Check(NamedTuple):
+    """The setting, what must hold of the settings, and what an error says that it must be."""
+
+    name: str
+    holds: Callable[[FR3EConfig], bool]
+    allowed: str
+
+
+# GRPO's settings, of any size: plain GRPO is left what it takes
+REAL, WHOLE = of_type(Real, "a number"), of_type(Integral, "an integer")
+GRPO_TYPES: dict[str, Kind] = {
+    "num_generations": integer(least=2, example="8"),
+    "temperature": REAL._replace(example="1.0"),
+    "top_p": REAL._replace(example="1.0"),
+    "top_k": or_none(WHOLE._replace(example="0")),
+    "min_p": or_none(REAL._replace(example="0.1")),
+    "epsilon": REAL._replace(example="0.2"),
+    "epsilon_high": or_none(REAL._replace(example="0.28")),
+    "beta": REAL._replace(example="0.0"),
+    "num_iterations": WHOLE._replace(example="1"),
+    "reward_weights": or_none(numbers(REAL, "numbers")),
+}
+
+# GRPO's settings, unless nothing of FR3E is on: TRL looks at some only after a batch was explored
+GRPO_KINDS: dict[str, Kind] = {
+    "max_completion_length": integer(least=1, example="512"),
+    "per_device_train_batch_size": integer(least=1, example="8"),
+    "gradient_accumulation_steps": integer(least=1, example="8"),
+    "learning_rate": number(least=0, example="1e-6"),
+    "max_steps": integer(example="100, or -1 to count epochs"),
+    "seed": integer(least=0, most=2**32 - 1, example="42"),
+    "loss_type": one_of("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": one_of("token", "sequence"),
+    "scale_rewards": one_of("none", "group", "batch"),
+    "multi_objective_aggregation": one_of("sum_then_normalize", "normalize_then_sum"),
+    "temperature": number(above=0, example="1.0"),
+    "top_p": number(above=0, most=1, example="1.0, which cuts nothing off"),
+    "min_p": or_none(number(least=0, most=1, example="0.1")),
+    "repetition_penalty": number(above=0, example="1.0"),
+    "epsilon": number(above=0, example="0.2"),
+    "epsilon_high": or_none(number(above=0, example="0.28")),
+    "beta": number(least=0, example="0.0"),
+    "num_iterations": integer(least=1, example="1"),
+    "reward_weights": or_none(numbers(number(), "finite numbers")),
+}
+
+# Of the settings as they were set
+CHECKS_GIVEN = (
+    Check(
+        "anchor_threshold",
+        lambda config: config.anchor_threshold in (None, "auto") or config.anchor_score == "entropy",
+        "'auto' or None unless anchor_score='entropy'",
+    ),
+    Check(
+        "value_tracker",
+        lambda config: config.has_prior or not config.value_tracker,
+        "False with value_prior_strength=0, which turns the prior off; or leave value_prior_strength unset",
+    ),
+    Check(
+        "value_tracker",
+        lambda config: not (config.value_tracker and config.normalizes_rewards),
+        "False with multi_objective_aggregation='normalize_then_sum' or scale_rewards='group'. A prompt's rewards "
+        "then have the mean 0 in every step, and nothing is left to remember",
+    ),
+)
+
+# Once all have their values
+CHECKS_RESOLVED = (
+    Check(
+        "max_refills",
+        lambda config: config.max_refills == 0 or bool(config.reject_degenerate_states),
+        "0 with reject_degenerate_states=False, which leaves nothing to refill; or set reject_degenerate_states=True",
+    ),
+)
+
+# The same, unless nothing of FR3E is on
+CHECKS_ACTIVE = (
+    Check(
+        "top_k",
+        lambda config: config.top_k is None or config.top_k >= (-1 if config.use_vllm else 0),
+        "at least 0, which leaves all tokens (with vLLM -1 does too)",
+    ),
+    Check(
+        "num_generations",
+        lambda config: config.generation_batch_size % config.num_generations == 0,
+        "a divisor of generation_batch_size, which must hold whole groups. It was set when the configuration was made",
+    ),
+)
+
+
+def _is(name: str, kind: Kind) -> Check:
+    """The check of a setting by itself."""
+    works = f", for example {kind.example}" if kind.example else ""
+    return Check(name, lambda config: kind.holds(getattr(config, name)), kind.name + works)
+
+
+def _own_checks() -> Iterator[Check]:
+    """Of FR3E's settings, what their fields say."""
+    for name in _own_fields():
+        annotation, choices = FR3EConfig.__annotations__[name], FR3EConfig.__dataclass_fields__[name].metadata
+        is_optional = type(None) in get_args(annotation)
+        if hasattr(annotation, "__metadata__"):
+            yield _is(name, annotation.__metadata__[0])
+        else:
+            kind = one_of(*choices["choices"]) if "choices" in choices else BOOLEAN
+            yield _is(name, or_none(kind) if is_optional else kind)
+
+
+def _credit_checks() -> Iterator[Check]:
+    """What each credit rule needs."""
+    for credit, rule in CREDIT_RULES.items():
+        remedy = f"with credit={credit!r}, or set credit='rollout'"
+        if rule.needs_anchors:
+            yield Check("num_anchors", functools.partial(_has_anchors, credit), f"above 0, for example None, {remedy}")
+        for name, values in rule.requires.items():
+            yield Check(name, functools.partial(_takes, credit, name), f"{either(values)} {remedy}")
+
+
+def _has_anchors(credit: str, config: FR3EConfig) -> bool:
+    return config.credit != credit or config.num_anchors != 0
+
+
+def _takes(credit: str, name: str, config: FR3EConfig) -> bool:
+    return config.credit != credit or name not in _obstacles(config, credit)
+
+
+def _own_fields() -> list[str]:
+    return [field.name for field in fields(FR3EConfig) if field.name not in GRPOConfig.__dataclass_fields__]
+
+
+# When a check applies, and the checks. "given": before anything is chosen. "resolved": once all settings have their
+# values. "active": then too, unless nothing of FR3E is on
+CHECKS: dict[str, tuple[Check, ...]] = {
+    "given": (*(_is(name, kind) for name, kind in GRPO_TYPES.items()), *_own_checks(), *CHECKS_GIVEN),
+    "resolved": (_is("generation_kwargs", KWARGS), *CHECKS_RESOLVED, *_credit_checks()),
+    "active": (*(_is(name, kind) for name, kind in GRPO_KINDS.items()), *CHECKS_ACTIVE),
+}
+
+
+def _check(config: FR3EConfig, when: str) -> None:
+    """Raise a `ValueError` for the first check that fails. It names the setting, its value, and what works."""
+    for name, holds, allowed in CHECKS[when]:
+        if not holds(config):
+            raise ValueError(f"{name}={getattr(config, name)!r} is not allowed: it must be {allowed}.")
+
+
+def _told_off(parts: list[str], obstacles: dict[str, tuple[Any, Any]]) -> str:
+    """The line that says why parts are off, and how to turn them on."""
+    verb, pronoun = ("is", "it") if len(parts) == 1 and not parts[0].startswith("anchors") else ("are", "them")
+    values = _and([f"{name}={value!r}" for name, (value, _) in obstacles.items()])
+    remedies = _and([f"{name}={remedy!r}" for name, (_, remedy) in obstacles.items()])
+    return f"{_and(parts)} {verb} off because {values}. Set {remedies} to turn {pronoun} on."
+
+
+def _and(texts: list[str]) -> str:
+    *most, last = texts
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _read_threshold(value: str) -> Any:
+    """A threshold, which a command line gives as text."""
+    if value.lower() == "none":
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def with_preset(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a recipe, over those of the preset that its key `preset` names."""
+    settings = dict(settings)
+    preset = settings.pop("preset", None)
+    if preset not in (None, *PRESETS):
+        raise ValueError(f"preset={preset!r} is not allowed: it must be {either(PRESETS)}.")
+    return PRESETS.get(preset, {}) | settings
+
+
+def _sized(settings: dict[str, Any]) -> dict[str, Any]:
+    """Accumulate gradients until the generation batch holds whole groups, unless the batch is already sized."""
+    if not {"gradient_accumulation_steps", "generation_batch_size", "steps_per_generation"} & settings.keys():
+        group, step = settings["num_generations"], settings.get("per_device_train_batch_size", 8)
+        settings["gradient_accumulation_steps"] = group // math.gcd(group, step)
+    return settings
