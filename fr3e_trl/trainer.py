@@ -43,7 +43,7 @@ from .processes import in_every_process
 from .rollout import Explorer, StepRollouts, longest_prompt
 from .tool_loop import TRLToolLoop, limited_tools
 from .trl_adapter import checks, decoding, images, logprobs, resume
-from .trl_adapter.logs import log_metrics, note_evaluation
+from .trl_adapter.logs import log_metrics, mark_empty, note_evaluation
 from .trl_adapter.old_logprobs import OldLogprobs, VLLMCorrection, old_logps_of, score_leftovers
 from .trl_adapter.samplers import make_sampler
 from .trl_adapter.setup import (
@@ -501,12 +501,14 @@ class FR3ETrainer(resume.ExactResume):
         """The only change is that nothing is computed of rows that have no token in the loss."""
         if not self.is_exploring:
             return super()._compute_loss(model, inputs)
-        self._loss_mask = inputs["completion_mask"] * inputs["tool_mask"]
+        mask = self._loss_mask = inputs["completion_mask"] * inputs["tool_mask"]
         entropy_control = self.entropy_coef, self._last_world_entropy
         loss = super()._compute_loss(model, inputs)
         if self.use_adaptive_entropy and self.accelerator.sync_gradients and self._last_world_entropy == 0:
             # No token of this update is in the loss, which TRL takes for an entropy of 0
             self.entropy_coef, self._last_world_entropy = entropy_control
+        if not mask.any():
+            mark_empty(self._metrics["train"], self.accelerator.sync_gradients)
         return loss * inputs["row_shares"].mean() if "row_shares" in inputs else loss
 
     def _get_per_token_logps_and_entropies(

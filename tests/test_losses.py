@@ -101,7 +101,10 @@ def test_rejected_rows_and_micro_batches_have_no_share(loss_type, expected, num_
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo"])
 def test_entropy_bonus_and_kl_have_the_same_shares(loss_type, num_micro_batches):
-    """Both are means over the tokens of the rows in the loss, by micro-batch or over all, like the policy term."""
+    """
+    Both are TRL's: the bonus is a mean over micro-batches, and the KL term of a mean over rows is one over all rows,
+    also those that are not in the loss. But bnpo's micro-batches count by their rows in the loss.
+    """
     trainer = make_trainer(loss_type=loss_type, num_micro_batches=num_micro_batches, beta=0.5, entropy_coef=0.25)
     with torch.no_grad():
         trainer.ref_model.lm_head.weight.mul_(0.5)
@@ -122,7 +125,10 @@ def test_entropy_bonus_and_kl_have_the_same_shares(loss_type, num_micro_batches)
     by_row = num_micro_batches > 1  # micro-batches of one row
     over_rows = loss_type == "grpo" or (loss_type == "bnpo" and by_row)
     expected = OVER_ROWS if over_rows else OVER_TOKENS
-    expected += 0.5 * mean(kls, over_rows) - 0.25 * mean(entropies, by_row)
+    # Two of four rows are in the loss, in two of four micro-batches
+    share_of_kl = 0.5 if loss_type == "grpo" else 1.0
+    share_of_bonus = 0.5 if by_row and loss_type != "bnpo" else 1.0
+    expected += 0.5 * share_of_kl * mean(kls, over_rows) - 0.25 * share_of_bonus * mean(entropies, by_row)
     trainer.train()
     assert logged_loss(trainer) == pytest.approx(expected, abs=1e-5)
     assert trainer.beta == 0.5 and trainer.state.log_history[0]["entropy_coef"] == 0.25
@@ -162,6 +168,9 @@ def test_without_a_row_in_the_loss_nothing_moves():
         )
         trainer.train()
         assert trainer.state.log_history[0]["grad_norm"] == 0 and logged_loss(trainer) == 0
+        # Callbacks find what GRPOTrainer logs
+        assert {"entropy", "kl", "clip_ratio/region_mean"} <= trainer.state.log_history[0].keys()
+        assert trainer.state.log_history[0]["kl"] == 0
 
 
 def test_a_process_whose_rows_are_rejected_has_no_share(tmp_path):

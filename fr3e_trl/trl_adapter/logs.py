@@ -1,40 +1,26 @@
 """What TRL logs."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
 from typing import Any
 
 # Means over the tokens of a micro-batch that are in the loss, beside clip_ratio/...
 OVER_TOKENS = {"entropy", "kl", "cispo_clip_ratio", "vespo/phi_seq_mean"}
 
 
-@contextmanager
-def without_tokens(trainer: Any) -> Iterator[None]:
+def mark_empty(metrics: dict[str, list[float]], is_end_of_update: bool) -> None:
     """
-    Have TRL log no mean over tokens, in a loss that has none. It logs 0 for it, which would count as much as the means
-    of other micro-batches.
-    """
-    metrics = trainer._metrics["train"]
-    before = {name: list(values) for name, values in metrics.items()}
-    yield
-    for name in [name for name in metrics if name in OVER_TOKENS or name.startswith("clip_ratio/")]:
-        if name in before:
-            metrics[name] = before[name]
-        else:
-            del metrics[name]
+    Have a micro-batch without a token in the loss, in any process, count for no mean over tokens.
 
-
-@contextmanager
-def without_window(trainer: Any) -> Iterator[None]:
+    TRL logs 0 for it, which would count as much as the means of other micro-batches. It leaves NaN out. An update of
+    which no micro-batch has a token keeps the 0.
     """
-    Have TRL's adaptive entropy bonus stay as it is where no micro-batch of an update has a token in its loss. TRL takes
-    their entropy for 0, and raises its coefficient.
-    """
-    before = trainer.entropy_coef, trainer._last_world_entropy
-    yield
-    if trainer.use_adaptive_entropy and trainer.accelerator.sync_gradients and trainer._last_world_entropy == 0:
-        trainer.entropy_coef, trainer._last_world_entropy = before
-        trainer._metrics["train"]["entropy_coef"][-1:] = before[:1]
+    if metrics["entropy"][-1] != 0:  # another process has tokens
+        return
+    for name, values in metrics.items():
+        if name in OVER_TOKENS or name.startswith("clip_ratio/"):
+            values[-1] = math.nan
+            if is_end_of_update and all(map(math.isnan, values)):
+                values[-1] = 0.0
 
 
 def note_evaluation(trainer: Any) -> None:
