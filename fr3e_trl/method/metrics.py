@@ -17,14 +17,11 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
 
     Args:
         trees (`list[Tree]`):
-            The step's trees, with the value, modulation and rejection of every state.
+            The step's trees, after credit.
         advantages (`torch.Tensor` of shape (R,)):
             Modulated advantages of the rows in the loss.
         num_rows (`int`):
             Rows of the batch.
-
-    Returns:
-        `dict[str, float]`: Metrics by name.
     """
     states = [state for tree in trees for state in tree.states]
     anchors = [state for state in states if state.parent is not None]

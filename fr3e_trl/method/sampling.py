@@ -51,10 +51,8 @@ class SamplingRequest:
             Token ids to continue: a prompt, or a prompt and the first tokens of a completion.
         num_samples (`int`):
             How many continuations to draw.
-        max_new_tokens (`int`):
-            Token budget of each of them. It is this request's own: requests of one call differ in it.
-        temperature (`float`):
-            Sampling temperature.
+        max_new_tokens (`int`), temperature (`float`):
+            Token budget and sampling temperature of each of them. Requests of one call differ in these.
         num_prompt_tokens (`int`, *optional*):
             How many of `prefix_ids` are the prompt; the others were sampled before. If `None`, all.
         with_entropies (`bool`):

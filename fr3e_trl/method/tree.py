@@ -5,7 +5,7 @@ Where several processes train, each knows the shape, the lengths and the rewards
 its own rows and of the base trajectories that these branch from. Tokens that it does not hold are an empty array.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,17 +26,13 @@ class Score:
     What the reward functions made of a completion.
 
     Args:
-        rewards (`list[float]`):
-            Reward by each of them, NaN where it gave none.
-        reward (`float`):
-            Their weighted sum, NaN if none gave any: the completion is unscorable.
+        rewards (`list[float]`), reward (`float`):
+            Reward by each of them, and their weighted sum. NaN where there is none: the completion is unscorable.
         logs (`dict[str, Any]`):
             What they logged of it, in the process that scored it.
-        is_masked (`bool`):
-            Whether the completion was cut off and nothing is learned from its outcome: `mask_truncated_completions`,
-            where the credit rule leaves such rollouts out.
-        is_left_out (`bool`):
-            The same where the rule counts its outcome: TRL leaves its tokens out of the loss.
+        is_masked, is_left_out (`bool`):
+            Whether the completion was cut off and `mask_truncated_completions` is set. Where the credit rule leaves
+            such rollouts out, nothing is learned from its outcome; otherwise TRL leaves its tokens out of the loss.
     """
 
     rewards: list[float]
@@ -56,10 +52,9 @@ class Dialogue:
             The completion's messages, the policy's and the tools'.
         turns (`list[tuple[int, int]]`):
             Where the policy wrote, in tokens of the completion: the first of each turn, and the one after its last.
-        environment (`Any`, *optional*):
-            The instance that it went through, in the process that sampled it.
-        snapshots (`list[Any]`):
-            Copies of that before each turn, if the environment can be copied.
+        environment (`Any`, *optional*), snapshots (`list[Any]`):
+            The instance that it went through, in the process that sampled it, and copies of that before each turn, if
+            it can be copied.
         is_broken (`bool`):
             Whether it could not go on from its prefix, whose tools answered otherwise when they were asked again.
     """
@@ -75,7 +70,7 @@ class Dialogue:
         return max(i for i, (start, _) in enumerate(self.turns) if start <= position)
 
     def without_environment(self) -> "Dialogue":
-        """What other processes are told of it."""
+        """As other processes know it."""
         return replace(self, environment=None, snapshots=[])
 
 
@@ -123,11 +118,17 @@ class Rollout:
     def __post_init__(self) -> None:
         self.token_ids = as_ids(self.token_ids)
         self.length = len(self.token_ids) or self.length
-        self.num_written = self.num_written or (self.length if self.mask is None else int(self.mask.sum()))
         if self.copy_of is not None:
             self.num_written = 0
+        elif self.num_written == 0:
+            self.num_written = self.length if self.mask is None else int(self.mask.sum())
         if self.logprobs is not None:
             self.logprobs = np.asarray(self.logprobs, dtype=np.float32)
+
+    @property
+    def written(self) -> NDArray[np.bool_]:
+        """Which of its tokens the policy wrote, (L,)."""
+        return np.ones(len(self.token_ids), bool) if self.mask is None else self.mask
 
     @property
     def reward(self) -> float:
@@ -141,24 +142,17 @@ class State:
     A point to which exploration returns: the prompt and the first tokens of a base trajectory.
 
     Args:
-        position (`int`):
-            How many tokens of the base trajectory precede it. 0 for S_0, the prompt alone.
-        prefix_ids (`TokenIds`):
-            These tokens, passed on as ids.
-        parent (`int`, *optional*):
-            Index, in the tree, of the state before it in its chain. `None` for S_0.
-        base (`int`, *optional*):
-            Index of the base trajectory that it lies on. `None` for S_0.
+        position (`int`), prefix_ids (`TokenIds`):
+            How many tokens of the base trajectory precede it, and these tokens. 0 for S_0, the prompt alone.
+        parent, base (`int`, *optional*):
+            Indices, in the tree, of the state before it in its chain, and of the base trajectory that it lies on.
+            `None` for S_0.
         entropy (`float`, *optional*):
             Entropy of the policy at the anchor, in nats. `None` for S_0.
         rollouts (`list[Rollout]`):
             What was sampled from it.
-        value (`float`):
-            V, the mean reward of its rollouts, NaN if none is scorable.
-        modulation (`float`):
-            α, the factor on the advantages of its rollouts.
-        rejected (`bool`):
-            Whether its rollouts leave the loss.
+        value, modulation (`float`), rejected (`bool`):
+            What the credit rule made of it, see [`~fr3e_trl.method.credit.rule.StateCredit`].
         num_written (`int`):
             How many tokens of its prefix the policy wrote, and no tool. By default, all.
     """
@@ -182,20 +176,16 @@ class State:
 @dataclass(eq=False)
 class Tree:
     """
-    What was explored of one prompt.
+    What was explored of one prompt, `prompt_ids`.
 
     Args:
-        prompt_ids (`TokenIds`):
-            The prompt.
         budget (`int`):
             Longest completion allowed, in tokens, prefix included.
         bases (`list[Rollout]`):
             Base trajectories. They are S_0's first rollouts too, unless they were thrown away.
-        entropies (`list[torch.Tensor]`):
-            Entropies along each base trajectory, of shape (L,), in nats, in the process that sampled it; NaN at tokens
-            that the policy did not write.
-        mean_entropies (`list[float]`):
-            Their means.
+        entropies (`list[torch.Tensor]`), mean_entropies (`list[float]`):
+            Entropies along each base trajectory, of shape (L,), in nats, in the process that sampled it, and their
+            means in every process. NaN at tokens that the policy did not write.
         states (`list[State]`):
             S_0, then the anchors' states, each after the one before it in its chain.
         value (`float`):
@@ -219,17 +209,21 @@ class Tree:
     def __post_init__(self) -> None:
         self.prompt_ids = as_ids(self.prompt_ids)
 
-    def branch(self, base: int, anchors: dict[int, float]) -> None:
-        """Add the chain of states on a base trajectory, given the positions of its anchors and the entropies there."""
+    def branch(self, base: int, anchors: Mapping[int, float], num_written: Mapping[int, int] | None = None) -> None:
+        """
+        Add the chain of states on a base trajectory, given the entropies at the positions of its anchors and, where
+        tools wrote some of the tokens before these, how many the policy wrote.
+        """
         parent = 0
         for position, entropy in sorted(anchors.items()):
             prefix_ids = self.bases[base].token_ids[:position]
-            self.states.append(State(position, prefix_ids, parent, base, entropy))
+            written = (num_written or {}).get(position, position)
+            self.states.append(State(position, prefix_ids, parent, base, entropy, num_written=written))
             parent = len(self.states) - 1
 
 
 def chains_of(trees: Sequence[Tree]) -> tuple[list[State], list[int | None]]:
-    """The states of a batch, and for each the index of the state before it in its chain, `None` for an S_0."""
+    """The states of a batch, and for each the index of the state before it in its chain; `None` for an S_0."""
     states: list[State] = []
     parents: list[int | None] = []
     for tree in trees:

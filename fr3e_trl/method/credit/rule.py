@@ -27,7 +27,8 @@ class RowCredit(NamedTuple):
             many each counts for, and the advantage of each. Where a loss is divided by its number of tokens, a token
             that counts for two counts twice. Its advantage has that factor already.
         advantage (`float`):
-            That of the row as a whole, the mean over its own tokens: for tables, metrics, and losses of whole rows.
+            That of the row as a whole, the mean over its own tokens: for tables, metrics, and losses of whole rows. With
+            `length_normalized` it is multiplied by the row's length, so that its unit is that of rewards.
         in_loss (`bool`):
             Whether the row is learned from, or rejected.
     """
@@ -108,17 +109,7 @@ class CreditRule:
     without_prior: ClassVar[str] = "whose base trajectory then has nothing to be compared with and teaches nothing"
 
     def credit(self, trees: Sequence[Tree], plan: Plan, prior: Prior) -> Credit:
-        """
-        Credit the rows of a step.
-
-        Args:
-            trees (`Sequence[Tree]`):
-                Finished trees of P prompts.
-            plan ([`Plan`]):
-                Settings.
-            prior ([`Prior`]):
-                What prompts are expected to be worth, given what they turned out to be.
-        """
+        """Credit the rows of a step, given its finished trees, the settings, and what is expected of its prompts."""
         raise NotImplementedError
 
 
