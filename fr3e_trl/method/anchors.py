@@ -56,8 +56,7 @@ class StoppingRule:
         Args:
             entropies (`np.ndarray` or `torch.Tensor`):
                 Entropy before each token, in nats: along one trajectory, or one of each of several that grow.
-            positions (`np.ndarray` or `torch.Tensor`):
-                Position of each token, of the same shape.
+            positions (`np.ndarray` or `torch.Tensor`): Position of each token, of the same shape.
 
         Returns:
             Boolean mask of the same shape.
@@ -75,14 +74,10 @@ class StoppingRule:
         Anchors among further tokens of a trajectory that grows: their positions, in order.
 
         Args:
-            entropies, eligible (`np.ndarray` of shape (L,)):
-                Of these tokens.
-            begin (`int`):
-                Position of the first of them.
-            num_anchors (`int`):
-                How many to choose at most, with those before.
-            anchors (`Sequence[int]`):
-                Those before.
+            entropies, eligible (`np.ndarray` of shape (L,)): Of these tokens.
+            begin (`int`): Position of the first of them.
+            num_anchors (`int`): How many to choose at most, with those before.
+            anchors (`Sequence[int]`): Those before.
         """
         found = list(anchors)
         uncertain = self.is_uncertain(entropies, np.arange(begin, begin + len(entropies)))
@@ -164,8 +159,7 @@ def select_bases(rewards: list[float], selection: str, seed: str) -> list[int]:
         selection (`str`):
             `"all"`; or `"mixed"`: one of the best-scored and one of the worst-scored when the scores differ, and one at
             random when they do not.
-        seed (`str`):
-            Decides among equals.
+        seed (`str`): Decides among equals.
 
     Returns:
         `list[int]`: Indices of the chosen trajectories: in order, or the better before the worse.
@@ -229,8 +223,7 @@ def next_threshold(threshold: float | None, uncertainties: Sequence[float]) -> f
     The threshold of the next step: the median of this step's uncertainties, smoothed over steps.
 
     Args:
-        threshold (`float`, *optional*):
-            That of this step, in nats.
+        threshold (`float`, *optional*): That of this step, in nats.
         uncertainties (`Sequence[float]`):
             How uncertain this step's base trajectories were, see [`uncertainty`], NaN for those without anchors.
     """

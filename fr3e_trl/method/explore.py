@@ -57,8 +57,7 @@ class BaseReport(NamedTuple):
     What a process reports of a base trajectory.
 
     Args:
-        tree, base (`int`):
-            Which it is.
+        tree, base (`int`): Which it is.
         rollout ([`Rollout`]):
             Its length, and its score if it has one. Its tokens and turns only if other processes have rows that may
             branch from it.
@@ -67,8 +66,7 @@ class BaseReport(NamedTuple):
             tokens before, how many the policy wrote.
         mean_entropy, uncertainty (`float`):
             Of the policy along it, in nats, and its part in the next threshold, see [`uncertainty`].
-        digest (`str`):
-            Of its tokens and the prompt's, which random choices are seeded by.
+        digest (`str`): Of its tokens and the prompt's, which random choices are seeded by.
     """
 
     tree: int
@@ -108,10 +106,8 @@ def explore(
         trees (`list[Tree]`):
             One for each prompt of all processes, with nothing but its budget and, if this process has rows of it, its
             prompt.
-        plan ([`Plan`]):
-            Settings.
-        sampler (`Sampler`):
-            Draws the rollouts.
+        plan ([`Plan`]): Settings.
+        sampler (`Sampler`): Draws the rollouts.
         score (`Scorer`):
             Scores this process's rows, each once, on its whole completion: all in one call, unless base trajectories
             are selected by their scores, which are then scored before.
@@ -119,10 +115,8 @@ def explore(
             Gives the entropies at which to look for anchors, of base trajectories whose sampler did not.
         seed (`tuple[int, ...]`):
             Decides, with the sampled tokens, every choice made at random: not the order or number of trees.
-        sharding ([`RowSharding`], *optional*):
-            Which rows are this process's. If `None`, all are.
-        in_every_process (`InEveryProcess`):
-            Calls a function in every process.
+        sharding ([`RowSharding`], *optional*): Which rows are this process's. If `None`, all are.
+        in_every_process (`InEveryProcess`): Calls a function in every process.
         threshold (`float`, *optional*):
             What stands for `anchor_threshold="auto"`, in nats. If `None`, the highest entropies become anchors.
 
@@ -157,10 +151,8 @@ class AnchorFinder:
     Finds anchors in base trajectories. It goes from process to process with requests, so it holds plain values alone.
 
     Args:
-        rule ([`AnchorRule`]):
-            Chooses positions.
-        seed (`tuple[int, ...]`):
-            Decides what is chosen at random.
+        rule ([`AnchorRule`]): Chooses positions.
+        seed (`tuple[int, ...]`): Decides what is chosen at random.
     """
 
     plan: Plan

@@ -50,10 +50,8 @@ def fill_batch(rows: list[Row], leftovers: list[Row], size: int) -> tuple[list[R
     Put a batch of `size` rows together.
 
     Args:
-        rows (`list[Row]`):
-            The step's own, at least `size`: those of its prompts, then those of further prompts.
-        leftovers (`list[Row]`):
-            Informative rows left over from the step before.
+        rows (`list[Row]`): The step's own, at least `size`: those of its prompts, then those of further prompts.
+        leftovers (`list[Row]`): Informative rows left over from the step before.
 
     Returns:
         `tuple[list[Row], list[Row], int]`: The batch: the first `size` of `rows`, the rejected ones replaced by
@@ -73,8 +71,7 @@ class Refill:
     `max_rounds` rounds a step. For `new_sampler` see [`PromptStream`].
 
     Attributes:
-        leftovers (`list[Row]`):
-            Rows to learn from that the last batch had no place for.
+        leftovers (`list[Row]`): Rows to learn from that the last batch had no place for.
     """
 
     def __init__(
@@ -94,8 +91,7 @@ class Refill:
         Args:
             explore (`Callable`):
                 Explores the prompts at these indices, and returns the rows of all prompts of the step so far.
-            num_prompts, num_rows (`int`):
-                Prompts of a step, and rows of its batch.
+            num_prompts, num_rows (`int`): Prompts of a step, and rows of its batch.
         """
         num_drawn = self.prompts.num_drawn
         try:

@@ -17,10 +17,8 @@ class RowSharding:
     Rows of a batch dealt out to processes, in order, as evenly as they divide, wherever that cuts a group.
 
     Args:
-        num_rows (`int`):
-            Rows of all processes.
-        num_processes, process (`int`):
-            How many processes there are, and which of them this is.
+        num_rows (`int`): Rows of all processes.
+        num_processes, process (`int`): How many processes there are, and which of them this is.
     """
 
     num_rows: int
@@ -44,24 +42,18 @@ class Row:
     A rollout as a row of the batch.
 
     Args:
-        rollout ([`Rollout`]):
-            The continuation, which is what the row has in the loss.
-        holder (`int`):
-            The process that holds its tokens, its example and its log-probabilities.
-        prompt_ids, prefix_ids (`TokenIds`):
-            What it continues.
+        rollout ([`Rollout`]): The continuation, which is what the row has in the loss.
+        holder (`int`): The process that holds its tokens, its example and its log-probabilities.
+        prompt_ids, prefix_ids (`TokenIds`): What it continues.
         example (`dict`), index (`int`, *optional*):
             The dataset's example that it belongs to, and its place where the prompts come from a [`PromptStream`].
-        advantage (`float`):
-            The mean over its own tokens, see [`~fr3e_trl.method.credit.rule.RowCredit`].
-        in_loss (`bool`):
-            Whether it is learned from, or rejected.
+        advantage (`float`): The mean over its own tokens, see [`~fr3e_trl.method.credit.rule.RowCredit`].
+        in_loss (`bool`): Whether it is learned from, or rejected.
         old_logprobs (`torch.Tensor` of shape (L,), *optional*):
             For a row left over from an earlier step, the log-probabilities of its whole completion under the policy
             that it was sampled from. If `None`, that policy is the one at the start of the step, or vLLM's correction
             takes care of the difference.
-        is_left_over (`bool`):
-            Whether it is a row left over from an earlier step.
+        is_left_over (`bool`): Whether it is a row left over from an earlier step.
     """
 
     rollout: Rollout
@@ -112,12 +104,10 @@ def rows_of(
     The rows of finished `trees`: the rollouts of their states, in order, those of S_0 first.
 
     Args:
-        sharding ([`RowSharding`]):
-            Which process has sampled which of them.
+        sharding ([`RowSharding`]): Which process has sampled which of them.
         examples (`dict[int, dict]`):
             The dataset's example of each tree that has rows in this process, by the tree's index.
-        indices (`Sequence[int | None]`):
-            Places of the examples of all trees in the dataset.
+        indices (`Sequence[int | None]`): Places of the examples of all trees in the dataset.
     """
     rows: list[Row] = []
     for i, tree in enumerate(trees):

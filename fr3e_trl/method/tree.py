@@ -28,8 +28,7 @@ class Score:
     Args:
         rewards (`list[float]`), reward (`float`):
             Reward by each of them, and their weighted sum. NaN where there is none: the completion is unscorable.
-        logs (`dict[str, Any]`):
-            What they logged of it, in the process that scored it.
+        logs (`dict[str, Any]`): What they logged of it, in the process that scored it.
         is_masked, is_left_out (`bool`):
             Whether the completion was cut off and `mask_truncated_completions` is set. Where the credit rule leaves
             such rollouts out, nothing is learned from its outcome; otherwise TRL leaves its tokens out of the loss.
@@ -48,8 +47,7 @@ class Dialogue:
     A completion in which tools may have been called.
 
     Args:
-        messages (`list[dict]`):
-            The completion's messages, the policy's and the tools'.
+        messages (`list[dict]`): The completion's messages, the policy's and the tools'.
         turns (`list[tuple[int, int]]`):
             Where the policy wrote, in tokens of the completion: the first of each turn, and the one after its last.
         environment (`Any`, *optional*), snapshots (`list[Any]`):
@@ -80,23 +78,17 @@ class Rollout:
     A continuation of a state's prefix.
 
     Args:
-        token_ids (`TokenIds`):
-            Its tokens, at least one, without the prefix: what was sampled, and what tools answered.
+        token_ids (`TokenIds`): Its tokens, at least one, without the prefix: what was sampled, and what tools answered.
         logprobs (`np.ndarray` of shape (L,), *optional*):
             Their log-probabilities, if the sampler gave them, see [`~fr3e_trl.method.sampling.Sample`].
-        score ([`Score`]):
-            What its whole completion scored, prefix included.
-        length (`int`):
-            How many tokens there are. Taken from `token_ids` where these are held.
+        score ([`Score`]): What its whole completion scored, prefix included.
+        length (`int`): How many tokens there are. Taken from `token_ids` where these are held.
         credit (`list[tuple[int, float, float]]`):
             Its tokens by stretches of equal credit, in order: how many there are, how many each counts for, and the
             advantage of each. Nothing before it is credited.
-        mask (`np.ndarray` of shape (L,), *optional*):
-            Which tokens the policy wrote, and no tool. If `None`, all.
-        num_written (`int`):
-            How many these are; 0 of a copy.
-        dialogue ([`Dialogue`], *optional*):
-            Its whole completion's turns, where there are tools.
+        mask (`np.ndarray` of shape (L,), *optional*): Which tokens the policy wrote, and no tool. If `None`, all.
+        num_written (`int`): How many these are; 0 of a copy.
+        dialogue ([`Dialogue`], *optional*): Its whole completion's turns, where there are tools.
         copy_of (`int`, *optional*):
             The base trajectory that it is again, in the place of a branch that had no anchor there. It was not sampled
             anew, and is not learned from.
@@ -147,14 +139,11 @@ class State:
         parent, base (`int`, *optional*):
             Indices, in the tree, of the state before it in its chain, and of the base trajectory that it lies on.
             `None` for S_0.
-        entropy (`float`, *optional*):
-            Entropy of the policy at the anchor, in nats. `None` for S_0.
-        rollouts (`list[Rollout]`):
-            What was sampled from it.
+        entropy (`float`, *optional*): Entropy of the policy at the anchor, in nats. `None` for S_0.
+        rollouts (`list[Rollout]`): What was sampled from it.
         value, modulation (`float`), rejected (`bool`):
             What the credit rule made of it, see [`~fr3e_trl.method.credit.rule.StateCredit`].
-        num_written (`int`):
-            How many tokens of its prefix the policy wrote, and no tool. By default, all.
+        num_written (`int`): How many tokens of its prefix the policy wrote, and no tool. By default, all.
     """
 
     position: int = 0
@@ -179,19 +168,14 @@ class Tree:
     What was explored of one prompt, `prompt_ids`.
 
     Args:
-        budget (`int`):
-            Longest completion allowed, in tokens, prefix included.
-        bases (`list[Rollout]`):
-            Base trajectories. They are S_0's first rollouts too, unless they were thrown away.
+        budget (`int`): Longest completion allowed, in tokens, prefix included.
+        bases (`list[Rollout]`): Base trajectories. They are S_0's first rollouts too, unless they were thrown away.
         entropies (`list[torch.Tensor]`), mean_entropies (`list[float]`):
             Entropies along each base trajectory, of shape (L,), in nats, in the process that sampled it, and their
             means in every process. NaN at tokens that the policy did not write.
-        states (`list[State]`):
-            S_0, then the anchors' states, each after the one before it in its chain.
-        value (`float`):
-            What the prompt turned out to be worth, by the credit rule, NaN if nothing is known.
-        key (`int`, *optional*):
-            What the prompt is remembered by, in every process.
+        states (`list[State]`): S_0, then the anchors' states, each after the one before it in its chain.
+        value (`float`): What the prompt turned out to be worth, by the credit rule, NaN if nothing is known.
+        key (`int`, *optional*): What the prompt is remembered by, in every process.
         multimodal (`list[dict]`, *optional*):
             The prompt's messages, if there are images in them, in the processes that have rows of it.
     """

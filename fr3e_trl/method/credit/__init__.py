@@ -26,14 +26,10 @@ def credit_rows(rows: Sequence[Row], trees: Sequence[Tree], plan: Plan, tracker:
     Credit the rows of a step: write what the plan's rule makes of `trees` into these and their rows.
 
     Args:
-        rows (`Sequence[Row]`):
-            The rows of all of `trees`, in order.
-        trees (`Sequence[Tree]`):
-            Finished trees.
-        plan ([`Plan`]):
-            Settings.
-        tracker ([`ValueTracker`], *optional*):
-            What prompts were worth in the steps before. It does not learn here.
+        rows (`Sequence[Row]`): The rows of all of `trees`, in order.
+        trees (`Sequence[Tree]`): Finished trees.
+        plan ([`Plan`]): Settings.
+        tracker ([`ValueTracker`], *optional*): What prompts were worth in the steps before. It does not learn here.
     """
     credit = CREDIT_RULES[plan.credit].credit(trees, plan, prior_of(trees, plan, tracker))
     for row, row_credit in zip(rows, credit.rows, strict=True):

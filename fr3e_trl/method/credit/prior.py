@@ -67,12 +67,9 @@ class Ratio:
     A ratio of two means over the last prompts, which begins at `start`.
 
     Args:
-        start (`float`):
-            What it is where nothing is known.
-        numerator, denominator (`float`):
-            Sums over prompts, older ones weighing less.
-        num_prompts (`float`):
-            How many these count as.
+        start (`float`): What it is where nothing is known.
+        numerator, denominator (`float`): Sums over prompts, older ones weighing less.
+        num_prompts (`float`): How many these count as.
     """
 
     start: float
@@ -151,12 +148,9 @@ class ValueTracker:
     Args:
         level, num_prompts (`float`):
             Mean value of the prompts so far, older ones weighing less, and how many prompts it counts as.
-        slope ([`Ratio`]):
-            How much of its offset a prompt keeps.
-        correlation ([`Ratio`]):
-            ρ.
-        table ([`OffsetTable`]):
-            The offset of each prompt that came, by its [`prompt_key`].
+        slope ([`Ratio`]): How much of its offset a prompt keeps.
+        correlation ([`Ratio`]): ρ.
+        table ([`OffsetTable`]): The offset of each prompt that came, by its [`prompt_key`].
     """
 
     level: float = 0.0
@@ -269,14 +263,11 @@ class Prior:
     What the prompts of a batch are expected to be worth, and how much that weighs against rewards.
 
     Args:
-        strength (`float`):
-            κ, in rollouts. With 0 there is no prior where there is anything else to compare with.
-        is_zero (`bool`):
-            Whether each prompt's prior is 0, because rewards are normalized over its rows.
+        strength (`float`): κ, in rollouts. With 0 there is no prior where there is anything else to compare with.
+        is_zero (`bool`): Whether each prompt's prior is 0, because rewards are normalized over its rows.
         tracker ([`ValueTracker`], *optional*):
             What prompts were worth in the steps before. If `None`, the others of the batch are each prompt's prior.
-        keys (`list[int]`):
-            What the tracker knows the batch's prompts by.
+        keys (`list[int]`): What the tracker knows the batch's prompts by.
     """
 
     strength: float = 0.0

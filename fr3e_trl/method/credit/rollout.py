@@ -89,14 +89,10 @@ class Advantages:
     What the rewards of a batch make of its states and rows.
 
     Args:
-        values (`torch.Tensor` of shape (S,)):
-            V of each state, NaN for one with no scorable row.
-        factors (`torch.Tensor` of shape (S,)):
-            α of each state.
-        rejected (`torch.Tensor` of shape (S,)):
-            Whether each state leaves the loss.
-        advantages (`torch.Tensor` of shape (R,)):
-            A' of each row, modulated, and scaled if negative.
+        values (`torch.Tensor` of shape (S,)): V of each state, NaN for one with no scorable row.
+        factors (`torch.Tensor` of shape (S,)): α of each state.
+        rejected (`torch.Tensor` of shape (S,)): Whether each state leaves the loss.
+        advantages (`torch.Tensor` of shape (R,)): A' of each row, modulated, and scaled if negative.
     """
 
     values: torch.Tensor
@@ -145,10 +141,8 @@ def weighted_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> t
     Weighted sum of the reward functions, as GRPO takes it.
 
     Args:
-        rewards_per_func (`torch.Tensor` of shape (R, F)):
-            Rewards, NaN where a function gave none.
-        weights (`torch.Tensor` of shape (F,)):
-            Weight of each function.
+        rewards_per_func (`torch.Tensor` of shape (R, F)): Rewards, NaN where a function gave none.
+        weights (`torch.Tensor` of shape (F,)): Weight of each function.
 
     Returns:
         `torch.Tensor` of shape (R,): Rewards, NaN where no function gave any: the row is unscorable.
@@ -166,10 +160,8 @@ def normalized_rewards(rewards_per_func: torch.Tensor, prompts: torch.Tensor, nu
     origin, in which prompts can be compared.
 
     Args:
-        rewards_per_func (`torch.Tensor` of shape (R, F)):
-            Rewards, NaN where a function gave none.
-        prompts (`torch.Tensor` of shape (R,)):
-            Prompt of each row, as an index below `num_prompts`.
+        rewards_per_func (`torch.Tensor` of shape (R, F)): Rewards, NaN where a function gave none.
+        prompts (`torch.Tensor` of shape (R,)): Prompt of each row, as an index below `num_prompts`.
 
     Returns:
         `torch.Tensor` of shape (R, F): (r - mean) / (std + 1e-4), as GRPO does, NaN where a function gave none; exactly
@@ -195,8 +187,7 @@ def modulation_factors(values: torch.Tensor, parents: list[int | None], modulati
     differences count as 0.
 
     Args:
-        values (`torch.Tensor` of shape (S,)):
-            V of each state, NaN where it has none.
+        values (`torch.Tensor` of shape (S,)): V of each state, NaN where it has none.
 
     Returns:
         `torch.Tensor` of shape (S,): Factors.

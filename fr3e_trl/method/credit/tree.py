@@ -101,22 +101,17 @@ class Paths(NamedTuple):
     The rows of trees, and where they leave each other.
 
     Args:
-        rewards (`torch.Tensor` of shape (R,)):
-            Rewards, NaN where unscorable.
-        parents (`list[int | None]`):
-            For each row, the row that it branched off; `None` for a base trajectory.
+        rewards (`torch.Tensor` of shape (R,)): Rewards, NaN where unscorable.
+        parents (`list[int | None]`): For each row, the row that it branched off; `None` for a base trajectory.
         positions (`list[int]`):
             For each row, how many of its tokens are its parent's: those before are, the one at that position, counted
             from 0, is the first of its own. 0 for a base trajectory.
-        lengths (`list[int]`):
-            Tokens of each row's whole completion.
-        prompts (`torch.Tensor` of shape (R,)):
-            Prompt of each row, as an index.
+        lengths (`list[int]`): Tokens of each row's whole completion.
+        prompts (`torch.Tensor` of shape (R,)): Prompt of each row, as an index.
         counts (`list[int]`):
             How many rows each stands for. A base trajectory that was to have three branches, and ended before two of
             them could leave, stands for three.
-        num_written (`list[int]`):
-            L: how many tokens of each row's whole completion the policy wrote.
+        num_written (`list[int]`): L: how many tokens of each row's whole completion the policy wrote.
     """
 
     rewards: torch.Tensor
@@ -155,8 +150,7 @@ class Stretches:
     What the tokens of a batch are credited with, by stretches of equal credit, in order of row and position.
 
     Args:
-        rows (`torch.Tensor` of shape (N,)):
-            Row whose own tokens each stretch is of.
+        rows (`torch.Tensor` of shape (N,)): Row whose own tokens each stretch is of.
         starts, ends (`torch.Tensor` of shape (N,)):
             First position of each stretch in its row's completion, and the position after its last.
         weights (`torch.Tensor` of shape (N,)):
@@ -199,8 +193,7 @@ def root_baselines(
             Values of trees, see [`tree_values`], and the prompt of each row, as an index.
         priors (`torch.Tensor` of shape (P,)):
             What each prompt is expected to be worth without having been tried, NaN where nothing is known.
-        prior_strength (`float`):
-            κ, in rollouts.
+        prior_strength (`float`): κ, in rollouts.
     """
     known, exist = values.nan_to_num(0), (~values.isnan()).to(values.dtype)
     zeros = values.new_zeros(len(priors))
@@ -218,14 +211,11 @@ def tree_credit(
     nothing to be compared with, and the advantage 0.
 
     Args:
-        paths ([`Paths`]):
-            R rows.
+        paths ([`Paths`]): R rows.
         baselines (`torch.Tensor` of shape (R,)):
             β of each base trajectory, see [`root_baselines`]; NaN where there is none. Those of branches are not read.
-        prior_strength (`float`):
-            κ, in rollouts.
-        length_normalized (`bool`):
-            Whether each row earns (r - β) / L in place of r, as with GRPO's `loss_type="grpo"`.
+        prior_strength (`float`): κ, in rollouts.
+        length_normalized (`bool`): Whether each row earns (r - β) / L in place of r, as with GRPO's `loss_type="grpo"`.
 
     Raises:
         `ValueError`: If a row does not leave its parent among the parent's own tokens.
