@@ -67,11 +67,19 @@ def fill_batch(rows: list[Row], leftovers: list[Row], size: int) -> tuple[list[R
 
 class Refill:
     """
-    Draws the prompts of each step, and further ones while rejection leaves its batch short of rows, in up to
-    `max_rounds` rounds a step. For `new_sampler` see [`PromptStream`].
+    Draws the prompts of each step, and further ones while rejection leaves its batch short of rows.
+
+    Args:
+        train_dataset (`Sequence[dict]`):
+            Training set.
+        new_sampler (`Callable`):
+            See [`PromptStream`].
+        max_rounds (`int`):
+            How many times in a step further prompts are drawn.
 
     Attributes:
-        leftovers (`list[Row]`): Rows to learn from that the last batch had no place for.
+        leftovers (`list[Row]`):
+            Rows to learn from that the last batch had no place for.
     """
 
     def __init__(
@@ -86,12 +94,16 @@ class Refill:
         self, explore: Callable[[list[int]], list[Row]], num_prompts: int, num_rows: int
     ) -> tuple[list[Row], dict[str, float]]:
         """
-        Explore until a batch is full. Returns it, and what to log of it; `leftovers` are then this step's.
+        Explore until a batch is full.
 
         Args:
             explore (`Callable`):
                 Explores the prompts at these indices, and returns the rows of all prompts of the step so far.
-            num_prompts, num_rows (`int`): Prompts of a step, and rows of its batch.
+            num_prompts, num_rows (`int`):
+                Prompts of a step, and rows of its batch.
+
+        Returns:
+            `tuple[list[Row], dict[str, float]]`: The batch, and what to log of it. `leftovers` are then this step's.
         """
         num_drawn = self.prompts.num_drawn
         try:

@@ -26,12 +26,17 @@ class Score:
     What the reward functions made of a completion.
 
     Args:
-        rewards (`list[float]`), reward (`float`):
-            Reward by each of them, and their weighted sum. NaN where there is none: the completion is unscorable.
-        logs (`dict[str, Any]`): What they logged of it, in the process that scored it.
-        is_masked, is_left_out (`bool`):
-            Whether the completion was cut off and `mask_truncated_completions` is set. Where the credit rule leaves
-            such rollouts out, nothing is learned from its outcome; otherwise TRL leaves its tokens out of the loss.
+        rewards (`list[float]`):
+            Reward by each of them, NaN where it gave none.
+        reward (`float`):
+            Their weighted sum, NaN if none gave any: the completion is unscorable.
+        logs (`dict[str, Any]`):
+            What they logged of it, in the process that scored it.
+        is_masked (`bool`):
+            Whether the completion was cut off and nothing is learned from its outcome: `mask_truncated_completions`,
+            where the credit rule leaves such rollouts out.
+        is_left_out (`bool`):
+            The same where the rule counts its outcome: TRL leaves its tokens out of the loss.
     """
 
     rewards: list[float]
