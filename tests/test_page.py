@@ -668,11 +668,11 @@ def test_branches_and_copies_are_told(opened):
     page.wait_for_selector(".branch")
     assert "1 copy A copy is a missing branch" in page.locator("main .summary").text_content()
     told = page.locator("main > article").first.locator("> .note").all_text_contents()
-    assert told[1] == "A: +1.00 before S1, −0.12 to the end."
-    assert told[2].startswith(
+    assert told[0] == "A: +1.00 before S1, −0.12 to the end."
+    assert told[1].startswith(
         "It failed, and yet A is above 0 on average: tokens before a branch learn from the branch"
     )
-    assert told[3] == "Counts for 1 copy too: it had no anchor for that branch."
+    assert told[2] == "Counts for 1 copy too: it had no anchor for that branch."
     told = page.locator(".branch .note").all_text_contents()
     assert told[0] == "Begins with z. The trajectory has y."
     assert told[1].endswith(", as the trajectory goes on.")

@@ -21,7 +21,7 @@ from fr3e_trl.bench.measures import MeasuredFR3ETrainer
 from fr3e_trl.display import render_tree
 from fr3e_trl.method.anchors import AboveThreshold, even_shares, next_threshold, uncertainty
 from fr3e_trl.method.credit import credit_rows
-from fr3e_trl.method.credit.tree import TREE_LOSSES
+from fr3e_trl.method.credit.tree import TREE_LOSSES, paths_of
 from fr3e_trl.method.refill import row_from, state_of
 from fr3e_trl.method.rows import RowSharding, rows_of, token_credit
 from fr3e_trl.method.sampling import Sample
@@ -177,12 +177,12 @@ def make_tree(rewards=(0.0, 1.0, 0.0)):
     return tree
 
 
-def credited(trees, **settings):
+def credited(trees, plan=None, **settings):
     settings = {"value_prior_strength": 4} | settings
     config = make_config(num_generations=3, per_device_train_batch_size=3, num_base_trajectories=1, **settings)
     examples = {i: {} for i in range(len(trees))}
     rows = rows_of(trees, RowSharding(3 * len(trees)), examples, [None] * len(trees))
-    credit_rows(rows, trees, config.plan)
+    credit_rows(rows, trees, replace(config.plan, **plan or {}))
     return rows
 
 
@@ -215,6 +215,49 @@ def test_a_tree_by_hand():
     assert row_from(state_of(rows[0], with_tokens=False), None).rollout.credit == rows[0].rollout.credit
     halved = credited([make_tree(), other_tree()], negative_advantage_scale=0.5)
     assert halved[0].rollout.credit[1][2] == pytest.approx(-0.36) and halved[1].advantage == rows[1].advantage
+
+
+def test_a_tree_by_length_by_hand():
+    """As with GRPO's mean over rows. What each row earns is (r - .2) / L, of 10, 8 and 12 tokens."""
+    earned = [-0.02, 0.1, -0.2 / 12]
+    rows = credited([make_tree(), other_tree()], plan={"length_normalized": True})
+    first, second = earned[1] / 5, (earned[1] + earned[2]) / 6
+    expected = [
+        [(3, 1 / 10 + 1 / 8 + 1 / 12, sum(earned)), (4, 1 / 10 + 1 / 12, earned[0] + earned[2] - 2 * first)],
+        [(5, 1 / 8, earned[1] - (earned[0] + earned[2]) / 6)],
+        [(5, 1 / 12, earned[2] - (earned[0] + earned[1]) / 6)],
+    ]
+    expected[0].append((3, 1 / 10, earned[0] - second))
+    for row, stretches in zip(rows, expected, strict=False):
+        assert [value for stretch in row.rollout.credit for value in stretch] == pytest.approx(sum(stretches, ()))
+    # Of the row as a whole, in the unit of rewards: its one stretch by its length
+    assert rows[1].advantage == pytest.approx(8 * expected[1][0][2])
+    # Equal rewards teach nothing, however rounded
+    assert not any(
+        row.in_loss for row in credited([other_tree(0.1), other_tree(0.1)], plan={"length_normalized": True})
+    )
+
+
+def test_a_batch_scaled_by_its_deviation():
+    """As by GRPO, over all rows, copies included: here 0, 1, 0 and three times .2."""
+    deviation = torch.tensor([0, 1, 0, 0.2, 0.2, 0.2]).std().item() + 1e-4
+    plain, scaled = (credited([make_tree(), other_tree()], plan={"scale": scale}) for scale in ("none", "batch"))
+    for one, other in zip(plain, scaled, strict=True):
+        assert other.advantage == pytest.approx(one.advantage / deviation, rel=1e-6) and one.in_loss == other.in_loss
+        assert [n for n, _, _ in other.rollout.credit] == [n for n, _, _ in one.rollout.credit]
+
+
+def test_lengths_are_of_what_the_policy_wrote():
+    """Tokens of tools, in a branch's prefix too, are none of a row's length."""
+    trainer = factory.make_tool_trainer(num_generations=4, per_device_train_batch_size=8, max_steps=1)
+    trainer.train()
+    rollouts = [r for tree in trainer.trees for state in tree.states for r in state.rollouts]
+    lengths = [sum(end - start for start, end in r.dialogue.turns) for r in rollouts]
+    written = paths_of(trainer.trees).num_written
+    own = [(length, n) for length, n, r in zip(lengths, written, rollouts, strict=True) if r.copy_of is None]
+    assert all(length == n for length, n in own)
+    prefixes = [(s.position, s.num_written) for tree in trainer.trees for s in tree.states]
+    assert any(n < position for position, n in prefixes)
 
 
 def test_rows_without_credit_leave_the_loss():

@@ -10,8 +10,13 @@ An anchor rule chooses positions. There are two kinds:
       may leave it then. A new one is a subclass with one method, and a line in `ANCHOR_RULES`.
     - A [`Ranking`] takes the highest scores of a finished trajectory.
 
-Numbers along a trajectory may be NumPy arrays, or tensors on the CPU. Shapes are written with
-    - L: length of a completion
+Numbers along a trajectory may be NumPy arrays, or tensors on the CPU. Shapes are written with L, the length of a
+completion, and arguments of these names are the same everywhere:
+    - entropies, of shape (L,): entropy of the next-token distribution at each position, in nats
+    - logprobs, of shape (L,): log-probability of each token, in nats
+    - eligible, of shape (L,): boolean mask of the positions that may be chosen, see [`eligible_positions`]
+    - num_anchors: how many to choose at most
+    - min_gap: least distance of two anchors, in tokens
 """
 
 import math
@@ -34,36 +39,13 @@ class AnchorRule(Protocol):
     """Chooses the anchors of a trajectory."""
 
     def choose(self, entropies: Any, logprobs: Any, eligible: Any, num_anchors: int, seed: str) -> list[int]:
-        """
-        Choose anchors of a finished trajectory.
-
-        Args:
-            entropies (`np.ndarray` of shape (L,)):
-                Entropy of the next-token distribution at each position, in nats.
-            logprobs (`np.ndarray` of shape (L,)):
-                Log-probability of each token, in nats.
-            eligible (`np.ndarray` of shape (L,)):
-                Boolean mask of the positions that may be chosen, see [`eligible_positions`].
-            num_anchors (`int`):
-                How many to choose at most.
-            seed (`str`):
-                Decides what is chosen at random.
-
-        Returns:
-            `list[int]`: At most `num_anchors` positions, the best first.
-        """
+        """Positions of a finished trajectory to become anchors, the best first. `seed` decides what is random."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoppingRule:
-    """
-    Chooses the first positions that [`is_uncertain`] names. What follows a position has no part in it.
-
-    Args:
-        min_gap (`int`):
-            Least distance of two anchors, in tokens.
-    """
+    """Chooses the first positions that [`is_uncertain`] names. What follows a position has no part in it."""
 
     min_gap: int = 1
 
@@ -74,8 +56,7 @@ class StoppingRule:
         Args:
             entropies (`np.ndarray` or `torch.Tensor`):
                 Entropy before each token, in nats: along one trajectory, or one of each of several that grow.
-            positions (`np.ndarray` or `torch.Tensor`):
-                Position of each token, of the same shape.
+            positions (`np.ndarray` or `torch.Tensor`): Position of each token, of the same shape.
 
         Returns:
             Boolean mask of the same shape.
@@ -90,22 +71,13 @@ class StoppingRule:
         self, entropies: Any, begin: int, num_anchors: int, anchors: Sequence[int] = (), eligible: Any = True
     ) -> list[int]:
         """
-        Anchors among further tokens of a trajectory that grows.
+        Anchors among further tokens of a trajectory that grows: their positions, in order.
 
         Args:
-            entropies (`np.ndarray` of shape (L,)):
-                Entropy before each of these tokens, in nats.
-            begin (`int`):
-                Position of the first of them.
-            num_anchors (`int`):
-                How many to choose at most, with those before.
-            anchors (`Sequence[int]`):
-                Those before.
-            eligible (`np.ndarray` of shape (L,)):
-                Boolean mask of the tokens that may be chosen.
-
-        Returns:
-            `list[int]`: Positions, in order.
+            entropies, eligible (`np.ndarray` of shape (L,)): Of these tokens.
+            begin (`int`): Position of the first of them.
+            num_anchors (`int`): How many to choose at most, with those before.
+            anchors (`Sequence[int]`): Those before.
         """
         found = list(anchors)
         uncertain = self.is_uncertain(entropies, np.arange(begin, begin + len(entropies)))
@@ -123,13 +95,7 @@ class StoppingRule:
 
 @dataclass(frozen=True, kw_only=True)
 class AboveThreshold(StoppingRule):
-    """
-    The first positions whose entropy reaches a threshold, but for those where nothing is uncertain.
-
-    Args:
-        threshold (`float`):
-            In nats.
-    """
+    """The first positions whose entropy reaches a threshold in nats, but for those where nothing is uncertain."""
 
     threshold: float
 
@@ -140,15 +106,7 @@ class AboveThreshold(StoppingRule):
 
 @dataclass(frozen=True)
 class Ranking:
-    """
-    The positions with the highest scores of a whole trajectory.
-
-    Args:
-        scores (`Callable`):
-            Scores positions: (entropies, log-probs, seed) to an `np.ndarray` of shape (L,).
-        min_gap (`int`):
-            Least distance of two anchors, in tokens.
-    """
+    """The positions with the highest `scores` of a whole trajectory: (entropies, log-probs, seed) to an (L,) array."""
 
     scores: Callable[[Any, Any, str], Any]
     min_gap: int = 1
@@ -201,8 +159,7 @@ def select_bases(rewards: list[float], selection: str, seed: str) -> list[int]:
         selection (`str`):
             `"all"`; or `"mixed"`: one of the best-scored and one of the worst-scored when the scores differ, and one at
             random when they do not.
-        seed (`str`):
-            Decides among equals.
+        seed (`str`): Decides among equals.
 
     Returns:
         `list[int]`: Indices of the chosen trajectories: in order, or the better before the worse.
@@ -221,17 +178,10 @@ def select_bases(rewards: list[float], selection: str, seed: str) -> list[int]:
 
 def eligible_positions(entropies: Any, budget: int) -> np.ndarray:
     """
-    Positions of a trajectory that may become anchors.
+    Positions of a trajectory that may become anchors, a mask (L,).
 
-    Args:
-        entropies (`np.ndarray` of shape (L,)):
-            Entropy of the next-token distribution at each position, in nats; NaN at tokens of tools.
-        budget (`int`):
-            Longest completion allowed, in tokens.
-
-    Returns:
-        `np.ndarray` of shape (L,): Boolean mask. Position 0 is never eligible, nor is a token of a tool, nor one that
-        leaves nothing of the budget.
+    Position 0 is never eligible, nor is a token of a tool, whose entropy is NaN, nor one that leaves nothing of the
+    budget, the longest completion allowed in tokens.
     """
     eligible = ~np.isnan(np.asarray(entropies))
     eligible[:1] = eligible[max(budget, 0) :] = False
@@ -240,20 +190,9 @@ def eligible_positions(entropies: Any, budget: int) -> np.ndarray:
 
 def rank_anchors(scores: Any, eligible: Any, num_anchors: int, min_gap: int = 1) -> list[int]:
     """
-    Positions with the highest scores, best first, ties going to the earlier one.
+    Positions with the highest `scores` (L,), best first, ties going to the earlier one.
 
-    Args:
-        scores (`np.ndarray` of shape (L,)):
-            Score of each position.
-        eligible (`np.ndarray` of shape (L,)):
-            Boolean mask of the positions that may be chosen.
-        num_anchors (`int`):
-            How many to choose at most.
-        min_gap (`int`):
-            A position closer than this, in tokens, to a better anchor is not chosen.
-
-    Returns:
-        `list[int]`: At most `num_anchors` positions; fewer if no more are eligible.
+    A position closer than `min_gap` to a better anchor is not chosen, and fewer are if no more are eligible.
     """
     positions = np.flatnonzero(eligible)
     best_first = positions[np.argsort(-np.asarray(scores)[positions], kind="stable")]
@@ -270,13 +209,8 @@ def uncertainty(entropies: Any, eligible: Any, num_anchors: int, min_gap: int = 
     """
     How uncertain a trajectory is where it is to branch: the threshold at which it has as many anchors as it gets.
 
-    Args:
-        entropies, eligible, num_anchors, min_gap:
-            See [`rank_anchors`].
-
-    Returns:
-        `float`: Entropy of the position that is `num_anchors`-th of the most uncertain ones, in nats; 0 if there are
-        fewer, and NaN for no anchors.
+    This is the entropy of the position that is `num_anchors`-th of the most uncertain ones, in nats; 0 if there are
+    fewer, and NaN for no anchors.
     """
     if num_anchors == 0:
         return math.nan
@@ -286,11 +220,10 @@ def uncertainty(entropies: Any, eligible: Any, num_anchors: int, min_gap: int = 
 
 def next_threshold(threshold: float | None, uncertainties: Sequence[float]) -> float:
     """
-    The threshold of the next step: their median, smoothed over steps.
+    The threshold of the next step: the median of this step's uncertainties, smoothed over steps.
 
     Args:
-        threshold (`float`, *optional*):
-            That of this step, in nats.
+        threshold (`float`, *optional*): That of this step, in nats.
         uncertainties (`Sequence[float]`):
             How uncertain this step's base trajectories were, see [`uncertainty`], NaN for those without anchors.
     """
@@ -308,15 +241,8 @@ def share_anchors(ranked: list[list[int]], num_anchors: int) -> list[list[int]]:
     """
     Divide a prompt's anchors among the chosen trajectories as evenly as they allow, the odd ones to the better.
 
-    Args:
-        ranked (`list[list[int]]`):
-            For each trajectory, the better first: its anchors, best first.
-        num_anchors (`int`):
-            Anchors of the prompt.
-
-    Returns:
-        `list[list[int]]`: For each trajectory its anchors, sorted by position. What one cannot use goes to the others;
-        fewer than `num_anchors` in all if they are too short.
+    `ranked` has the anchors of each trajectory, the better one first, best first. What one cannot use goes to the
+    others. Returns those that each gets, sorted by position: fewer than `num_anchors` in all if they are too short.
     """
     turns = [(turn, i) for i, anchors in enumerate(ranked) for turn in range(len(anchors))]
     counts = Counter(i for _, i in sorted(turns)[:num_anchors])

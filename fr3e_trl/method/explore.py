@@ -3,9 +3,9 @@ First Return, and Entropy-Eliciting Explore: the two stages in which trees of ro
 
 First Return samples base trajectories from each prompt. Explore branches new rollouts off them at their anchors.
 
-Each process samples, scores and looks for anchors in the rows that are dealt to it. What the processes tell each other
-is how long and how good their rollouts are and where anchors might be; tokens only of the base trajectories of prompts
-whose rows are dealt to several of them.
+Each process samples, scores and looks for anchors in the rows that are dealt to it. Processes exchange how long and how
+good their rollouts are and where anchors might be, and tokens only of the base trajectories of prompts whose rows are
+dealt to several of them.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from .rows import RowSharding
 from .sampling import Branching, Sample, Sampler, SamplingRequest
 from .tree import Dialogue, Rollout, Score, State, TokenIds, Tree, as_ids
 
-# Scores completions: (index of each one's tree, their whole token ids, their turns) to what they scored.
+# Scores completions: (index of each one's tree, their whole token ids, their turns) to scores.
 Scorer = Callable[[list[int], list[TokenIds], list[Dialogue | None]], list[Score]]
 
 # The policy's view of completions: (prompts, completions, messages of those prompts that have images) to log-probs and
@@ -51,39 +51,41 @@ Base = tuple[int, int]
 # A row: the index of its tree, its state, and which of the state's rollouts it is
 Slot = tuple[int, State, int]
 
-# What a process tells of a row: its length, how many of its tokens the policy wrote, its score, and whether it begins
-# with another token than its base trajectory has there
-Outcome = tuple[int, int, Score, bool | None]
 
-
-@dataclass(frozen=True)
-class Survey:
+class BaseReport(NamedTuple):
     """
-    What a process tells the others of a base trajectory.
+    What a process reports of a base trajectory.
 
     Args:
-        tree, base (`int`):
-            Which it is.
+        tree, base (`int`): Which it is.
         rollout ([`Rollout`]):
-            How long it is, and what it scored, if it was scored already. Its tokens and turns only if other processes
-            have rows that may branch from it.
-        mean_entropy (`float`):
-            Of the policy along it, in nats.
-        anchors (`dict[int, float]`):
-            Positions that may become anchors, best first, and the entropies there.
-        uncertainty (`float`):
-            Its part in the next threshold, see [`uncertainty`].
-        digest (`str`):
-            Of its tokens and the prompt's, which random choices are seeded by.
+            Its length, and its score if it has one. Its tokens and turns only if other processes have rows that may
+            branch from it.
+        anchors (`dict[int, float]`), num_written (`dict[int, int]`):
+            Positions that may become anchors, best first, with the entropies there and, where tools wrote some of the
+            tokens before, how many the policy wrote.
+        mean_entropy, uncertainty (`float`):
+            Of the policy along it, in nats, and its part in the next threshold, see [`uncertainty`].
+        digest (`str`): Of its tokens and the prompt's, which random choices are seeded by.
     """
 
     tree: int
     base: int
     rollout: Rollout
-    mean_entropy: float
     anchors: dict[int, float]
+    num_written: dict[int, int]
+    mean_entropy: float
     uncertainty: float
     digest: str
+
+
+class RowReport(NamedTuple):
+    """What a process reports of a row, see [`Rollout`]."""
+
+    length: int
+    num_written: int
+    score: Score
+    differs: bool | None
 
 
 def explore(
@@ -104,21 +106,17 @@ def explore(
         trees (`list[Tree]`):
             One for each prompt of all processes, with nothing but its budget and, if this process has rows of it, its
             prompt.
-        plan ([`Plan`]):
-            Settings.
-        sampler (`Sampler`):
-            Draws the rollouts.
+        plan ([`Plan`]): Settings.
+        sampler (`Sampler`): Draws the rollouts.
         score (`Scorer`):
-            Scores them: this process's rows, in one call unless base trajectories are selected by their scores, which
-            then are scored before. Each is scored once, on its whole completion.
+            Scores this process's rows, each once, on its whole completion: all in one call, unless base trajectories
+            are selected by their scores, which are then scored before.
         token_statistics (`TokenStatistics`):
             Gives the entropies at which to look for anchors, of base trajectories whose sampler did not.
         seed (`tuple[int, ...]`):
             Decides, with the sampled tokens, every choice made at random: not the order or number of trees.
-        sharding ([`RowSharding`], *optional*):
-            Which rows are this process's. If `None`, all are.
-        in_every_process (`InEveryProcess`):
-            Calls a function in every process.
+        sharding ([`RowSharding`], *optional*): Which rows are this process's. If `None`, all are.
+        in_every_process (`InEveryProcess`): Calls a function in every process.
         threshold (`float`, *optional*):
             What stands for `anchor_threshold="auto"`, in nats. If `None`, the highest entropies become anchors.
 
@@ -127,11 +125,13 @@ def explore(
         without anchors.
     """
     sharding = sharding or RowSharding(len(trees) * plan.num_rows)
-    exploration = _Exploration(trees, plan, sampler, score, token_statistics, seed, sharding, threshold)
-    surveys = [survey for of_process in in_every_process(exploration.first_return) for survey in of_process]
-    exploration.branch(surveys)
-    exploration.take_down(in_every_process(exploration.explore))
-    return [survey.uncertainty for survey in surveys]
+    anchors = AnchorFinder(plan, anchor_rule(plan, threshold), seed)
+    exploration = _Exploration(trees, plan, sampler, score, token_statistics, sharding, anchors)
+    bases = [report for reports in in_every_process(exploration.sample_bases) for report in reports]
+    exploration.place_rows(bases)
+    rows = [report for reports in in_every_process(exploration.sample_branches) for report in reports]
+    exploration.record(rows)
+    return [base.uncertainty for base in bases]
 
 
 def own_bases(num_trees: int, plan: Plan, sharding: RowSharding) -> list[Base]:
@@ -146,22 +146,27 @@ def own_bases(num_trees: int, plan: Plan, sharding: RowSharding) -> list[Base]:
 
 
 @dataclass(frozen=True)
-class _Anchors:
+class AnchorFinder:
     """
     Finds anchors in base trajectories. It goes from process to process with requests, so it holds plain values alone.
 
     Args:
-        plan ([`Plan`]):
-            Settings.
-        rule ([`AnchorRule`]):
-            Chooses positions.
-        seed (`tuple[int, ...]`):
-            Decides what is chosen at random.
+        rule ([`AnchorRule`]): Chooses positions.
+        seed (`tuple[int, ...]`): Decides what is chosen at random.
     """
 
     plan: Plan
     rule: AnchorRule
     seed: tuple[int, ...]
+
+    @property
+    def shares(self) -> list[int]:
+        """The most anchors of each of a prompt's base trajectories where all are explored alike."""
+        return even_shares(self.plan.shape.num_anchors, self.plan.shape.num_bases)
+
+    @property
+    def stopping_rule(self) -> StoppingRule | None:
+        return self.rule if isinstance(self.rule, StoppingRule) else None
 
     def __call__(self, request: SamplingRequest, samples: Sequence[Sample]) -> list[list[int]]:
         """Anchors of all base trajectories of a prompt, as they are sampled."""
@@ -180,11 +185,10 @@ class _Anchors:
 
     def share(self, ranked: list[list[int]]) -> list[list[int]]:
         """Anchors of each of a prompt's base trajectories that are explored, in order, of those that it may have."""
-        wants_stopping_rule = CREDIT_RULES[self.plan.credit].wants_stopping_rule
-        if not (wants_stopping_rule or isinstance(self.rule, StoppingRule)):
+        if self.stopping_rule is None and not CREDIT_RULES[self.plan.credit].wants_stopping_rule:
             return share_anchors(ranked, self.plan.shape.num_anchors)
-        # What one cannot use goes to none: how many rows a tree has must not depend on its tokens. Nor is it known in
-        # time where rollouts leave while it grows
+        # What one cannot use goes to none, because how many rows a tree has must not depend on its tokens, and because
+        # rollouts that leave while it grows cannot know
         shares = even_shares(self.plan.shape.num_anchors, len(ranked))
         return [sorted(positions[:share]) for positions, share in zip(ranked, shares, strict=True)]
 
@@ -192,7 +196,7 @@ class _Anchors:
 @dataclass
 class _Exploration:
     """
-    A process's part in growing trees, with what [`explore`] takes. Its stages are in order.
+    A process's part in growing trees, with what [`explore`] takes. Its public methods are the stages, in order.
 
     Attributes:
         drawn (`dict[Base, dict[int, list[Sample]]]`):
@@ -202,81 +206,58 @@ class _Exploration:
     trees: list[Tree]
     plan: Plan
     sampler: Sampler
-    score: Scorer
+    scorer: Scorer
     token_statistics: TokenStatistics
-    seed: tuple[int, ...]
     sharding: RowSharding
-    threshold: float | None
+    anchors: AnchorFinder
     drawn: dict[Base, dict[int, list[Sample]]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.anchors = _Anchors(self.plan, anchor_rule(self.plan, self.threshold), self.seed)
-        self.credit_rule = CREDIT_RULES[self.plan.credit]
 
     # First Return
 
-    def first_return(self) -> list[Survey]:
+    def sample_bases(self) -> list[BaseReport]:
         """Sample this process's base trajectories, and rank their positions."""
-        bases = own_bases(len(self.trees), self.plan, self.sharding)
-        self._sample_bases(bases)
-        if self.plan.base_selection != "all":
-            self._score([(i, self.trees[i].states[0], self.trees[i].bases[b]) for i, b in bases])
-        return self._survey(bases) if self.plan.shape.num_anchors else []
-
-    def _sample_bases(self, bases: list[Base]) -> None:
-        """Sample base trajectories. What the sampler drew of their branches goes into `drawn`."""
+        num_bases = self.plan.shape.num_bases
         for tree in self.trees:
-            tree.bases = [Rollout() for _ in range(self.plan.shape.num_bases)]
-            tree.entropies = [None] * self.plan.shape.num_bases
-            tree.mean_entropies = [math.nan] * self.plan.shape.num_bases
-        branching = self._branching()
-        requests = [
-            SamplingRequest(
-                self.trees[i].prompt_ids,
-                num_samples,
-                self.trees[i].budget,
-                self.plan.temperature,
-                with_entropies=self.plan.shape.num_anchors > 0,
-                branching=None if self._straddles(i) else branching,
-                tree=i,
-                multimodal=self.trees[i].multimodal,
-            )
-            for i, num_samples in Counter(i for i, _ in bases).items()
-        ]
-        samples = (sample for of_request in self.sampler.sample(requests) for sample in of_request)
+            tree.bases = [Rollout() for _ in range(num_bases)]
+            tree.entropies, tree.mean_entropies = [None] * num_bases, [math.nan] * num_bases
+        bases = own_bases(len(self.trees), self.plan, self.sharding)
+        requests = [self._base_request(i, num_samples) for i, num_samples in Counter(i for i, _ in bases).items()]
+        samples = [sample for samples in self.sampler.sample(requests) for sample in samples]
         for (i, b), sample in zip(bases, samples, strict=True):
             self.trees[i].bases[b] = _rollout(sample)
             if sample.entropies is not None:
                 self.trees[i].entropies[b] = torch.as_tensor(sample.entropies)
             self.drawn[i, b] = sample.branches
+        if self.plan.base_selection != "all":
+            self._score([(i, self.trees[i].states[0], self.trees[i].bases[b]) for i, b in bases])
+        if self.plan.shape.num_anchors == 0:
+            return []
+        logprobs = self._complete_statistics(bases)
+        return [self._report(i, b, np.asarray(logprobs[i, b])) for i, b in bases]
 
-    def _branching(self) -> Branching | None:
-        """What branches off, if that depends on nothing but the prompt's own base trajectories."""
-        shape = self.plan.shape
-        if not (shape.num_anchors and self.plan.reuse_base and self.plan.base_selection == "all"):
-            return None
-        rule = self.anchors.rule if isinstance(self.anchors.rule, StoppingRule) else None
-        shares = even_shares(shape.num_anchors, shape.num_bases)
-        return Branching(shape.num_rollouts, self.anchors, shares, rule)
+    def _base_request(self, i: int, num_samples: int) -> SamplingRequest:
+        """Asks for base trajectories, with their branches if these depend on nothing but the base trajectories."""
+        shape, tree, branching = self.plan.shape, self.trees[i], None
+        if shape.num_anchors and self.plan.reuse_base and self.plan.base_selection == "all" and not self._straddles(i):
+            branching = Branching(shape.num_rollouts, self.anchors, self.anchors.shares, self.anchors.stopping_rule)
+        return SamplingRequest(
+            tree.prompt_ids,
+            num_samples,
+            tree.budget,
+            self.plan.temperature,
+            with_entropies=shape.num_anchors > 0,
+            branching=branching,
+            tree=i,
+            multimodal=tree.multimodal,
+        )
 
     def _straddles(self, tree: int) -> bool:
         """Whether several processes have rows of a tree."""
         first = tree * self.plan.num_rows
         return self.sharding.owner(first) != self.sharding.owner(first + self.plan.num_rows - 1)
 
-    # Where to branch
-
-    def _survey(self, bases: list[Base]) -> list[Survey]:
-        """Rank the positions of this process's base trajectories."""
-        logprobs = self._fill_in_statistics(bases)
-        shares = even_shares(self.plan.shape.num_anchors, self.plan.shape.num_bases)
-        return [
-            self._survey_base(i, b, np.asarray(of_base), shares[b])
-            for (i, b), of_base in zip(bases, logprobs, strict=True)
-        ]
-
-    def _fill_in_statistics(self, bases: list[Base]) -> list[Any]:
-        """Have the entropies along all base trajectories, and return log-probs of their tokens, (L,) each."""
+    def _complete_statistics(self, bases: list[Base]) -> dict[Base, Any]:
+        """Compute the entropies that the sampler did not give, and return the log-probs of all `bases`, (L,) each."""
         trees = self.trees
         unknown = [(i, b) for i, b in bases if trees[i].entropies[b] is None]
         # Also where none is: it may be a collective call
@@ -288,75 +269,88 @@ class _Exploration:
         logprobs_of: dict[Base, Any] = {(i, b): trees[i].bases[b].logprobs for i, b in bases}
         for (i, b), (logprobs, entropies) in zip(unknown, statistics, strict=True):
             logprobs_of[i, b] = logprobs
-            mask = trees[i].bases[b].mask
-            written = torch.ones(len(entropies), dtype=torch.bool) if mask is None else torch.from_numpy(mask)
-            trees[i].entropies[b] = torch.where(written, entropies, math.nan)
-        return [logprobs_of[base] for base in bases]
+            trees[i].entropies[b] = entropies.masked_fill(~torch.from_numpy(trees[i].bases[b].written), math.nan)
+        return logprobs_of
 
-    def _survey_base(self, i: int, b: int, logprobs: np.ndarray, share: int) -> Survey:
+    def _report(self, i: int, b: int, logprobs: np.ndarray) -> BaseReport:
         tree = self.trees[i]
         rollout, entropies = tree.bases[b], np.asarray(tree.entropies[b])
         digest = _digest(tree.prompt_ids, rollout.token_ids)
         eligible = eligible_positions(entropies, tree.budget)
         positions = self.anchors.rank(b, digest, entropies, logprobs, eligible)
-        return Survey(
+        return BaseReport(
             tree=i,
             base=b,
             rollout=_for_others(rollout, holds_tokens=self._straddles(i)),
-            mean_entropy=(entropies if rollout.mask is None else entropies[rollout.mask]).mean().item(),
-            anchors=dict(zip(positions, entropies[positions].tolist(), strict=True)),
-            uncertainty=uncertainty(entropies, eligible, share, self.plan.anchor_min_gap),
+            mean_entropy=entropies[rollout.written].mean().item(),
+            anchors={position: entropies[position].item() for position in positions},
+            num_written={p: int(rollout.written[:p].sum()) for p in positions if rollout.mask is not None},
+            uncertainty=uncertainty(entropies, eligible, self.anchors.shares[b], self.plan.anchor_min_gap),
             digest=digest.hexdigest(),
         )
 
-    def branch(self, surveys: list[Survey]) -> None:
-        """Select base trajectories, and branch at their anchors: the same in every process."""
-        of_trees: list[list[Survey]] = [[] for _ in self.trees]
-        for survey in sorted(surveys, key=lambda survey: survey.base):
-            of_trees[survey.tree].append(survey)
-        for tree, of_tree in zip(self.trees, of_trees, strict=True):
-            _take_down_bases(tree, of_tree)
+    # Where to branch
+
+    def place_rows(self, reports: list[BaseReport]) -> None:
+        """Record base trajectories, choose anchors, and give every row its place: the same in every process."""
+        by_tree: list[list[BaseReport]] = [[] for _ in self.trees]
+        for report in sorted(reports, key=lambda report: report.base):
+            by_tree[report.tree].append(report)
+        for tree, own_reports in zip(self.trees, by_tree, strict=True):
+            for report in own_reports:
+                tree.mean_entropies[report.base] = report.mean_entropy
+                if (
+                    len(tree.bases[report.base].token_ids) == 0
+                ):  # of another process, with tokens if this has rows of it
+                    holds_tokens = len(tree.prompt_ids) > 0
+                    tree.bases[report.base] = report.rollout if holds_tokens else _for_others(report.rollout, False)
             if self.plan.reuse_base:
                 tree.states[0].rollouts = list(tree.bases)
             if self.plan.shape.num_anchors:
-                self._branch_tree(tree, of_tree)
-            self._place_rows(tree)
+                self._branch(tree, own_reports)
+            self._add_missing_rows(tree)
 
-    def _branch_tree(self, tree: Tree, surveys: list[Survey]) -> None:
+    def _branch(self, tree: Tree, reports: list[BaseReport]) -> None:
+        """Add the states of a tree's anchors."""
         # Seeded by the tree itself, so that a prompt's anchors do not depend on what shares its batch
-        seed = repr((self.seed, [survey.digest for survey in surveys]))
-        rewards = [survey.rollout.score.reward for survey in surveys]
+        seed = repr((self.anchors.seed, [report.digest for report in reports]))
+        rewards = [report.rollout.score.reward for report in reports]
         chosen = select_bases(rewards, self.plan.base_selection, seed)
-        shared = self.anchors.share([list(surveys[b].anchors) for b in chosen])
+        shared = self.anchors.share([list(reports[b].anchors) for b in chosen])
         for b, positions in zip(chosen, shared, strict=True):
-            tree.branch(b, {position: surveys[b].anchors[position] for position in positions})
+            anchors = {position: reports[b].anchors[position] for position in positions}
+            tree.branch(b, anchors, reports[b].num_written)
 
-    def _place_rows(self, tree: Tree) -> None:
-        """Give every row its place. Those of anchors without a position are S_0's."""
-        shape = self.plan.shape
-        if self.credit_rule.copies_missing_branches:
+    def _add_missing_rows(self, tree: Tree) -> None:
+        """Add rollouts that are to be sampled. Those of anchors without a position are S_0's."""
+        num_rollouts = self.plan.shape.num_rollouts
+        if CREDIT_RULES[self.plan.credit].copies_missing_branches:
             num_found = Counter(state.base for state in tree.states)
-            for b, share in enumerate(even_shares(shape.num_anchors, shape.num_bases)):
-                num_copies = (share - num_found[b]) * shape.num_rollouts
+            for b, share in enumerate(self.anchors.shares):
+                num_copies = (share - num_found[b]) * num_rollouts
                 tree.states[0].rollouts += [replace(tree.bases[b], copy_of=b) for _ in range(num_copies)]
-        size = self.plan.num_rows - (len(tree.states) - 1) * shape.num_rollouts
+        size = self.plan.num_rows - (len(tree.states) - 1) * num_rollouts
         for state in tree.states:
-            num_missing = (size if state.parent is None else shape.num_rollouts) - len(state.rollouts)
+            num_missing = (size if state.parent is None else num_rollouts) - len(state.rollouts)
             state.rollouts += [Rollout() for _ in range(num_missing)]
 
     # Entropy-Eliciting Explore
 
-    def explore(self) -> list[Outcome]:
+    def sample_branches(self) -> list[RowReport]:
         """Sample and score what is missing of this process's rows."""
         own = self._slots()[self.sharding.own.start : self.sharding.own.stop]
-        self._take_drawn(own)
+        for i, state, k in own:
+            samples = [] if state.base is None else self.drawn.get((i, state.base), {}).get(state.position, [])
+            if k < len(samples):
+                state.rollouts[k] = _rollout(samples[k])
         self._sample_missing([slot for slot in own if slot[1].rollouts[slot[2]].length == 0])
         rows = [(i, state, state.rollouts[k]) for i, state, k in own]
         for i, state, rollout in rows:
             if state.base is not None:
-                rollout.differs = bool(rollout.token_ids[0] != self._token_at(self.trees[i], state))
+                there = self.trees[i].bases[state.base].token_ids[state.position]
+                rollout.differs = bool(rollout.token_ids[0] != there)
         self._score([row for row in rows if not row[2].score.rewards and row[2].copy_of is None])
-        return [(r.length, r.num_written, replace(r.score, logs={}), r.differs) for _, _, r in rows]
+        return [RowReport(r.length, r.num_written, replace(r.score, logs={}), r.differs) for _, _, r in rows]
 
     def _slots(self) -> list[Slot]:
         """The rows of all processes, in order."""
@@ -367,23 +361,15 @@ class _Exploration:
             for k in range(len(state.rollouts))
         ]
 
-    def _take_drawn(self, own: list[Slot]) -> None:
-        """Put rollouts that were drawn with their base trajectories in their places."""
-        for i, state, k in own:
-            samples = [] if state.base is None else self.drawn.get((i, state.base), {}).get(state.position, [])
-            if k < len(samples):
-                state.rollouts[k] = _rollout(samples[k])
-
     def _sample_missing(self, missing: list[Slot]) -> None:
-        of_states = [list(slots) for _, slots in groupby(missing, key=lambda slot: id(slot[1]))]
-        requests = [self._request(*slots[0][:2], len(slots)) for slots in of_states]
-        for slots, samples in zip(of_states, self.sampler.sample(requests), strict=True):
+        by_state = [list(slots) for _, slots in groupby(missing, key=lambda slot: id(slot[1]))]
+        requests = [self._branch_request(*slots[0][:2], len(slots)) for slots in by_state]
+        for slots, samples in zip(by_state, self.sampler.sample(requests), strict=True):
             for (_, state, k), sample in zip(slots, samples, strict=True):
                 state.rollouts[k] = _rollout(sample)
 
-    def _request(self, i: int, state: State, num_samples: int) -> SamplingRequest:
+    def _branch_request(self, i: int, state: State, num_samples: int) -> SamplingRequest:
         tree = self.trees[i]
-        base = None if state.base is None else tree.bases[state.base]
         return SamplingRequest(
             prefix_ids=np.concatenate([tree.prompt_ids, state.prefix_ids]),
             num_samples=num_samples,
@@ -391,31 +377,23 @@ class _Exploration:
             temperature=self.plan.temperature,
             num_prompt_tokens=len(tree.prompt_ids),
             tree=i,
-            dialogue=None if base is None else base.dialogue,
+            dialogue=None if state.base is None else tree.bases[state.base].dialogue,
             multimodal=tree.multimodal,
         )
 
-    def _token_at(self, tree: Tree, state: State) -> int:
-        """The base trajectory's token at an anchor."""
-        assert state.base is not None
-        return int(tree.bases[state.base].token_ids[state.position])
-
     def _score(self, rollouts: list[tuple[int, State, Rollout]]) -> None:
-        """Score rollouts, given with their tree's index and their state, and keep what they got."""
+        """Score rollouts, given with their tree's index and their state."""
         completions = [np.concatenate([state.prefix_ids, rollout.token_ids]) for _, state, rollout in rollouts]
-        scores = self.score([i for i, _, _ in rollouts], completions, [rollout.dialogue for _, _, rollout in rollouts])
+        scores = self.scorer([i for i, _, _ in rollouts], completions, [rollout.dialogue for _, _, rollout in rollouts])
         for (_, _, rollout), score in zip(rollouts, scores, strict=True):
             rollout.score = score
 
-    def take_down(self, outcomes: list[list[Outcome]]) -> None:
-        """Take down what other processes told of their rows."""
-        of_rows = (outcome for of_process in outcomes for outcome in of_process)
-        for (_, state, k), outcome in zip(self._slots(), of_rows, strict=True):
-            length, num_written, score, differs = outcome
+    def record(self, reports: list[RowReport]) -> None:
+        """Record the rows of other processes, and what copies scored."""
+        for (_, state, k), report in zip(self._slots(), reports, strict=True):
             rollout = state.rollouts[k]
             if not rollout.score.rewards:
-                rollout.length, rollout.num_written = length, num_written
-                rollout.differs, rollout.score = differs, score
+                rollout.length, rollout.num_written, rollout.score, rollout.differs = report
         for tree in self.trees:
             for rollout in tree.states[0].rollouts:
                 if rollout.copy_of is not None:
@@ -438,12 +416,3 @@ def _for_others(rollout: Rollout, holds_tokens: bool) -> Rollout:
 def _digest(prompt_ids: TokenIds, token_ids: TokenIds) -> Any:
     """Of a base trajectory and its prompt."""
     return hashlib.blake2b(prompt_ids.tobytes() + b"|" + token_ids.tobytes(), digest_size=8)
-
-
-def _take_down_bases(tree: Tree, surveys: list[Survey]) -> None:
-    """Take down what other processes told of a tree's base trajectories, with tokens if this one has rows of it."""
-    has_rows = len(tree.prompt_ids) > 0
-    for survey in surveys:
-        tree.mean_entropies[survey.base] = survey.mean_entropy
-        if len(tree.bases[survey.base].token_ids) == 0:
-            tree.bases[survey.base] = survey.rollout if has_rows else _for_others(survey.rollout, False)

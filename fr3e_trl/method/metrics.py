@@ -16,15 +16,9 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
     failed prompts that were rescued when none failed, is left out.
 
     Args:
-        trees (`list[Tree]`):
-            The step's trees, with the value, modulation and rejection of every state.
-        advantages (`torch.Tensor` of shape (R,)):
-            Modulated advantages of the rows in the loss.
-        num_rows (`int`):
-            Rows of the batch.
-
-    Returns:
-        `dict[str, float]`: Metrics by name.
+        trees (`list[Tree]`): The step's trees, after credit.
+        advantages (`torch.Tensor` of shape (R,)): Modulated advantages of the rows in the loss.
+        num_rows (`int`): Rows of the batch.
     """
     states = [state for tree in trees for state in tree.states]
     anchors = [state for state in states if state.parent is not None]

@@ -13,15 +13,9 @@ from .tree import Rollout, Score
 
 class PromptStream:
     """
-    Indices of the training set, epoch after epoch.
+    Indices of the training set, epoch after epoch, of which `num_drawn` were drawn since the first epoch began.
 
-    Args:
-        new_sampler (`Callable`):
-            Makes a sampler of indices, the same each time. It is iterated once for each epoch.
-
-    Attributes:
-        num_drawn (`int`):
-            How many were drawn since the first epoch began.
+    `new_sampler` makes a sampler of indices, the same each time. It is iterated once for each epoch.
     """
 
     def __init__(self, new_sampler: Callable[[], Iterable[int]]):
@@ -43,20 +37,8 @@ class PromptStream:
 
 def num_to_draw(num_missing: int, num_informative: int, num_explored: int, limit: int) -> int:
     """
-    How many prompts to explore next.
-
-    Args:
-        num_missing (`int`):
-            Rows that the batch lacks.
-        num_informative (`int`):
-            Rows to learn from that the prompts explored in this step have given.
-        num_explored (`int`):
-            How many prompts that were.
-        limit (`int`):
-            The most prompts to explore at once.
-
-    Returns:
-        `int`: As many as it takes if they give what the others gave, from 1 to `limit`.
+    How many prompts to explore next, from 1 to `limit`: as many as it takes to get the `num_missing` rows of the batch,
+    if they give as many rows to learn from as the `num_explored` prompts of this step have given, `num_informative`.
     """
     if num_informative == 0:
         return limit
@@ -65,15 +47,11 @@ def num_to_draw(num_missing: int, num_informative: int, num_explored: int, limit
 
 def fill_batch(rows: list[Row], leftovers: list[Row], size: int) -> tuple[list[Row], list[Row], int]:
     """
-    Put a batch together.
+    Put a batch of `size` rows together.
 
     Args:
-        rows (`list[Row]`):
-            The step's own, at least `size`: those of its prompts, then those of further prompts.
-        leftovers (`list[Row]`):
-            Informative rows left over from the step before.
-        size (`int`):
-            Rows of a batch.
+        rows (`list[Row]`): The step's own, at least `size`: those of its prompts, then those of further prompts.
+        leftovers (`list[Row]`): Informative rows left over from the step before.
 
     Returns:
         `tuple[list[Row], list[Row], int]`: The batch: the first `size` of `rows`, the rejected ones replaced by
@@ -181,47 +159,34 @@ class Refill:
             self.leftovers = [row_from(row, self.train_dataset) for row in state["leftovers"]]
 
 
+# What a row's state has of the row itself, of its rollout, and of that one's score, beside tokens
+OF_ROW = ("holder", "index", "advantage", "in_loss", "is_left_over")
+OF_ROLLOUT = ("length", "num_written", "credit")
+OF_SCORE = ("rewards", "reward", "is_masked", "is_left_out")
+
+
 def state_of(row: Row, with_tokens: bool = True) -> dict[str, Any]:
     """A row in plain values and tensors, for a checkpoint or another process, without what reward functions logged."""
     state = {
-        "holder": row.holder,
-        "index": row.index,
-        "length": row.rollout.length,
-        "num_written": row.rollout.num_written,
-        "rewards": row.rollout.score.rewards,
-        "reward": row.rollout.score.reward,
-        "is_masked": row.rollout.score.is_masked,
-        "is_left_out": row.rollout.score.is_left_out,
-        "credit": row.rollout.credit,
-        "advantage": row.advantage,
-        "in_loss": row.in_loss,
-        "is_left_over": row.is_left_over,
+        **{name: getattr(row, name) for name in OF_ROW},
+        **{name: getattr(row.rollout, name) for name in OF_ROLLOUT},
+        **{name: getattr(row.rollout.score, name) for name in OF_SCORE},
     }
     if not with_tokens:
         return state
-    arrays = {
-        "prompt_ids": row.prompt_ids,
-        "prefix_ids": row.prefix_ids,
-        "token_ids": row.rollout.token_ids,
-        "logprobs": row.rollout.logprobs,
-        "mask": row.rollout.mask,
-    }
-    return state | {
-        **{name: None if array is None else torch.from_numpy(array.copy()) for name, array in arrays.items()},
-        "old_logprobs": row.old_logprobs,
-    }
+    arrays = {name: getattr(row, name) for name in ("prompt_ids", "prefix_ids")}
+    arrays |= {name: getattr(row.rollout, name) for name in ("token_ids", "logprobs", "mask")}
+    tensors = {name: None if array is None else torch.from_numpy(array.copy()) for name, array in arrays.items()}
+    return state | tensors | {"old_logprobs": row.old_logprobs}
 
 
 def row_from(state: dict[str, Any], train_dataset: Sequence[dict[str, Any]]) -> Row:
-    """The row that [`state_of`] was told of."""
-    flags = {name: state.get(name, False) for name in ("is_masked", "is_left_out")}
-    score = Score(state["rewards"], state["reward"], **flags)
+    """The row that [`state_of`] made `state` of, or an earlier version: what it does not know is left out."""
     # Checkpoints used to have no credit of tokens but under tree credit
-    credit = state["credit"] or [(state["length"], 1.0, state["advantage"])]
-    row = Row(
-        Rollout(score=score, length=state["length"], credit=credit, num_written=state["num_written"]),
-        **{name: state[name] for name in ("holder", "index", "advantage", "in_loss", "is_left_over")},
-    )
+    state = state | {"credit": state["credit"] or [(state["length"], 1.0, state["advantage"])]}
+    score = Score(**{name: state[name] for name in OF_SCORE if name in state})
+    rollout = Rollout(score=score, **{name: state[name] for name in OF_ROLLOUT})
+    row = Row(rollout, **{name: state[name] for name in OF_ROW})
     if "token_ids" in state:
         _hold(row, state, train_dataset)
     return row
@@ -245,18 +210,10 @@ def hand_over(
     train_dataset: Sequence[dict[str, Any]],
 ) -> None:
     """
-    Give the rows of a batch to the processes that they are dealt to, in place, where refill has moved them. They stay
-    the rows of their trees, which may be credited anew.
+    Give the rows of a batch, of which each process holds some, to the processes that `sharding` deals them to, in
+    place, where refill has moved them. They stay the rows of their trees, which may be credited anew.
 
-    Args:
-        batch (`list[Row]`):
-            Rows of all processes, of which each holds some.
-        sharding ([`RowSharding`]):
-            Which row goes where.
-        in_every_process (`Callable`):
-            Calls a function in every process, and returns what it returned in each.
-        train_dataset (`Sequence[dict]`):
-            Where the examples are.
+    `in_every_process` calls a function in every process, and returns what it returned in each.
     """
     moving = {k: row for k, row in enumerate(batch) if row.holder != sharding.owner(k)}
     if not moving:

@@ -17,10 +17,8 @@ class RowSharding:
     Rows of a batch dealt out to processes, in order, as evenly as they divide, wherever that cuts a group.
 
     Args:
-        num_rows (`int`):
-            Rows of all processes.
-        num_processes, process (`int`):
-            How many processes there are, and which of them this is.
+        num_rows (`int`): Rows of all processes.
+        num_processes, process (`int`): How many processes there are, and which of them this is.
     """
 
     num_rows: int
@@ -44,26 +42,18 @@ class Row:
     A rollout as a row of the batch.
 
     Args:
-        rollout ([`Rollout`]):
-            The continuation, which is what the row has in the loss.
-        holder (`int`):
-            The process that holds its tokens, its example and its log-probabilities.
-        prompt_ids, prefix_ids (`TokenIds`):
-            What it continues.
-        example (`dict`):
-            The dataset's example that it belongs to.
-        index (`int`, *optional*):
-            The example's place in the dataset, where the prompts come from a [`PromptStream`].
-        advantage (`float`):
-            The mean over its own tokens, see [`~fr3e_trl.method.credit.rule.RowCredit`].
-        in_loss (`bool`):
-            Whether it is learned from, or rejected.
+        rollout ([`Rollout`]): The continuation, which is what the row has in the loss.
+        holder (`int`): The process that holds its tokens, its example and its log-probabilities.
+        prompt_ids, prefix_ids (`TokenIds`): What it continues.
+        example (`dict`), index (`int`, *optional*):
+            The dataset's example that it belongs to, and its place where the prompts come from a [`PromptStream`].
+        advantage (`float`): The mean over its own tokens, see [`~fr3e_trl.method.credit.rule.RowCredit`].
+        in_loss (`bool`): Whether it is learned from, or rejected.
         old_logprobs (`torch.Tensor` of shape (L,), *optional*):
             For a row left over from an earlier step, the log-probabilities of its whole completion under the policy
             that it was sampled from. If `None`, that policy is the one at the start of the step, or vLLM's correction
             takes care of the difference.
-        is_left_over (`bool`):
-            Whether it is a row left over from an earlier step.
+        is_left_over (`bool`): Whether it is a row left over from an earlier step.
     """
 
     rollout: Rollout
@@ -90,8 +80,7 @@ class Row:
     @property
     def loss_mask(self) -> list[int]:
         """Of length L: 1 for each token that was sampled, 0 for those of the prefix and of tools, which are context."""
-        mask = self.rollout.mask
-        own = [1] * self.rollout.length if mask is None else mask.astype(int).tolist()
+        own = [1] * self.rollout.length if self.rollout.mask is None else self.rollout.mask.astype(int).tolist()
         return [0] * len(self.prefix_ids) + own
 
     @property
@@ -112,17 +101,13 @@ def rows_of(
     indices: Sequence[int | None],
 ) -> list[Row]:
     """
-    The rows of `trees`: the rollouts of their states, in order, those of S_0 first.
+    The rows of finished `trees`: the rollouts of their states, in order, those of S_0 first.
 
     Args:
-        trees (`Sequence[Tree]`):
-            Finished trees.
-        sharding ([`RowSharding`]):
-            Says which process has sampled which of their rows.
+        sharding ([`RowSharding`]): Which process has sampled which of them.
         examples (`dict[int, dict]`):
             The dataset's example of each tree that has rows in this process, by the tree's index.
-        indices (`Sequence[int | None]`):
-            Their places in the dataset, for all trees.
+        indices (`Sequence[int | None]`): Places of the examples of all trees in the dataset.
     """
     rows: list[Row] = []
     for i, tree in enumerate(trees):
@@ -138,17 +123,8 @@ def rows_of(
 
 def token_credit(rows: Sequence[Row], num_tokens: int) -> NDArray[np.float64]:
     """
-    Credit of the tokens of rows that this process holds.
-
-    Args:
-        rows (`Sequence[Row]`):
-            R rows.
-        num_tokens (`int`):
-            C, of their completions in the batch, padded.
-
-    Returns:
-        `np.ndarray` of shape (2, R, C): How many tokens each counts for, and its advantage; 0 for those of a prefix,
-        and past a row's end.
+    Credit of the tokens of R rows that this process holds, padded to `num_tokens` C: an array (2, R, C) of how many
+    tokens each counts for, and its advantage; 0 for those of a prefix, and past a row's end.
     """
     stretches: list[tuple[int, float, float]] = []
     for row in rows:

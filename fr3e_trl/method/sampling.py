@@ -17,12 +17,9 @@ class Branching:
     Where rollouts branch off the samples of a request, for a sampler that draws them without being asked again.
 
     Args:
-        num_rollouts (`int`):
-            How many from each anchor.
-        anchors (`Callable`):
-            Finds the anchors of each of a request's samples, whose entropies are known.
-        shares (`Sequence[int]`):
-            The most anchors of each sample.
+        num_rollouts (`int`): How many from each anchor.
+        anchors (`Callable`): Finds the anchors of each of a request's samples, whose entropies are known.
+        shares (`Sequence[int]`): The most anchors of each sample.
         rule ([`StoppingRule`], *optional*):
             What decides anchors, if that is one: a rollout may then leave while its base trajectory still grows.
     """
@@ -47,14 +44,10 @@ class SamplingRequest:
     A prefix to be continued.
 
     Args:
-        prefix_ids (`TokenIds`):
-            Token ids to continue: a prompt, or a prompt and the first tokens of a completion.
-        num_samples (`int`):
-            How many continuations to draw.
-        max_new_tokens (`int`):
-            Token budget of each of them. It is this request's own: requests of one call differ in it.
-        temperature (`float`):
-            Sampling temperature.
+        prefix_ids (`TokenIds`): Token ids to continue: a prompt, or a prompt and the first tokens of a completion.
+        num_samples (`int`): How many continuations to draw.
+        max_new_tokens (`int`), temperature (`float`):
+            Token budget and sampling temperature of each of them. Requests of one call differ in these.
         num_prompt_tokens (`int`, *optional*):
             How many of `prefix_ids` are the prompt; the others were sampled before. If `None`, all.
         with_entropies (`bool`):
@@ -63,13 +56,11 @@ class SamplingRequest:
             What will be asked for next. A sampler that can draws it with the samples; one that cannot does not look.
         tree (`int`, *optional*):
             Index of the tree that the samples are for, where its rollouts have something of their own.
-        dialogue ([`Dialogue`], *optional*):
-            The completion whose first tokens they continue, where there are tools.
+        dialogue ([`Dialogue`], *optional*): The completion whose first tokens they continue, where there are tools.
         multimodal (`list[dict]`, *optional*):
             The prompt's messages, if there are images in them, see [`images_of`]. The images' tokens are in
             `prefix_ids`.
-        tool_images (`list`):
-            The images that tools returned since, whose tokens are in `prefix_ids` too.
+        tool_images (`list`): The images that tools returned since, whose tokens are in `prefix_ids` too.
     """
 
     prefix_ids: TokenIds
@@ -104,8 +95,7 @@ class Sample:
     A continuation, without its prefix.
 
     Args:
-        token_ids (`Sequence[int]` or `TokenIds`):
-            At least one token id, ending with EOS unless the budget ended it.
+        token_ids (`Sequence[int]` or `TokenIds`): At least one token id, ending with EOS unless the budget ended it.
         logprobs (`Sequence[float]` or `np.ndarray`, *optional*):
             Log-probability of each token at the temperature that it was drawn at, where the backend has them: by
             transformers' `generate` the policy's own, by vLLM of what `top_p`, `top_k` and `min_p` leave, by a sampler
@@ -116,8 +106,7 @@ class Sample:
             Rollouts that branch off it, by the number of its tokens that they begin with; if some were drawn.
         mask (`np.ndarray` of shape (L,), *optional*):
             Which tokens the policy wrote, and no tool. If `None`, all. The others have NaN for an entropy.
-        dialogue ([`Dialogue`], *optional*):
-            The whole completion's turns, where there are tools.
+        dialogue ([`Dialogue`], *optional*): The whole completion's turns, where there are tools.
     """
 
     token_ids: Sequence[int] | TokenIds

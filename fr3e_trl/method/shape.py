@@ -16,12 +16,9 @@ class Shape(NamedTuple):
     The rows of a prompt.
 
     Args:
-        num_bases (`int`):
-            B, base trajectories.
-        num_anchors (`int`):
-            K, anchors.
-        num_rollouts (`int`):
-            M, rollouts of each anchor; without anchors, of the prompt.
+        num_bases (`int`): B, base trajectories.
+        num_anchors (`int`): K, anchors.
+        num_rollouts (`int`): M, rollouts of each anchor; without anchors, of the prompt.
     """
 
     num_bases: int
@@ -34,21 +31,17 @@ def share_rows(
     num_rows: int, num_anchors: int | None, num_bases: int | None, reuse_base: bool, has_prior: bool
 ) -> Shape:
     """
-    Share out the rows of a prompt.
+    Share out the G rows of a prompt: G = B + K · M if base trajectories are rows (`reuse_base`), else G = (K + 1) · M.
 
     Args:
-        num_rows (`int`):
-            G, rows of the prompt.
+        num_rows (`int`): G.
         num_anchors (`int`, *optional*):
             K. If `None`, it is chosen: with a prior and reused base trajectories all other rows branch, one from each
             anchor; else it is that of [`default_num_anchors`].
         num_bases (`int`, *optional*):
             B. If `None`, it is chosen: a row of every four if K is chosen by the prior; else as many as each anchor has
             rollouts, or 4 if they are not reused.
-        reuse_base (`bool`):
-            Whether base trajectories are rows: G = B + K · M. If not, G = (K + 1) · M.
-        has_prior (`bool`):
-            Whether a row alone in its state has something to be compared with.
+        has_prior (`bool`): Whether a row alone in its state has something to be compared with.
 
     Returns:
         `Shape`: B, K and M. Shared out again with its own B and K, a shape stays what it is.

@@ -5,7 +5,7 @@ Where several processes train, each knows the shape, the lengths and the rewards
 its own rows and of the base trajectories that these branch from. Tokens that it does not hold are an empty array.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,14 +55,12 @@ class Dialogue:
     A completion in which tools may have been called.
 
     Args:
-        messages (`list[dict]`):
-            The completion's messages, the policy's and the tools'.
+        messages (`list[dict]`): The completion's messages, the policy's and the tools'.
         turns (`list[tuple[int, int]]`):
             Where the policy wrote, in tokens of the completion: the first of each turn, and the one after its last.
-        environment (`Any`, *optional*):
-            The instance that it went through, in the process that sampled it.
-        snapshots (`list[Any]`):
-            Copies of that before each turn, if the environment can be copied.
+        environment (`Any`, *optional*), snapshots (`list[Any]`):
+            The instance that it went through, in the process that sampled it, and copies of that before each turn, if
+            it can be copied.
         is_broken (`bool`):
             Whether it could not go on from its prefix, whose tools answered otherwise when they were asked again.
     """
@@ -78,7 +76,7 @@ class Dialogue:
         return max(i for i, (start, _) in enumerate(self.turns) if start <= position)
 
     def without_environment(self) -> "Dialogue":
-        """What other processes are told of it."""
+        """As other processes know it."""
         return replace(self, environment=None, snapshots=[])
 
 
@@ -88,23 +86,17 @@ class Rollout:
     A continuation of a state's prefix.
 
     Args:
-        token_ids (`TokenIds`):
-            Its tokens, at least one, without the prefix: what was sampled, and what tools answered.
+        token_ids (`TokenIds`): Its tokens, at least one, without the prefix: what was sampled, and what tools answered.
         logprobs (`np.ndarray` of shape (L,), *optional*):
             Their log-probabilities, if the sampler gave them, see [`~fr3e_trl.method.sampling.Sample`].
-        score ([`Score`]):
-            What its whole completion scored, prefix included.
-        length (`int`):
-            How many tokens there are. Taken from `token_ids` where these are held.
+        score ([`Score`]): What its whole completion scored, prefix included.
+        length (`int`): How many tokens there are. Taken from `token_ids` where these are held.
         credit (`list[tuple[int, float, float]]`):
             Its tokens by stretches of equal credit, in order: how many there are, how many each counts for, and the
             advantage of each. Nothing before it is credited.
-        mask (`np.ndarray` of shape (L,), *optional*):
-            Which tokens the policy wrote, and no tool. If `None`, all.
-        num_written (`int`):
-            How many these are; 0 of a copy.
-        dialogue ([`Dialogue`], *optional*):
-            Its whole completion's turns, where there are tools.
+        mask (`np.ndarray` of shape (L,), *optional*): Which tokens the policy wrote, and no tool. If `None`, all.
+        num_written (`int`): How many these are; 0 of a copy.
+        dialogue ([`Dialogue`], *optional*): Its whole completion's turns, where there are tools.
         copy_of (`int`, *optional*):
             The base trajectory that it is again, in the place of a branch that had no anchor there. It was not sampled
             anew, and is not learned from.
@@ -126,11 +118,17 @@ class Rollout:
     def __post_init__(self) -> None:
         self.token_ids = as_ids(self.token_ids)
         self.length = len(self.token_ids) or self.length
-        self.num_written = self.num_written or (self.length if self.mask is None else int(self.mask.sum()))
         if self.copy_of is not None:
             self.num_written = 0
+        elif self.num_written == 0:
+            self.num_written = self.length if self.mask is None else int(self.mask.sum())
         if self.logprobs is not None:
             self.logprobs = np.asarray(self.logprobs, dtype=np.float32)
+
+    @property
+    def written(self) -> NDArray[np.bool_]:
+        """Which of its tokens the policy wrote, (L,)."""
+        return np.ones(len(self.token_ids), bool) if self.mask is None else self.mask
 
     @property
     def reward(self) -> float:
@@ -144,26 +142,16 @@ class State:
     A point to which exploration returns: the prompt and the first tokens of a base trajectory.
 
     Args:
-        position (`int`):
-            How many tokens of the base trajectory precede it. 0 for S_0, the prompt alone.
-        prefix_ids (`TokenIds`):
-            These tokens, passed on as ids.
-        parent (`int`, *optional*):
-            Index, in the tree, of the state before it in its chain. `None` for S_0.
-        base (`int`, *optional*):
-            Index of the base trajectory that it lies on. `None` for S_0.
-        entropy (`float`, *optional*):
-            Entropy of the policy at the anchor, in nats. `None` for S_0.
-        rollouts (`list[Rollout]`):
-            What was sampled from it.
-        value (`float`):
-            V, the mean reward of its rollouts, NaN if none is scorable.
-        modulation (`float`):
-            α, the factor on the advantages of its rollouts.
-        rejected (`bool`):
-            Whether its rollouts leave the loss.
-        num_written (`int`):
-            How many tokens of its prefix the policy wrote, and no tool. By default, all.
+        position (`int`), prefix_ids (`TokenIds`):
+            How many tokens of the base trajectory precede it, and these tokens. 0 for S_0, the prompt alone.
+        parent, base (`int`, *optional*):
+            Indices, in the tree, of the state before it in its chain, and of the base trajectory that it lies on.
+            `None` for S_0.
+        entropy (`float`, *optional*): Entropy of the policy at the anchor, in nats. `None` for S_0.
+        rollouts (`list[Rollout]`): What was sampled from it.
+        value, modulation (`float`), rejected (`bool`):
+            What the credit rule made of it, see [`~fr3e_trl.method.credit.rule.StateCredit`].
+        num_written (`int`): How many tokens of its prefix the policy wrote, and no tool. By default, all.
     """
 
     position: int = 0
@@ -185,26 +173,17 @@ class State:
 @dataclass(eq=False)
 class Tree:
     """
-    What was explored of one prompt.
+    What was explored of one prompt, `prompt_ids`.
 
     Args:
-        prompt_ids (`TokenIds`):
-            The prompt.
-        budget (`int`):
-            Longest completion allowed, in tokens, prefix included.
-        bases (`list[Rollout]`):
-            Base trajectories. They are S_0's first rollouts too, unless they were thrown away.
-        entropies (`list[torch.Tensor]`):
-            Entropies along each base trajectory, of shape (L,), in nats, in the process that sampled it; NaN at tokens
-            that the policy did not write.
-        mean_entropies (`list[float]`):
-            Their means.
-        states (`list[State]`):
-            S_0, then the anchors' states, each after the one before it in its chain.
-        value (`float`):
-            What the prompt turned out to be worth, by the credit rule, NaN if nothing is known.
-        key (`int`, *optional*):
-            What the prompt is remembered by, in every process.
+        budget (`int`): Longest completion allowed, in tokens, prefix included.
+        bases (`list[Rollout]`): Base trajectories. They are S_0's first rollouts too, unless they were thrown away.
+        entropies (`list[torch.Tensor]`), mean_entropies (`list[float]`):
+            Entropies along each base trajectory, of shape (L,), in nats, in the process that sampled it, and their
+            means in every process. NaN at tokens that the policy did not write.
+        states (`list[State]`): S_0, then the anchors' states, each after the one before it in its chain.
+        value (`float`): What the prompt turned out to be worth, by the credit rule, NaN if nothing is known.
+        key (`int`, *optional*): What the prompt is remembered by, in every process.
         multimodal (`list[dict]`, *optional*):
             The prompt's messages, if there are images in them, in the processes that have rows of it.
     """
@@ -222,17 +201,21 @@ class Tree:
     def __post_init__(self) -> None:
         self.prompt_ids = as_ids(self.prompt_ids)
 
-    def branch(self, base: int, anchors: dict[int, float]) -> None:
-        """Add the chain of states on a base trajectory, given the positions of its anchors and the entropies there."""
+    def branch(self, base: int, anchors: Mapping[int, float], num_written: Mapping[int, int] | None = None) -> None:
+        """
+        Add the chain of states on a base trajectory, given the entropies at the positions of its anchors and, where
+        tools wrote some of the tokens before these, how many the policy wrote.
+        """
         parent = 0
         for position, entropy in sorted(anchors.items()):
             prefix_ids = self.bases[base].token_ids[:position]
-            self.states.append(State(position, prefix_ids, parent, base, entropy))
+            written = (num_written or {}).get(position, position)
+            self.states.append(State(position, prefix_ids, parent, base, entropy, num_written=written))
             parent = len(self.states) - 1
 
 
 def chains_of(trees: Sequence[Tree]) -> tuple[list[State], list[int | None]]:
-    """The states of a batch, and for each the index of the state before it in its chain, `None` for an S_0."""
+    """The states of a batch, and for each the index of the state before it in its chain; `None` for an S_0."""
     states: list[State] = []
     parents: list[int | None] = []
     for tree in trees:

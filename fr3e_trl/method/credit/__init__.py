@@ -26,20 +26,16 @@ def credit_rows(rows: Sequence[Row], trees: Sequence[Tree], plan: Plan, tracker:
     Credit the rows of a step: write what the plan's rule makes of `trees` into these and their rows.
 
     Args:
-        rows (`Sequence[Row]`):
-            The rows of all of `trees`, in order.
-        trees (`Sequence[Tree]`):
-            Finished trees.
-        plan ([`Plan`]):
-            Settings.
-        tracker ([`ValueTracker`], *optional*):
-            What prompts were worth in the steps before. It is asked, and not told.
+        rows (`Sequence[Row]`): The rows of all of `trees`, in order.
+        trees (`Sequence[Tree]`): Finished trees.
+        plan ([`Plan`]): Settings.
+        tracker ([`ValueTracker`], *optional*): What prompts were worth in the steps before. It does not learn here.
     """
     credit = CREDIT_RULES[plan.credit].credit(trees, plan, prior_of(trees, plan, tracker))
-    for row, of_row in zip(rows, credit.rows, strict=True):
-        row.rollout.credit, row.advantage, row.in_loss = of_row
+    for row, row_credit in zip(rows, credit.rows, strict=True):
+        row.rollout.credit, row.advantage, row.in_loss = row_credit
     states = (state for tree in trees for state in tree.states)
-    for state, of_state in zip(states, credit.states, strict=True):
-        state.value, state.modulation, state.rejected = of_state
+    for state, state_credit in zip(states, credit.states, strict=True):
+        state.value, state.modulation, state.rejected = state_credit
     for tree, value in zip(trees, credit.values.tolist(), strict=True):
         tree.value = value

@@ -24,7 +24,7 @@ Notation used for tensor shapes:
     - P: prompts of a batch
     - R: their rows
     - S: states of a batch
-    - N: prompts that are tracked
+    - N: prompts that are known
 """
 
 import hashlib
@@ -67,12 +67,9 @@ class Ratio:
     A ratio of two means over the last prompts, which begins at `start`.
 
     Args:
-        start (`float`):
-            What it is where nothing is known.
-        numerator, denominator (`float`):
-            Sums over prompts, older ones weighing less.
-        num_prompts (`float`):
-            How many these count as.
+        start (`float`): What it is where nothing is known.
+        numerator, denominator (`float`): Sums over prompts, older ones weighing less.
+        num_prompts (`float`): How many these count as.
     """
 
     start: float
@@ -151,12 +148,9 @@ class ValueTracker:
     Args:
         level, num_prompts (`float`):
             Mean value of the prompts so far, older ones weighing less, and how many prompts it counts as.
-        slope ([`Ratio`]):
-            How much of its offset a prompt keeps.
-        correlation ([`Ratio`]):
-            ρ.
-        table ([`OffsetTable`]):
-            The offset of each prompt that came, by its [`prompt_key`].
+        slope ([`Ratio`]): How much of its offset a prompt keeps.
+        correlation ([`Ratio`]): ρ.
+        table ([`OffsetTable`]): The offset of each prompt that came, by its [`prompt_key`].
     """
 
     level: float = 0.0
@@ -173,16 +167,8 @@ class ValueTracker:
 
     def priors(self, keys: list[int], values: torch.Tensor) -> torch.Tensor:
         """
-        What each prompt of a batch is expected to be worth, whatever its own rewards.
-
-        Args:
-            keys (`list[int]`):
-                Of P prompts.
-            values (`torch.Tensor` of shape (P,)):
-                What each turned out to be worth, NaN where that is unknown: the others' part of the level.
-
-        Returns:
-            `torch.Tensor` of shape (P,): Priors, NaN where nothing is known.
+        What each prompt of a batch is expected to be worth, (P,), whatever its own rewards; NaN where nothing is known.
+        `values` (P,) is what each turned out to be worth, or NaN: the others' part of the level.
         """
         slope = min(max(self.slope.value, 0.0), 1.0)
         return self._levels(values) + slope * self._recall(torch.tensor(keys))[0]
@@ -196,14 +182,10 @@ class ValueTracker:
         Remember a step, of which the priors were taken before.
 
         Args:
-            keys (`list[int]`):
-                Of P prompts.
-            values (`torch.Tensor` of shape (P,)):
-                What each turned out to be worth, NaN where that is unknown: such a prompt teaches nothing.
-            rewards (`torch.Tensor` of shape (R,)):
-                Rewards of all rows, NaN where unscorable.
-            prompts (`torch.Tensor` of shape (R,)):
-                Prompt of each, as an index.
+            keys (`list[int]`), values (`torch.Tensor` of shape (P,)):
+                Of each prompt, and what it turned out to be worth, NaN where that is unknown: it then teaches nothing.
+            rewards, prompts (`torch.Tensor` of shape (R,)):
+                Reward of each row, NaN where unscorable, and its prompt, as an index.
         """
         self._learn_correlation(rewards - self.priors(keys, values)[prompts], prompts, len(keys))
         found = values - self._levels(values)
@@ -252,26 +234,13 @@ class ValueTracker:
         squares = zeros.index_add(0, prompts, known**2)
         products = zeros.index_add(0, prompts, known) ** 2 - squares
         paired = counts > 1
-        self.correlation.add(
-            products[paired] / (counts * (counts - 1))[paired],
-            squares[paired] / counts[paired],
-        )
+        self.correlation.add(products[paired] / (counts * (counts - 1))[paired], squares[paired] / counts[paired])
 
 
 def state_values(rewards: torch.Tensor, states: torch.Tensor, num_states: int) -> torch.Tensor:
     """
-    V(S_j): mean reward of a state's rollouts, unscorable ones left out.
-
-    Args:
-        rewards (`torch.Tensor` of shape (R,)):
-            Rewards, NaN where unscorable.
-        states (`torch.Tensor` of shape (R,)):
-            State of each row, as an index.
-        num_states (`int`):
-            S, of all prompts.
-
-    Returns:
-        `torch.Tensor` of shape (S,): Values, NaN for a state with no scorable row.
+    V(S_j), (S,): mean of the `rewards` (R,) of a state's rollouts, of which those that are NaN are left out; NaN for a
+    state without others. `states` (R,) has the state of each row, as an index below `num_states`.
     """
     zeros = rewards.new_zeros(num_states)
     sums = zeros.index_add(0, states, rewards.nan_to_num(0))
@@ -280,16 +249,8 @@ def state_values(rewards: torch.Tensor, states: torch.Tensor, num_states: int) -
 
 def leave_one_out_means(values: torch.Tensor, mean: float = 0.0, weight: float = 0.0) -> torch.Tensor:
     """
-    Mean of the others, for each value.
-
-    Args:
-        values (`torch.Tensor` of shape (P,)):
-            Values, NaN for those that do not exist.
-        mean, weight (`float`):
-            Of further values, which count for all: their mean, and how many they are.
-
-    Returns:
-        `torch.Tensor` of shape (P,): Means, NaN where no other exists.
+    Mean of the others, for each of `values` (P,), NaN where no other exists. Values that are NaN do not exist, and
+    `weight` further ones, whose mean is `mean`, count for all.
     """
     exist = (~values.isnan()).to(values.dtype)
     others = values.nansum() - values.nan_to_num(0)
@@ -302,14 +263,11 @@ class Prior:
     What the prompts of a batch are expected to be worth, and how much that weighs against rewards.
 
     Args:
-        strength (`float`):
-            κ, in rollouts. With 0 there is no prior where there is anything else to compare with.
-        is_zero (`bool`):
-            Whether each prompt's prior is 0, because rewards are normalized over its rows.
+        strength (`float`): κ, in rollouts. With 0 there is no prior where there is anything else to compare with.
+        is_zero (`bool`): Whether each prompt's prior is 0, because rewards are normalized over its rows.
         tracker ([`ValueTracker`], *optional*):
             What prompts were worth in the steps before. If `None`, the others of the batch are each prompt's prior.
-        keys (`list[int]`):
-            What the tracker knows the batch's prompts by.
+        keys (`list[int]`): What the tracker knows the batch's prompts by.
     """
 
     strength: float = 0.0
@@ -319,14 +277,8 @@ class Prior:
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """
-        The prior of each prompt.
-
-        Args:
-            values (`torch.Tensor` of shape (P,)):
-                What each prompt turned out to be worth, NaN where that is unknown.
-
-        Returns:
-            `torch.Tensor` of shape (P,): Priors, NaN where nothing is known. None depends on the prompt's own value.
+        The prior of each prompt, (P,), given what prompts turned out to be worth, (P,); NaN where nothing is known. It
+        does not depend on the prompt's own value.
         """
         if self.tracker is not None:
             return self.tracker.priors(self.keys, values)

@@ -3,14 +3,20 @@ Rollout credit: each rollout is compared with those of its own state, and its to
 
 This is the paper's rule, with its modulation: advantages are scaled by how the value moved along the trajectory.
 
-The maths is of tensors and plain values. A batch is given as rows that each name their state, and states that each name
-the state before them in their chain. Nothing is inferred from the order of rows or from how many a state has.
+The maths is of tensors and plain values. Rows name their states, and states the state before them in their chain, so
+that nothing is inferred from the order of rows or from how many a state has.
 
 Notation used for tensor shapes:
     - R: rows of the batch, the completions that are trained on
     - S: states of the batch, over all prompts
     - P: prompts
     - F: reward functions
+
+Names of arguments that functions share:
+    - rewards, of shape (R,): NaN where unscorable
+    - states, of shape (R,): state of each row, as an index
+    - parents, a list of length S: index of the state before each in its chain, which comes before its own; `None` for
+      an S_0
 """
 
 import math
@@ -22,7 +28,7 @@ import torch
 from ..plan import Plan
 from ..tree import Tree, chains_of
 from .prior import NO_PRIOR, Prior, state_values
-from .rule import Credit, CreditRule, RowCredit, StateCredit
+from .rule import Credit, CreditRule, RowCredit, StateCredit, batch_std
 
 # Bound on the exponent of the paper's modulation
 MODULATION_CLIP = 5.0
@@ -74,8 +80,7 @@ def compared_rewards(trees: Sequence[Tree], plan: Plan) -> torch.Tensor:
     weights = torch.ones(per_func.size(1), dtype=torch.float64)  # that of an environment's own reward is 1
     weights[: len(plan.reward_weights or [])] = torch.tensor(plan.reward_weights or [], dtype=torch.float64)
     rewards = weighted_rewards(normalized_rewards(per_func, prompts, len(trees)), weights)
-    scorable = rewards[~rewards.isnan()]
-    return rewards / (scorable.std() + 1e-4) if len(scorable) > 1 else rewards
+    return rewards / batch_std(rewards)
 
 
 @dataclass(frozen=True)
@@ -84,14 +89,10 @@ class Advantages:
     What the rewards of a batch make of its states and rows.
 
     Args:
-        values (`torch.Tensor` of shape (S,)):
-            V of each state, NaN for one with no scorable row.
-        factors (`torch.Tensor` of shape (S,)):
-            α of each state.
-        rejected (`torch.Tensor` of shape (S,)):
-            Whether each state leaves the loss.
-        advantages (`torch.Tensor` of shape (R,)):
-            A' of each row, modulated, and scaled if negative.
+        values (`torch.Tensor` of shape (S,)): V of each state, NaN for one with no scorable row.
+        factors (`torch.Tensor` of shape (S,)): α of each state.
+        rejected (`torch.Tensor` of shape (S,)): Whether each state leaves the loss.
+        advantages (`torch.Tensor` of shape (R,)): A' of each row, modulated, and scaled if negative.
     """
 
     values: torch.Tensor
@@ -114,30 +115,10 @@ def compute_advantages(
     Values, modulation, advantages and rejection of a batch.
 
     Values, and with them the modulation, are over all rollouts of a state, before any state is rejected, so that a
-    rejected neighbour still has its value.
-
-    Args:
-        rewards (`torch.Tensor` of shape (R,)):
-            Rewards, NaN where unscorable.
-        states (`torch.Tensor` of shape (R,)):
-            State of each row, as an index.
-        parents (`list[int | None]`):
-            For each of S states, the index of the state before it in its chain, which must come before its own;
-            `None` for an S_0.
-        prior ([`Prior`]):
-            See [`row_baselines`].
-        modulation (`str`):
-            See [`modulation_factors`].
-        scale (`str`):
-            See [`row_advantages`].
-        reject (`bool`):
-            Whether states that teach nothing leave the loss: the degenerate ones, or with a prior those whose
-            advantages are all 0.
-        negative_scale (`float`):
-            Factor on negative advantages.
-
-    Returns:
-        `Advantages`: What they come to.
+    rejected neighbour still has its value. `reject` says whether states that teach nothing leave the loss: those whose
+    advantages are all 0, which without a prior are the degenerate ones. Negative advantages are multiplied by
+    `negative_scale`. For `prior`, `modulation` and `scale` see [`row_baselines`], [`modulation_factors`] and
+    [`row_advantages`].
     """
     num_states = len(parents)
     values = state_values(rewards, states, num_states)
@@ -160,10 +141,8 @@ def weighted_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> t
     Weighted sum of the reward functions, as GRPO takes it.
 
     Args:
-        rewards_per_func (`torch.Tensor` of shape (R, F)):
-            Rewards, NaN where a function gave none.
-        weights (`torch.Tensor` of shape (F,)):
-            Weight of each function.
+        rewards_per_func (`torch.Tensor` of shape (R, F)): Rewards, NaN where a function gave none.
+        weights (`torch.Tensor` of shape (F,)): Weight of each function.
 
     Returns:
         `torch.Tensor` of shape (R,): Rewards, NaN where no function gave any: the row is unscorable.
@@ -178,16 +157,11 @@ def normalized_rewards(rewards_per_func: torch.Tensor, prompts: torch.Tensor, nu
 
     A prompt's rows are those of all its states. Those of an anchor share their prefix with a base trajectory and with
     each other, so that mean and deviation are those of the tree that was explored, not of the policy: a unit and an
-    origin, in which prompts can be compared. Differences between rows of a prompt are those of its rewards, each
-    function's by a factor of its own.
+    origin, in which prompts can be compared.
 
     Args:
-        rewards_per_func (`torch.Tensor` of shape (R, F)):
-            Rewards, NaN where a function gave none.
-        prompts (`torch.Tensor` of shape (R,)):
-            Prompt of each row, as an index.
-        num_prompts (`int`):
-            P.
+        rewards_per_func (`torch.Tensor` of shape (R, F)): Rewards, NaN where a function gave none.
+        prompts (`torch.Tensor` of shape (R,)): Prompt of each row, as an index below `num_prompts`.
 
     Returns:
         `torch.Tensor` of shape (R, F): (r - mean) / (std + 1e-4), as GRPO does, NaN where a function gave none; exactly
@@ -195,9 +169,8 @@ def normalized_rewards(rewards_per_func: torch.Tensor, prompts: torch.Tensor, nu
     """
     columns = []
     for rewards in rewards_per_func.T:
-        distances = row_advantages(
-            rewards, prompts, state_values(rewards, prompts, num_prompts)[prompts], num_prompts, "group"
-        )
+        means = state_values(rewards, prompts, num_prompts)[prompts]
+        distances = row_advantages(rewards, prompts, means, num_prompts, "group")
         distances = distances.masked_fill(degenerate_states(rewards, prompts, num_prompts)[prompts], 0)
         columns.append(distances.masked_fill(rewards.isnan(), torch.nan))
     return torch.stack(columns, dim=1)
@@ -210,15 +183,11 @@ def modulation_factors(values: torch.Tensor, parents: list[int | None], modulati
     With `"exp"`, the paper's form, α_j = exp(-(V(S_j) - V(S_{j-1}))), its exponent clamped, and α_0 = 1. With
     `"sharpened"`, that of the authors' released code, δ_0 = 1 - V(S_0), δ_j = V(S_j) - V(S_{j-1}) and
     α_j = exp(-sign(δ_j) |δ_j|^1.5 / Σ_i |δ_i|^1.5), the sum over the states of the chain; an S_0 that starts two chains
-    takes the mean of its two exponents. A value that does not exist moves nothing: its differences count as 0.
+    takes the mean of its two exponents. With `"none"` it is 1. A value that does not exist moves nothing: its
+    differences count as 0.
 
     Args:
-        values (`torch.Tensor` of shape (S,)):
-            V of each state, NaN where it has none.
-        parents (`list[int | None]`):
-            For each state, the index of the state before it in its chain; `None` for an S_0.
-        modulation (`str`):
-            `"exp"`, `"sharpened"` or `"none"`.
+        values (`torch.Tensor` of shape (S,)): V of each state, NaN where it has none.
 
     Returns:
         `torch.Tensor` of shape (S,): Factors.
@@ -230,19 +199,13 @@ def modulation_factors(values: torch.Tensor, parents: list[int | None], modulati
     if modulation == "exp":
         before = values[[state if parent is None else parent for state, parent in enumerate(parents)]]
         return torch.exp(-(values - before).nan_to_num(0).clamp(-MODULATION_CLIP, MODULATION_CLIP))
-    return _sharpened_factors(values, parents)
-
-
-def _sharpened_factors(values: torch.Tensor, parents: list[int | None]) -> torch.Tensor:
-    moves = torch.stack(
-        [
-            1 - values[state] if parent is None else values[state] - values[parent]
-            for state, parent in enumerate(parents)
-        ]
-    ).nan_to_num(0)
+    moves = [
+        1 - values[state] if parent is None else values[state] - values[parent] for state, parent in enumerate(parents)
+    ]
+    deltas = torch.stack(moves).nan_to_num(0)
     members, chains = torch.tensor(list(_chain_members(parents))).T
-    powers = moves[members].abs() ** 1.5
-    shares = moves[members].sign() * powers / powers.new_zeros(len(parents)).index_add(0, chains, powers)[chains]
+    powers = deltas[members].abs() ** 1.5
+    shares = deltas[members].sign() * powers / powers.new_zeros(len(parents)).index_add(0, chains, powers)[chains]
     exponents = _state_sums(shares.nan_to_num(0), members, len(parents))
     return torch.exp(-exponents / _state_sums(torch.ones_like(shares), members, len(parents)))
 
@@ -258,33 +221,16 @@ def _chain_members(parents: list[int | None]) -> Iterator[tuple[int, int]]:
 
 
 def row_baselines(
-    rewards: torch.Tensor,
-    states: torch.Tensor,
-    parents: list[int | None],
-    prior: Prior = NO_PRIOR,
+    rewards: torch.Tensor, states: torch.Tensor, parents: list[int | None], prior: Prior = NO_PRIOR
 ) -> torch.Tensor:
     """
-    What each row's reward is compared with.
+    What each row's reward is compared with, (R,), NaN where there is nothing.
 
     Without a prior this is V of its state. With a prior of strength κ > 0 the baseline of a row is shrunk towards it,
     and leaves the row itself out: (κ prior + Σ of the state's other rewards) / (κ + n - 1), for n scorable rows. The
     prior is the shrunk value of the state before it in its chain, (κ prior + Σ rewards) / (κ + n), and for S_0 the
     prior of its prompt, given V(S_0) of all: the rollouts of anchors start from prefixes that were chosen, and say less
     of how hard prompts are. Where there is no prior, because the batch has one prompt, κ counts as 0.
-
-    Args:
-        rewards (`torch.Tensor` of shape (R,)):
-            Rewards, NaN where unscorable.
-        states (`torch.Tensor` of shape (R,)):
-            State of each row, as an index.
-        parents (`list[int | None]`):
-            For each of S states, the index of the state before it in its chain, which must come before its own;
-            `None` for an S_0.
-        prior ([`Prior`]):
-            Of each S_0, in order, and κ.
-
-    Returns:
-        `torch.Tensor` of shape (R,): Baselines, NaN where there is none.
     """
     if prior.strength == 0:
         return state_values(rewards, states, len(parents))[states]
@@ -309,23 +255,10 @@ def row_advantages(
     rewards: torch.Tensor, states: torch.Tensor, baselines: torch.Tensor, num_states: int, scale: str = "none"
 ) -> torch.Tensor:
     """
-    A: reward of each row minus its baseline, before modulation.
+    A: reward of each row minus its baseline of `baselines` (R,), before modulation; 0 for unscorable rows.
 
-    Args:
-        rewards (`torch.Tensor` of shape (R,)):
-            Rewards, NaN where unscorable.
-        states (`torch.Tensor` of shape (R,)):
-            State of each row, as an index.
-        baselines (`torch.Tensor` of shape (R,)):
-            What each row is compared with, see [`row_baselines`].
-        num_states (`int`):
-            S.
-        scale (`str`):
-            `"none"`; `"group"` divides by the standard deviation of the state's rewards, `"batch"` by that of all
-            rewards (with Bessel's correction, plus 1e-4, as GRPO does).
-
-    Returns:
-        `torch.Tensor` of shape (R,): Advantages, 0 for unscorable rows.
+    With the `scale` `"group"` it is divided by the standard deviation of the state's rewards, with `"batch"` by that of
+    all rewards (with Bessel's correction, plus 1e-4, as GRPO does).
     """
     advantages = (rewards - baselines).nan_to_num(0)
     if scale == "group":
@@ -334,26 +267,12 @@ def row_advantages(
         variances = _state_sums(deviations.nan_to_num(0) ** 2, states, num_states) / (sizes - 1).clamp(min=1)
         advantages = advantages / (variances.sqrt()[states] + 1e-4)
     elif scale == "batch":
-        scorable = rewards[~rewards.isnan()]
-        advantages = advantages / (scorable.std() + 1e-4) if len(scorable) > 1 else advantages
+        advantages = advantages / batch_std(rewards)
     return advantages
 
 
 def degenerate_states(rewards: torch.Tensor, states: torch.Tensor, num_states: int) -> torch.Tensor:
-    """
-    States that teach nothing: their scorable rewards are all exactly equal, or fewer than two.
-
-    Args:
-        rewards (`torch.Tensor` of shape (R,)):
-            Rewards, NaN where unscorable.
-        states (`torch.Tensor` of shape (R,)):
-            State of each row, as an index.
-        num_states (`int`):
-            S.
-
-    Returns:
-        `torch.Tensor` of shape (S,): Boolean mask.
-    """
+    """States that teach nothing, a mask (S,): their scorable rewards are all exactly equal, or fewer than two."""
     lowest = rewards.new_full((num_states,), math.inf)
     lowest = lowest.scatter_reduce(0, states, rewards.nan_to_num(math.inf), "amin")
     highest = rewards.new_full((num_states,), -math.inf)

@@ -28,8 +28,8 @@ class RowCredit(NamedTuple):
             that counts for two counts twice. Its advantage has that factor already.
         advantage (`float`):
             That of the row as a whole, the mean over its own tokens: for tables, metrics, and losses of whole rows.
-        in_loss (`bool`):
-            Whether the row is learned from, or rejected.
+            With `length_normalized` it is multiplied by the row's length, which gives it the unit of rewards.
+        in_loss (`bool`): Whether the row is learned from, or rejected.
     """
 
     stretches: list[tuple[int, float, float]]
@@ -42,12 +42,9 @@ class StateCredit(NamedTuple):
     What a state is worth, for tables and metrics.
 
     Args:
-        value (`float`):
-            V, the mean reward of its rollouts, NaN if none is scorable.
-        modulation (`float`):
-            α, the factor on the advantages of its rollouts.
-        rejected (`bool`):
-            Whether its rollouts leave the loss.
+        value (`float`): V, the mean reward of its rollouts, NaN if none is scorable.
+        modulation (`float`): α, the factor on the advantages of its rollouts.
+        rejected (`bool`): Whether its rollouts leave the loss.
     """
 
     value: float
@@ -61,10 +58,8 @@ class Credit:
     What a credit rule makes of trees.
 
     Args:
-        rows (`list[RowCredit]`):
-            Of each rollout of each state of each tree, in order.
-        states (`list[StateCredit]`):
-            Of each state of each tree, in order.
+        rows (`list[RowCredit]`): Of each rollout of each state of each tree, in order.
+        states (`list[StateCredit]`): Of each state of each tree, in order.
         values (`torch.Tensor` of shape (P,)):
             What each tree's prompt turned out to be worth, NaN where that is unknown: what a value tracker learns.
     """
@@ -81,8 +76,7 @@ class CreditRule:
     Attributes:
         requires (`Mapping[str, Sequence]`):
             Settings of `FR3EConfig` that it does not go with any value of, and the values that it takes.
-        needs_anchors (`bool`):
-            Whether there must be anchors.
+        needs_anchors (`bool`): Whether there must be anchors.
         wants_stopping_rule (`bool`):
             Whether where to branch should depend on no later token. `anchor_threshold="auto"` is then kept, and anchors
             are shared out evenly among base trajectories. Otherwise `"auto"` is `None`, and anchors that a trajectory
@@ -108,17 +102,7 @@ class CreditRule:
     without_prior: ClassVar[str] = "whose base trajectory then has nothing to be compared with and teaches nothing"
 
     def credit(self, trees: Sequence[Tree], plan: Plan, prior: Prior) -> Credit:
-        """
-        Credit the rows of a step.
-
-        Args:
-            trees (`Sequence[Tree]`):
-                Finished trees of P prompts.
-            plan ([`Plan`]):
-                Settings.
-            prior ([`Prior`]):
-                What prompts are expected to be worth, given what they turned out to be.
-        """
+        """Credit the rows of a step, given its finished trees, the settings, and what is expected of its prompts."""
         raise NotImplementedError
 
 

@@ -101,22 +101,17 @@ class Paths(NamedTuple):
     The rows of trees, and where they leave each other.
 
     Args:
-        rewards (`torch.Tensor` of shape (R,)):
-            Rewards, NaN where unscorable.
-        parents (`list[int | None]`):
-            For each row, the row that it branched off; `None` for a base trajectory.
+        rewards (`torch.Tensor` of shape (R,)): Rewards, NaN where unscorable.
+        parents (`list[int | None]`): For each row, the row that it branched off; `None` for a base trajectory.
         positions (`list[int]`):
             For each row, how many of its tokens are its parent's: those before are, the one at that position, counted
             from 0, is the first of its own. 0 for a base trajectory.
-        lengths (`list[int]`):
-            Tokens of each row's whole completion.
-        prompts (`torch.Tensor` of shape (R,)):
-            Prompt of each row, as an index.
+        lengths (`list[int]`): Tokens of each row's whole completion.
+        prompts (`torch.Tensor` of shape (R,)): Prompt of each row, as an index.
         counts (`list[int]`):
             How many rows each stands for. A base trajectory that was to have three branches, and ended before two of
             them could leave, stands for three.
-        num_written (`list[int]`):
-            L: how many tokens of each row's whole completion the policy wrote.
+        num_written (`list[int]`): L: how many tokens of each row's whole completion the policy wrote.
     """
 
     rewards: torch.Tensor
@@ -155,8 +150,7 @@ class Stretches:
     What the tokens of a batch are credited with, by stretches of equal credit, in order of row and position.
 
     Args:
-        rows (`torch.Tensor` of shape (N,)):
-            Row whose own tokens each stretch is of.
+        rows (`torch.Tensor` of shape (N,)): Row whose own tokens each stretch is of.
         starts, ends (`torch.Tensor` of shape (N,)):
             First position of each stretch in its row's completion, and the position after its last.
         weights (`torch.Tensor` of shape (N,)):
@@ -175,11 +169,8 @@ class Stretches:
 
 def tree_values(paths: Paths) -> torch.Tensor:
     """
-    What each base trajectory's prompt is worth by its tree: the mean reward of the tree's rows.
-
-    Returns:
-        `torch.Tensor` of shape (R,): Value of each base trajectory's tree, NaN where none of its rows is scorable, and
-        for branches.
+    What each base trajectory's prompt is worth by its tree, (R,): the mean reward of the tree's rows. NaN where none of
+    these is scorable, and for branches.
     """
     counts, rewards = _counts(paths), paths.rewards.double().nan_to_num(0)
     bases = torch.tensor(_bases(paths.parents), device=rewards.device)
@@ -191,24 +182,18 @@ def root_baselines(
     values: torch.Tensor, prompts: torch.Tensor, priors: torch.Tensor, prior_strength: float
 ) -> torch.Tensor:
     """
-    β: what a base trajectory's prompt is worth, by all but its own tree.
+    β: what a base trajectory's prompt is worth, by all but its own tree; (R,), NaN where nothing is known.
 
     (κ prior + Σ of the values of the prompt's other trees) / (κ + their number). A tree counts as one rollout however
     many rows it has, as they share their beginning. It is the prior if the prompt has no other tree, even if κ = 0,
-    and the mean of the other trees if there is no prior.
+    and the mean of the other trees if there is no prior. What branches get has no meaning.
 
     Args:
-        values (`torch.Tensor` of shape (R,)):
-            Values of trees, see [`tree_values`].
-        prompts (`torch.Tensor` of shape (R,)):
-            Prompt of each row, as an index.
+        values, prompts (`torch.Tensor` of shape (R,)):
+            Values of trees, see [`tree_values`], and the prompt of each row, as an index.
         priors (`torch.Tensor` of shape (P,)):
             What each prompt is expected to be worth without having been tried, NaN where nothing is known.
-        prior_strength (`float`):
-            κ, in rollouts.
-
-    Returns:
-        `torch.Tensor` of shape (R,): β for base trajectories, NaN where there is none; of no meaning for branches.
+        prior_strength (`float`): κ, in rollouts.
     """
     known, exist = values.nan_to_num(0), (~values.isnan()).to(values.dtype)
     zeros = values.new_zeros(len(priors))
@@ -226,14 +211,11 @@ def tree_credit(
     nothing to be compared with, and the advantage 0.
 
     Args:
-        paths ([`Paths`]):
-            R rows.
+        paths ([`Paths`]): R rows.
         baselines (`torch.Tensor` of shape (R,)):
             β of each base trajectory, see [`root_baselines`]; NaN where there is none. Those of branches are not read.
-        prior_strength (`float`):
-            κ, in rollouts.
-        length_normalized (`bool`):
-            Whether each row earns (r - β) / L in place of r, as with GRPO's `loss_type="grpo"`.
+        prior_strength (`float`): κ, in rollouts.
+        length_normalized (`bool`): Whether each row earns (r - β) / L in place of r, as with GRPO's `loss_type="grpo"`.
 
     Raises:
         `ValueError`: If a row does not leave its parent among the parent's own tokens.
@@ -273,18 +255,18 @@ def _row_credit(stretches: Stretches, paths: Paths, trees: Sequence[Tree], plan:
     rollouts = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]
     negative = stretches.advantages < 0
     scaled = torch.where(negative, plan.negative_scale * stretches.advantages, stretches.advantages)
-    of_rows: list[list[tuple[int, float, float]]] = [[] for _ in rollouts]
+    by_row: list[list[tuple[int, float, float]]] = [[] for _ in rollouts]
     columns = (stretches.rows, stretches.ends - stretches.starts, stretches.weights, scaled)
     for row, length, weight, advantage in zip(*(column.tolist() for column in columns), strict=True):
-        of_rows[row].append((length, weight, advantage))
+        by_row[row].append((length, weight, advantage))
     informative = set(stretches.rows[stretches.advantages != 0].tolist())
     credit = []
-    for i, (of_row, rollout) in enumerate(zip(of_rows, rollouts, strict=True)):
-        advantage = sum(n * a for n, _, a in of_row) / rollout.length
+    for i, (own, rollout) in enumerate(zip(by_row, rollouts, strict=True)):
+        advantage = sum(n * a for n, _, a in own) / rollout.length
         if plan.length_normalized:
             advantage *= paths.num_written[i]
         leaves_loss = plan.reject or rollout.copy_of is not None or rollout.score.is_masked
-        credit.append(RowCredit(of_row, advantage, i in informative or not leaves_loss))
+        credit.append(RowCredit(own, advantage, i in informative or not leaves_loss))
     return credit
 
 
@@ -326,10 +308,10 @@ def _bases(parents: list[int | None]) -> list[int]:
 
 def _with_descendants(parents: list[int | None], own: list[list[float]]) -> list[list[float]]:
     """Sums of what each row and all that descend from it have of its `own`."""
-    below = [list(of_row) for of_row in own]
-    for of_row, parent in zip(own, parents, strict=True):
+    below = list(own)
+    for numbers, parent in zip(own, parents, strict=True):
         while parent is not None:
-            below[parent] = _sum([below[parent], of_row])
+            below[parent] = _sum([below[parent], numbers])
             parent = parents[parent]
     return below
 
@@ -360,8 +342,8 @@ def _stretches(
         yield from reversed(stretches)
 
 
-def _sum(of_rows: Sequence[Sequence[float]]) -> list[float]:
-    return [sum(column) for column in zip(*of_rows, strict=True)]
+def _sum(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(column) for column in zip(*rows, strict=True)]
 
 
 def _shrink(sums: torch.Tensor, counts: torch.Tensor, priors: torch.Tensor, strength: float) -> torch.Tensor:
