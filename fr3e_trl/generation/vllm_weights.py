@@ -31,7 +31,10 @@ TOKENIZER_PROBE = "Solve for x: 12.5 + 3x = \\frac{1}{2}.\n\n  The answer is \\b
 
 @contextmanager
 def without_vllm(args: FR3EConfig) -> Iterator[None]:
-    """Have a `GRPOTrainer` that is made in this context set up no vLLM: [`set_up_vllm`] does that afterwards."""
+    """
+    Have a `GRPOTrainer` that is made in this context set up no vLLM. Its constructor takes no other engine or client
+    than its own, so that [`set_up_vllm`] makes ours afterwards.
+    """
     use_vllm, args.use_vllm = args.use_vllm, False
     try:
         yield
