@@ -22,7 +22,7 @@ from transformers import set_seed
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl import logps as own_logps
-from fr3e_trl.prefix_sharing import forward
+from fr3e_trl.prefix_sharing import forward, keep_together, numbered
 from fr3e_trl.prefix_sharing.trie import fold
 from fr3e_trl.trl_adapter.prompts import padded as padded_rows
 
@@ -355,6 +355,22 @@ def test_rows_of_a_prompt_stay_together(batch_size):
         assert sum(len(batch["prompt_ids"]) for batch in trainer.micro_batches) == 32
     assert num_prompts[True] == [1] * (32 // batch_size)
     assert max(num_prompts[False]) > 1
+
+
+def test_prompts_are_shuffled_in_the_place_of_rows():
+    """Of rows 0 to 5, TRL's shuffle has made the order 3 5 0 4 1 2. Prompts 7 of rows 0, 2, 5 and 8 of 1, 3, 4."""
+    prompts, completions, shuffled = [7, 8, 7, 8, 8, 7], [4, 2, 9, 1, 3, 6], [3, 5, 0, 4, 1, 2]
+    rows = {"prompt_ids": [[0, i] for i in prompts], "prompt_mask": [[0, 1]] * 6, "completion_ids": completions}
+    batch = numbered({name: torch.tensor(of_rows) for name, of_rows in rows.items()})
+    micro_batches = [
+        {name: of_rows[part] for name, of_rows in batch.items()} | {"number": torch.tensor(5), "none": None}
+        for part in torch.tensor(shuffled).split(2)
+    ]
+    keep_together(micro_batches)
+    # The prompt of row 0 has rank 3, and that of row 1 rank 5
+    assert [batch["completion_ids"].tolist() for batch in micro_batches] == [[4, 6], [9, 1], [2, 3]]
+    assert [batch["prompt_ids"][:, 1].tolist() for batch in micro_batches] == [[7, 7], [7, 8], [8, 8]]
+    assert all(batch.keys() == {*rows, "number", "none"} and batch["number"] == 5 for batch in micro_batches)
 
 
 def test_the_default():

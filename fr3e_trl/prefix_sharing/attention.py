@@ -109,55 +109,40 @@ def _with_paths(attention: Attention, way: Callable[..., torch.Tensor]) -> Atten
     return with_paths
 
 
-# Each way: attention without its module, the trie, queries, keys and values (1, H, U, D) to outputs (1, U, H, D). A
+# Each way: attention without its module, a trie, queries, keys and values (1, H, U, D) to outputs (1, U, H, D). A
 # model that is compiled leaves it as it is, but for flex: each trie would be compiled anew
 
 
 @torch.compiler.disable
-def _flash(
-    attention: Attention,
-    trie: Trie,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    **kwargs: Any,
-) -> torch.Tensor:
+def _flash(attention: Attention, trie: Trie, *states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """
     All rows in one call. New nodes are numbered as rows have them, so that queries are in place.
 
     transformers' attention passes the lengths on to its `_flash_attention_forward`.
     """
-    key, value = (
-        states[0].transpose(0, 1).index_select(0, trie.path).transpose(0, 1).unsqueeze(0) for states in (key, value)
-    )
+    query, *others = states
+    key, value = (part[0].transpose(0, 1).index_select(0, trie.path).transpose(0, 1).unsqueeze(0) for part in others)
     return attention(query, key, value, None, **trie.lengths, **kwargs)[0]
 
 
 @torch.compiler.disable
-def _sdpa(
-    attention: Attention,
-    trie: Trie,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    **kwargs: Any,
-) -> torch.Tensor:
+def _sdpa(attention: Attention, trie: Trie, *states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """FlashAttention where sdpa would use it; or no mask where no row has a prefix; or else masks."""
-    kind = query.device.type
+    kind = states[0].device.type
     if torch.is_autocast_enabled(kind):  # as sdpa does
-        query, key, value = (states.to(torch.get_autocast_dtype(kind)) for states in (query, key, value))
-    if not kwargs.get("dropout") and runs_flash(query, key, value):
-        return _flash(_varlen, trie, query, key, value, **kwargs)
+        states = tuple(part.to(torch.get_autocast_dtype(kind)) for part in states)
+    if not kwargs.get("dropout") and runs_flash(*states):
+        return _flash(_varlen, trie, *states, **kwargs)
     window = kwargs.get("sliding_window")
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int) -> torch.Tensor:
         if start == 0 and (window is None or window >= key.size(2)):
             return attention(query, key, value, None, **kwargs)[0]
         # Here and not for each block, of which each would keep its own for the backward pass
-        key, value = (states.repeat_interleave(query.size(1) // states.size(1), 1) for states in (key, value))
+        key, value = (part.repeat_interleave(query.size(1) // part.size(1), 1) for part in (key, value))
         return _in_blocks(functools.partial(_masked_sdpa, **kwargs), trie, query, key, value, start, window)
 
-    return _by_groups(trie, query, key, value, attend)
+    return _by_groups(trie, attend, *states)
 
 
 def _masked_sdpa(
@@ -215,14 +200,7 @@ def _varlen(
     return output.unsqueeze(0), None
 
 
-def _flex(
-    attention: Attention,
-    trie: Trie,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    **kwargs: Any,
-) -> torch.Tensor:
+def _flex(attention: Attention, trie: Trie, *states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """
     A call for each group of rows, with blocks that say what is seen.
 
@@ -238,21 +216,14 @@ def _flex(
         return attention(query, key, value, trie.masks[name], **kwargs)[0]
 
     with torch._dynamo.config.patch(recompile_limit=FLEX_RECOMPILATIONS):
-        return _by_groups(trie, query, key, value, attend)
+        return _by_groups(trie, attend, *states)
 
 
 @torch.compiler.disable
-def _eager(
-    attention: Attention,
-    trie: Trie,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    **kwargs: Any,
-) -> torch.Tensor:
+def _eager(attention: Attention, trie: Trie, *states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """It is causal by its mask alone."""
     call = functools.partial(_in_blocks, functools.partial(attention, **kwargs), trie)
-    return _by_groups(trie, query, key, value, functools.partial(call, window=kwargs.get("sliding_window")))
+    return _by_groups(trie, functools.partial(call, window=kwargs.get("sliding_window")), *states)
 
 
 def _in_blocks(
@@ -275,14 +246,9 @@ def _in_blocks(
     return torch.cat(outputs, 1)
 
 
-def _by_groups(
-    trie: Trie,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor],
-) -> torch.Tensor:
-    """Attention of groups of r rows, from queries (r, H, t - start, D) and keys (r, H, t, D) each."""
+def _by_groups(trie: Trie, attend: Callable[..., torch.Tensor], *states: torch.Tensor) -> torch.Tensor:
+    """Attention of groups of r rows, from queries (r, H, t - start, D), keys and values (r, H, t, D), and `start`."""
+    query, key, value = states
     outputs = [
         attend(_along(query, path[:, start:]), _along(key, path), _along(value, path), start).flatten(0, 1)
         for start, path in trie.paths

@@ -98,23 +98,10 @@ def _score_rows(
     truncation: Truncation | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Log-probs and entropies of rows, what they share forwarded once.
+    Log-probs and entropies of rows (R, T), both of shape (R, C), 0 where nothing is scored.
 
-    Args:
-        trainer (`GRPOTrainer`):
-            Knows how the head computes.
-        model (`nn.Module`):
-            Policy or reference model.
-        input_ids, attention_mask (`torch.Tensor` of shape (R, T)):
-            The rows.
-        scored (`torch.Tensor` of shape (R, C)):
-            Boolean mask of the tokens to score. Rows without one are not forwarded. If no row has one, the first is,
-            for the gradient of 0 that other processes wait for.
-        truncation (`Callable`, *optional*):
-            Truncates the distributions.
-
-    Returns:
-        `tuple`: Both of shape (R, C), 0 where nothing is scored.
+    Rows without a token to score are not forwarded. If no row has one, the first is, for the gradient of 0 that other
+    processes wait for.
     """
     kept = scored.any(1)
     kept[0] |= ~kept.any()
