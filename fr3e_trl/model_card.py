@@ -18,17 +18,7 @@ def on_hub(dataset_name: str | None) -> str | None:
 
 
 def complete(path: Path, trainer: GRPOTrainer, dataset_name: str | None) -> None:
-    """
-    Add to TRL's card at `path` what was trained, how, and with what result.
-
-    Args:
-        path (`Path`):
-            The card.
-        trainer ([`~trl.GRPOTrainer`]):
-            Has trained the model, with an [`FR3EConfig`].
-        dataset_name (`str`, *optional*):
-            The dataset: the id of one on the hub, or a local path.
-    """
+    """Add to TRL's card at `path` what was trained, how, and with what result. `trainer.args` is an [`FR3EConfig`]."""
     args, state, card = trainer.args, trainer.state, ModelCard.load(path)
     own = [f for f in fields(FR3EConfig) if f.name not in GRPOConfig.__dataclass_fields__ and f.name != "log_trees"]
     group = trainer.optimizer.param_groups[0] if trainer.optimizer is not None else {}
