@@ -155,7 +155,11 @@ def field_names(module: str, name: str) -> set[str]:
     """Names of the fields of a dataclass, and of those that it is derived from."""
     module, node = class_in(module, name)
     names = {field_name for field_name, _ in fields_in(node)}
-    return names.union(*(field_names(module, base.id) for base in node.bases if isinstance(base, ast.Name)))
+    for base in node.bases:
+        if not isinstance(base, ast.Name):
+            raise LookupError(f"{module}.{ast.unparse(base)}")
+        names |= field_names(module, base.id)
+    return names
 
 
 def fields_in(node: ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:
