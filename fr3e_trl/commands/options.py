@@ -111,7 +111,7 @@ def own_help(module: str, name: str) -> dict[str, str]:
         what = re.split(r"(?<=\.)\s", text)[0].rstrip(".")
         default = next((k.value for k in getattr(field, "keywords", []) if k.arg == "default"), None)
         told = default.value if isinstance(default, ast.Constant) else None
-        found[field_name] = what[:1].lower() + what[1:] + ("" if told is None else f" (default: {told})")
+        found[field_name] = what[:1].lower() + what[1:] + ("" if told is None else f" (default: {told!s})")
     return found
 
 
