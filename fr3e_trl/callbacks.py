@@ -15,7 +15,7 @@ from transformers import ProgressCallback, TrainerState, TrainingArguments
 from trl import GRPOTrainer
 
 from .config import FR3EConfig
-from .page.record import PAGE, evaluated, is_number
+from .page.record import FOLDER, METRICS, PAGE, evaluated, is_number
 
 VALUE = "fr3e/value/S0"
 
@@ -143,7 +143,8 @@ class Console(ProgressCallback):
             times = sorted(self.stopwatch.seconds.items())
             rows.append(("time", ", ".join(f"{part} {seconds / total:.0%}" for part, seconds in times)))
         if self.config.log_trees is not None:
-            rows.append(("trees", str(Path(str(args.output_dir)) / PAGE)))
+            output = Path(str(args.output_dir))
+            rows += [("trees", str(output / PAGE)), ("all metrics", str(output / FOLDER / METRICS))]
         show(rows)
 
     def print(self, line: str) -> None:
@@ -210,13 +211,11 @@ def say(line: str, write: Callable[[str], None] = print) -> None:
 
 
 def show(rows: list[tuple[str, str]]) -> None:
-    """Print names and texts as a table."""
     for name, text in rows:
         say(f"  {name:<13}{text}")
 
 
 def highlighted(text: str) -> str:
-    """In yellow on a terminal."""
     return f"\033[33m{text}\033[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
 
 

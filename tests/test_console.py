@@ -58,8 +58,8 @@ def test_a_log_is_a_line_and_the_end_says_what_came_of_it(capsys):
     assert len(evaluations) == 1 and max(map(len, steps)) < 100
     end = lines[lines.index("") :]
     assert end[1].startswith("6 step(s) in ")
-    rows = {name.strip(): text for name, text in (re.match(r"  (.{13})(.*)", line).groups() for line in end[2:6])}
-    assert list(rows) == ["eval_reward", "reward", "time", "trees"]
+    rows = {name.strip(): text for name, text in (re.match(r"  (.{13})(.*)", line).groups() for line in end[2:7])}
+    assert list(rows) == ["eval_reward", "reward", "time", "trees", "all metrics"]
     assert re.fullmatch(r"(\w+ \d+%(, )?){3}", rows["time"])
     assert {*trainer.stopwatch.seconds} == {"generation", "rewards", "update"}
     took, whole_run = sum(trainer.stopwatch.seconds.values()), trainer.state.log_history[-1]["train_runtime"]
@@ -68,7 +68,7 @@ def test_a_log_is_a_line_and_the_end_says_what_came_of_it(capsys):
     assert rows["reward"] == f"{first:.3f} → {last:.3f}: {last - first:+.3f} (first and last log)"
     first, last = (entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry)
     assert rows["eval_reward"] == f"{first:.3f} → {last:.3f}"
-    assert Path(rows["trees"]).exists()
+    assert Path(rows["trees"]).exists() and Path(rows["all metrics"]).exists()
 
 
 def test_without_exploration_the_line_has_the_reward(capsys):
