@@ -13,7 +13,7 @@ from trl import GRPOConfig
 
 from fr3e_trl import FR3EConfig
 from fr3e_trl.commands.cli import COMMANDS, COSTS, main
-from fr3e_trl.commands.options import read_recipe
+from fr3e_trl.commands.recipe import read_recipe
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -91,7 +91,7 @@ def commands(page: Path) -> list[str]:
 def help_of(*names: str) -> str:
     """What a command says of its options."""
     with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.suppress(SystemExit):
-        main([*names, "--help-all" if names in (("train",), ("eval",)) else "--help"])
+        main([*names, "--help-all" if names == ("train",) else "--help"])
     return output.getvalue()
 
 

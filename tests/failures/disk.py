@@ -6,20 +6,20 @@ FULL = "No space left on device"
 SAVED = f"{TRAIN} --save_strategy=steps --save_steps=1"
 
 CASES = [
-    Case("no room for a model", TRAIN, ("File too large", "space"), largest_file=20_000),
-    Case("no room for a checkpoint", SAVED, ("File too large", "space"), largest_file=20_000),
-    Case("no room for completions", f"{EVAL} --num_samples=64", ("File too large", "space"), largest_file=8000),
-    Case("no room for results", EVAL, (FULL, "space"), setup=link("out/results.json", "/dev/full")),
-    Case("no room for a report", EVAL, (FULL, "space"), setup=link("out/results.md", "/dev/full")),
+    Case("no room for a model", TRAIN, ("File too large", "room"), largest_file=20_000),
+    Case("no room for a checkpoint", SAVED, ("File too large", "room"), largest_file=20_000),
+    Case("no room for completions", f"{EVAL} --num_samples=64", ("File too large", "room"), largest_file=8000),
+    Case("no room for results", EVAL, (FULL, "room"), setup=link("out/results.json", "/dev/full")),
+    Case("no room for a report", EVAL, (FULL, "room"), setup=link("out/results.md", "/dev/full")),
     Case("a directory for a lock", EVAL, (".lock", "directory"), files={"out/.lock/a": ""}),
     Case("a directory for a lock of compare", COMPARE, (".lock", "directory"), files={"out/.lock/a": ""}),
-    Case("no room for a report of compare", COMPARE, (FULL, "space"), setup=link("out/report.md", "/dev/full")),
-    Case("no room for a dataset", EVAL, ("File too large", "space"), largest_file=100),
-    Case("no room for a policy", COMPARE, ("File too large", "space"), largest_file=20_000),
+    Case("no room for a report of compare", COMPARE, (FULL, "room"), setup=link("out/report.md", "/dev/full")),
+    Case("no room for a dataset", EVAL, ("File too large", "room"), largest_file=100),
+    Case("no room for a policy", COMPARE, ("File too large", "room"), largest_file=20_000),
     Case(
         "no room for raw data",
         f"{COMPARE} --keep_policies=false",
-        ("File too large", "out/results.json", "space"),
+        ("File too large", "out/results.json", "room"),
         largest_file=3000,
     ),
     Case(
