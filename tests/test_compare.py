@@ -41,7 +41,8 @@ from fr3e_trl.bench.results import has_collapsed
 from fr3e_trl.bench.tasks import HELDOUT_SEED
 from fr3e_trl.bench.tuning import TUNED
 from fr3e_trl.commands import cli
-from fr3e_trl.commands.recipe import RecipeParser, read_recipe
+from fr3e_trl.commands.options import read_recipe
+from fr3e_trl.commands.recipe import RecipeParser
 from fr3e_trl.commands.statistics import (
     SHARE,
     best_of_k,

@@ -13,7 +13,7 @@ from trl import GRPOConfig
 
 from fr3e_trl import FR3EConfig
 from fr3e_trl.commands.cli import COMMANDS, COSTS, main
-from fr3e_trl.commands.recipe import read_recipe
+from fr3e_trl.commands.options import read_recipe
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

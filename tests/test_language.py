@@ -20,7 +20,7 @@ from fr3e_trl.bench.policies import made_once
 from fr3e_trl.commands import eval as evaluation
 from fr3e_trl.commands import train
 from fr3e_trl.commands.data import get_reward
-from fr3e_trl.commands.recipe import read_recipe
+from fr3e_trl.commands.options import read_recipe
 from fr3e_trl.commands.usage import UsageError
 
 ROOT = Path(__file__).parent.parent

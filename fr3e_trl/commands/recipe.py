@@ -9,10 +9,8 @@ import yaml
 from trl import TrlParser
 
 from ..config import with_preset
-from .options import check_keys, read_recipe, split_recipe
+from .options import check_keys, split_recipe
 from .usage import UsageError, require_argument, sentence, unrecognized, usage_errors
-
-__all__ = ["RecipeParser", "parse_arguments", "read_recipe"]
 
 
 class RecipeParser(TrlParser):
