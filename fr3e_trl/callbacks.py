@@ -21,9 +21,9 @@ VALUE = "fr3e/value/S0"
 
 # The columns of a line: label, metric and format. TRL's `reward` and `entropy` are means over branches too
 COLUMNS = [("length", "completions/mean_length", ".0f"), ("tokens", "fr3e/tokens/generated", ",.0f")]
-ENDING = [("entropy", "entropy", ".3f"), ("kl", "kl", ".3g")]
-GRPO_COLUMNS = [("reward", "reward", ".3f"), *COLUMNS, *ENDING]
-FR3E_COLUMNS = [("reward", VALUE, ".3f"), *COLUMNS, ("entropy", "fr3e/entropy", ".3f"), ENDING[1]]
+KL = ("kl", "kl", ".3g")
+GRPO_COLUMNS = [("reward", "reward", ".3f"), *COLUMNS, ("entropy", "entropy", ".3f"), KL]
+FR3E_COLUMNS = [("reward", VALUE, ".3f"), *COLUMNS, ("entropy", "fr3e/entropy", ".3f"), KL]
 
 # A metric, when it is a problem, and what to do. Each is printed once per run
 WARNINGS: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -86,10 +86,6 @@ class Console(ProgressCallback):
 
     It takes the place of transformers' `ProgressCallback`, so `remove_callback(ProgressCallback)` removes it. With
     `disable_tqdm=True`, there is none, and transformers prints the dict as for [`~trl.GRPOTrainer`].
-
-    Args:
-        config ([`FR3EConfig`]), stopwatch ([`Stopwatch`]):
-            The trainer's.
     """
 
     def __init__(self, config: FR3EConfig, stopwatch: Stopwatch):
@@ -99,7 +95,7 @@ class Console(ProgressCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         self.began, self.first_step, self.warned = time.monotonic(), state.global_step, set()
-        self.stopwatch.seconds.clear()
+        self.stopwatch.seconds, self.stopwatch._running = {}, []
         if sys.stderr.isatty():  # a log file would have each state of a bar
             super().on_train_begin(args, state, *_, **kwargs)
         if state.is_world_process_zero:
@@ -126,13 +122,13 @@ class Console(ProgressCallback):
         if "train_runtime" not in logs:
             parts = [f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"]
             parts += parts_of(logs, FR3E_COLUMNS if not self.config.is_plain_grpo else GRPO_COLUMNS)
-            if "loss" in logs:
-                steps, left = state.global_step - self.first_step, state.max_steps - state.global_step
+            steps, left = state.global_step - self.first_step, state.max_steps - state.global_step
+            if "loss" in logs and steps > 0:
                 parts.append(f"{duration((time.monotonic() - self.began) / steps * left)} left")
             self.print("  ".join(parts))
         for name, (is_problem, remedy) in WARNINGS.items():
-            value, is_asked_for = logs.get(name), name != "fr3e/anchor/count" or self.config.num_anchors != 0
-            if is_asked_for and name not in self.warned and isinstance(value, float | int) and is_problem(value):
+            value, is_none_wanted = logs.get(name), name == "fr3e/anchor/count" and self.config.num_anchors == 0
+            if isinstance(value, float | int) and is_problem(value) and name not in self.warned and not is_none_wanted:
                 self.warned.add(name)
                 self.print(highlighted(f"warning: {name} = {value:.3g}: {remedy}"))
 
@@ -142,11 +138,12 @@ class Console(ProgressCallback):
         if not state.is_world_process_zero:
             return
         say(f"\n{state.global_step - self.first_step} step(s) in {duration(time.monotonic() - self.began)}")
-        rows, output = changes(state.log_history), Path(str(args.output_dir))
-        times, total = self.stopwatch.seconds, sum(self.stopwatch.seconds.values())
+        rows, total = changes(state.log_history), sum(self.stopwatch.seconds.values())
         if not self.config.is_plain_grpo and total:
-            rows.append(("time", ", ".join(f"{part} {times[part] / total:.0%}" for part in sorted(times))))
+            times = sorted(self.stopwatch.seconds.items())
+            rows.append(("time", ", ".join(f"{part} {seconds / total:.0%}" for part, seconds in times)))
         if self.config.log_trees is not None:
+            output = Path(str(args.output_dir))
             rows += [("trees", str(output / PAGE)), ("all metrics", str(output / FOLDER / METRICS))]
         show(rows)
 
@@ -171,7 +168,7 @@ def parts_of(logs: dict[str, Any], columns: list[tuple[str, str, str]]) -> list[
     elif "loss" not in logs:
         columns = [(name, name, ".4g") for name in logs if name not in ("epoch", "total_flos")]
     elif "fr3e/tokens/generated" not in logs and columns == FR3E_COLUMNS:
-        title, columns = ["same batch"], ENDING[1:]
+        title, columns = ["same batch"], [KL]
     values = [(label, logs.get(name), form) for label, name, form in columns if logs.get(name) is not None]
     return title + [f"{label} {x if isinstance(x, str) else format(x, form)}" for label, x, form in values]
 
@@ -214,13 +211,11 @@ def say(line: str, write: Callable[[str], None] = print) -> None:
 
 
 def show(rows: list[tuple[str, str]]) -> None:
-    """Print names and texts as a table."""
     for name, text in rows:
         say(f"  {name:<13}{text}")
 
 
 def highlighted(text: str) -> str:
-    """In yellow on a terminal."""
     return f"\033[33m{text}\033[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
 
 

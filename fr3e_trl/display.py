@@ -1,4 +1,4 @@
-"""A tree of rollouts as text: it shows what was explored."""
+"""A tree of rollouts as text."""
 
 import math
 import textwrap
@@ -135,7 +135,7 @@ def _has_value(state: State) -> bool:
 
 
 def _outcomes(rollouts: list[Rollout], tree: Tree) -> list[str]:
-    """The scores of rollouts, padded to equal width. `?` if no reward function scored one."""
+    """The scores of rollouts, padded to equal width, and `?` for a rollout without one."""
     everything = [*tree.bases, *(rollout for state in tree.states for rollout in state.rollouts)]
     scored = {rollout.score.reward for rollout in everything if not math.isnan(rollout.score.reward)}
     symbols = {1.0: "✓", 0.0: "✗"} if scored <= {0, 1} else {reward: f"{reward:.3g}" for reward in scored}
@@ -151,7 +151,7 @@ def _text(tokenizer: PreTrainedTokenizerBase, context_ids: TokenIds, token_ids: 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, sequences: list[tuple[TokenIds, TokenIds]]) -> list[list[str]]:
     """
-    What each token adds to the text before it.
+    The text that each token adds to the text before it.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`):
@@ -160,8 +160,8 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, sequences: list[tuple[TokenI
             For each sequence, the tokens before it, of shape (C,), and its own, of shape (L,).
 
     Returns:
-        `list[list[str]]`: L texts for each sequence. If several tokens make one character, the last one has it, also
-        where the others are before the sequence.
+        `list[list[str]]`: L texts for each sequence. If several tokens make one character, the last of them has it,
+        even if the others are before the sequence.
     """
     token_ids = [(before.tolist(), ids.tolist()) for before, ids in sequences]
     singles = sorted({token for before, ids in token_ids for token in [*before[-1:], *ids]})
@@ -212,8 +212,8 @@ def _decode(tokenizer: PreTrainedTokenizerBase, sequences: list[list[int]]) -> l
 
 def _shorten(text: str, length: int) -> str:
     """
-    `text` on one line, without what a terminal would obey. If it is longer than `length` its middle is cut, because its
-    end has the answer.
+    `text` on one line, without control characters. If it is longer than `length`, its middle is cut, because its end
+    has the answer.
     """
     text = text.replace("\n", "↵").translate(CONTROLS)
     if len(text) <= length:

@@ -73,8 +73,8 @@ BAD_DATASETS = {
     "broken.jsonl": ('{"prompt": "1+1="', "line 1 is not JSON"),
     "header.csv": ("prompt,solution\n", "it is empty"),
     "data.xml": ("<prompt/>", r"must end with one of \.csv, \.json, \.jsonl, \.parquet"),
-    "missing.jsonl": (None, "Unable to find .*Use a local file"),
-    "missing_directory": (None, "Couldn't reach .*or the id of a dataset on the hub"),
+    "missing.jsonl": (None, "Unable to find .*Use a file"),
+    "missing_directory": (None, "Couldn't reach .*or a dataset on the hub"),
     "other_split.jsonl": ('{"prompt": "1+1="}', 'Unknown split "train"'),
 }
 

@@ -91,7 +91,7 @@ def commands(page: Path) -> list[str]:
 def help_of(*names: str) -> str:
     """What a command says of its options."""
     with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.suppress(SystemExit):
-        main([*names, "--help-all" if names in (("train",), ("eval",)) else "--help"])
+        main([*names, "--help-all" if names == ("train",) else "--help"])
     return output.getvalue()
 
 

@@ -249,6 +249,7 @@ def test_a_process_that_a_signal_ends_is_told_of(name, reason, fr3e):
 def test_a_pipe_that_nobody_reads_ends_no_run(fr3e):
     furnish()
     process = fr3e(f"{TRAIN} --max_steps=4 --logging_steps=1")
+    assert process.stdout.readline().startswith("reward: ")
     assert "step 1/4" in process.stdout.readline()
     process.stdout.close()
     told = process.stderr.read()

@@ -12,16 +12,12 @@ from huggingface_hub import ModelCard
 
 # What a user of the models runs, who has not got fr3e_trl
 LOAD = """
-import contextlib, io, json, re, sys
+import json, sys
 sys.modules["fr3e_trl"] = None
-from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-def load(repo, has_own_card, is_adapter):
-    if has_own_card:
-        with contextlib.redirect_stdout(io.StringIO()):
-            exec(*re.findall(r"```python\\n(.*?)```", ModelCard.load(repo).text, flags=re.DOTALL), {})
+def load(repo, is_adapter):
     model = (AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM).from_pretrained(repo).eval()
     inputs = AutoTokenizer.from_pretrained(repo)("12+3=", return_tensors="pt")
     return model.generate(**inputs, max_new_tokens=8, do_sample=False).tolist()
@@ -63,7 +59,7 @@ def train(hub, directory: Path, runs: dict, **options) -> subprocess.CompletedPr
     return run(hub, directory, str(script), json.dumps(arguments), **options)
 
 
-def load(hub, directory: Path, *arguments: tuple[str, bool, bool]) -> list:
+def load(hub, directory: Path, *arguments: tuple[str, bool]) -> list:
     return last_line(run(hub, directory, "-c", LOAD, json.dumps(arguments)))
 
 
@@ -77,8 +73,7 @@ def trained(tmp_path_factory):
     with running_hub() as hub:
         directory = tmp_path_factory.mktemp("trained")
         before = dict(zip(RUNS, last_line(train(hub, directory, RUNS)), strict=True))
-        # TRL's card asks the pipeline for a chat
-        loaded = [("tiny-grpo", False, False), ("tiny-model", True, False), ("tiny-adapter", True, True)]
+        loaded = [("tiny-grpo", False), ("tiny-model", False), ("tiny-adapter", True)]
         after = load(hub, directory, *((f"someone/{name}", *how) for name, *how in loaded))
         yield hub, before, {name: outputs for (name, *_), outputs in zip(loaded, after, strict=True)}
 
@@ -100,14 +95,13 @@ def check_card(text: str, of_grpo: str) -> None:
     assert {"trl", "fr3e", "generated_from_trainer"} <= set(card.data.tags) and "grpo" not in card.data.tags
     assert card.data.library_name == "transformers" and card.data.datasets == "sums/of-digits"
     assert card.data.to_dict().keys() == theirs.data.to_dict().keys()
-    # TRL's sections, and three more
-    ours = ("### Result", "### Training run", "### FR3E settings")
+    # TRL's sections, and another
     sections = [[line for line in c.text.splitlines() if line.startswith("#")] for c in (card, theirs)]
-    assert [section for section in sections[0] if section not in ours] == sections[1]
+    assert [section for section in sections[0] if section != "### Training run"] == sections[1]
     assert "[First Return, Entropy-Eliciting Explore](https://huggingface.co/papers/2507.07017)" in card.text
     assert "trained with FR3E" in card.text
     assert "title = {{First Return, Entropy-Eliciting Explore}}" in " ".join(card.text.split())
-    assert "prompts of [sums/of-digits](https://huggingface.co/datasets/sums/of-digits)" in " ".join(card.text.split())
+    assert "[sums/of-digits](https://huggingface.co/datasets/sums/of-digits)" in card.text
     assert 'pipeline("text-generation", model="someone/tiny-model", device_map="auto")' in card.text
 
 
@@ -130,7 +124,7 @@ def test_a_hub_that_fails_says_so_and_the_model_is_kept(tmp_path):
         hub.broken = True
         failed = train(hub, tmp_path, {"tiny-model": ("fr3e",)}, check=False)
         assert failed.returncode != 0 and "500" in failed.stderr
-        assert len(*load(hub, tmp_path, (str(tmp_path / "tiny-model"), False, False))) == 1
+        assert len(*load(hub, tmp_path, (str(tmp_path / "tiny-model"), False))) == 1
 
 
 def test_a_wrong_token_is_refused(tmp_path):

@@ -297,6 +297,15 @@ def test_a_recipe_that_is_begun_trains_and_its_settings_train_again(trainers, tm
     ]
 
 
+def test_a_recipe_for_a_gpu_loads_the_model_in_the_type_that_it_trains_in(tmp_path, monkeypatch):
+    """Otherwise generation is in float32, of which the trainer warns."""
+    monkeypatch.setattr("transformers.utils.is_torch_bf16_gpu_available", lambda: True)
+    cli.main(["init", str(tmp_path / "run")])
+    given = ["--config", str(tmp_path / "run" / "recipe.yaml"), "--use_cpu=true"]
+    _, args, model = train.make_parser().parse_args_and_config(given)
+    assert args.bf16 and model.dtype == "bfloat16"
+
+
 def test_help_of_training_is_a_page_of_options_that_there_are(capsys):
     script = (
         "import sys; from fr3e_trl.commands import cli; cli.main(['train', '--help']); print('torch' in sys.modules)"

@@ -1,4 +1,4 @@
-"""pass@k and maj@k of sampled completions: the answers in them, and which answers are the same."""
+"""pass@k and maj@k of sampled completions: extracts their answers, and groups equal ones."""
 
 import math
 import re
@@ -64,7 +64,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def with_interval(values: list[float], are_shares: bool) -> dict[str, float]:
-    """Mean over problems, and its interval, which a single problem has not. `are_shares`: all rewards are in [0, 1]."""
+    """Mean over problems with its interval, if there are several. `are_shares`: all rewards are in [0, 1]."""
     if len(values) == 1:
         return {"mean": values[0]}
     interval = share_interval(values) if are_shares else mean_interval(values)
@@ -75,7 +75,7 @@ def answers_of(of_problems: list[list[dict[str, Any]]], regex: str | None, by_ma
     """
     The answer of each completion of each problem, `None` where it has none.
 
-    It is the last match of a pattern. Without one, it is what math-verify reads, or else the whole text.
+    It is the last match of a pattern. Without a pattern, it is what math-verify extracts, or the whole text.
     """
     texts = [line["completion"] for lines in of_problems for line in lines]
     answers: list[str | None]
@@ -90,7 +90,7 @@ def answers_of(of_problems: list[list[dict[str, Any]]], regex: str | None, by_ma
 
 
 def last_match(regex: str, text: str) -> str | None:
-    """The last match of a pattern, or the first group in it, without what surrounds it. `None` if it takes no part."""
+    """The last match of a pattern, or its first group, stripped. `None` if there is none."""
     matches = list(re.finditer(regex, text, re.DOTALL))
     found = matches[-1][1 if matches[-1].re.groups else 0] if matches else None
     return None if found is None else found.strip()
@@ -98,16 +98,16 @@ def last_match(regex: str, text: str) -> str | None:
 
 def group_answers(answers: list[str | None], by_maths: bool) -> list[list[int]]:
     r"""
-    Which of a problem's answers are the same: by math-verify's `verify`, or by their text.
+    Group a problem's equal answers, using math-verify's `verify`, or their text.
 
     Args:
         answers (`list[str | None]`):
-            Of each completion; `None` is in no group.
+            The answer of each completion; `None` is in no group.
         by_maths (`bool`):
             Whether `\frac{1}{2}` is the same as `0.5`.
 
     Returns:
-        `list[list[int]]`: Indices of each group, in the order in which their answers first come.
+        `list[list[int]]`: Indices of each group, in the order of their first answers.
     """
     groups: dict[str, list[int]] = {}  # by the first answer of each
     same: dict[str, str] = {}  # of each text, that first answer

@@ -1,4 +1,4 @@
-"""Completions of prompts by a model that is loaded here: the loop of every evaluation."""
+"""Completions of prompts from a model in this process, for evaluation."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Completion:
         token_ids (`list[int]`):
             Its tokens, with the one that ends it.
         is_finished (`bool`):
-            Whether a token ended it, rather than the limit of its length.
+            Whether an end token ended it, rather than the length limit.
     """
 
     token_ids: list[int]
@@ -36,8 +36,8 @@ def sampling_config(
     top_p: float = 1.0,
 ) -> GenerationConfig:
     """
-    How to sample from the policy as training does: without what the model's own generation config changes of its
-    distribution, such as Qwen's `top_k` and `repetition_penalty`. At temperature 0, how to decode greedily.
+    Sampling as in training: without settings of the model's own generation config that change the distribution, such as
+    Qwen's `top_k` and `repetition_penalty`. Greedy decoding at temperature 0.
     """
     own = model.generation_config
     ends = [own.eos_token_id] if isinstance(own.eos_token_id, int) else own.eos_token_id or []
@@ -74,12 +74,11 @@ def complete(
         config (`GenerationConfig`):
             How to sample.
         batch_size (`int`):
-            Completions that are generated at once.
+            Number of completions generated at once.
         seeds (`Sequence[int]`, *optional*):
-            A seed for each completion. A batch has that of its first. If `None`, the state of the random numbers is
-            left as it is.
+            A seed for each completion; a batch uses that of its first. If `None`, the random state is not touched.
         recorder (`LogitsProcessor`, *optional*):
-            Is shown the logits of each step.
+            Receives the logits of each step.
     """
     ends = [] if config.eos_token_id is None else config.eos_token_id
     eos_token_ids = [ends] if isinstance(ends, int) else ends
@@ -112,11 +111,11 @@ def reward_arguments(
     examples: Sequence[dict[str, Any]], completions: Sequence[Completion], texts: Sequence[str]
 ) -> dict[str, Any]:
     """
-    Arguments of a reward function, as TRL's trainers give them. Nothing is trained, and so nothing is logged.
+    Arguments of a reward function, as TRL's trainers pass them. Its logs go nowhere, because nothing is trained.
 
     Args:
         examples (`Sequence[dict[str, Any]]`):
-            The example that each completion is of.
+            The example of each completion.
         completions (`Sequence[Completion]`), texts (`Sequence[str]`):
             The completions.
     """

@@ -22,7 +22,7 @@ from .usage import UsageError, did_you_mean, sentence, unrecognized, usage_error
 DATACLASSES = {
     "train": [
         ("fr3e_trl.commands.train", "TrainArguments"),
-        ("fr3e_trl.config", "FR3EConfig"),
+        ("fr3e_trl", "FR3EConfig"),
         ("trl", "ModelConfig"),
     ],
     "eval": [("fr3e_trl.commands.eval_arguments", "EvalArguments"), ("trl", "ModelConfig")],
@@ -92,7 +92,7 @@ def print_help(command: str) -> None:
     print(f"{SUMMARIES[command]} All options: fr3e {command} --help-all")
     groups = dict(PAGES[command])
     if command == "train":
-        groups["FR3E"] = own_help("fr3e_trl.config", "FR3EConfig")
+        groups["FR3E"] = own_help("fr3e_trl", "FR3EConfig")
     else:
         groups["Sampling and results"] = own_help(*DATACLASSES["eval"][0])
     for group, options in groups.items():
@@ -108,10 +108,10 @@ def own_help(module: str, name: str) -> dict[str, str]:
     for field_name, field in fields_in(node):
         texts = [x.value for x in ast.walk(field) if isinstance(x, ast.Constant) and isinstance(x.value, str)]
         text = max(texts, key=len, default="")  # the help is longer than what else is said of a field
-        what = re.split(r"(?<=[.:])\s", text)[0].rstrip(".:")
+        what = re.split(r"(?<=\.)\s", text)[0].rstrip(".")
         default = next((k.value for k in getattr(field, "keywords", []) if k.arg == "default"), None)
         told = default.value if isinstance(default, ast.Constant) else None
-        found[field_name] = what[:1].lower() + what[1:] + ("" if told is None else f" (default: {told})")
+        found[field_name] = what[:1].lower() + what[1:] + ("" if told is None else f" (default: {told!s})")
     return found
 
 
@@ -155,7 +155,11 @@ def field_names(module: str, name: str) -> set[str]:
     """Names of the fields of a dataclass, and of those that it is derived from."""
     module, node = class_in(module, name)
     names = {field_name for field_name, _ in fields_in(node)}
-    return names.union(*(field_names(module, base.id) for base in node.bases if isinstance(base, ast.Name)))
+    for base in node.bases:
+        if not isinstance(base, ast.Name):
+            raise LookupError(f"{module}.{ast.unparse(base)}")
+        names |= field_names(module, base.id)
+    return names
 
 
 def fields_in(node: ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:

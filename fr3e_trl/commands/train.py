@@ -124,7 +124,8 @@ class RunFiles(TrainerCallback):
 def main(argv: list[str]) -> None:
     """The command `fr3e train`."""
     parser = make_parser()
-    train(*parse_arguments(parser, argv), parser.given)
+    script_args, training_args, model_args = parse_arguments(parser, argv)
+    train(script_args, training_args, model_args, parser.given)
 
 
 def make_parser() -> RecipeParser:

@@ -23,13 +23,13 @@ EXTRAS = {
     "sentencepiece": "lm",
 }
 
-# Packages whose errors are about the user's settings, such as lora_r=0
+# Packages whose refusals are of what the user set, such as lora_r=0
 LIBRARIES = ("accelerate", "datasets", "peft", "torch", "transformers", "trl")
 
 # Services that get the metrics
 REPORTERS = ("clearml", "comet_ml", "mlflow", "trackio", "wandb")
 
-# Where code is that is not the user's: this package, Python, and installed packages
+# Where code lies that is no user's own: this package, Python, and folders of what is installed
 INSTALLED = [Path(place).resolve() for place in (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))]
 PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
 
@@ -128,7 +128,7 @@ def explain(error: Exception) -> str | None:
         return f"{package} is missing. Install it with: pip install 'fr3e-trl[{EXTRAS[package]}]'"
     of_disk = _of_disk(error)
     if of_disk is not None:
-        return _with_notes(error, f"{_without_number(of_disk)}. Free some space, or use a directory elsewhere.")
+        return _with_notes(error, f"{_without_number(of_disk)}. Free some room, or use a directory elsewhere.")
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         return told_of_user_code(error) or _with_notes(error, f"{_without_number(error)}.")
     raiser = _raised_by(error)

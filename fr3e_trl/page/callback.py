@@ -1,4 +1,4 @@
-"""Logs trees while a run trains."""
+"""Logs the trees of a run during training."""
 
 import functools
 import importlib
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator, PartialState
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState, TrainingArguments
 
 from ..fr3e_config import FR3EConfig
 from ..method.rows import Row
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def ends_no_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Have a run go on when a callback cannot write `what` it writes. Its first error is told, in a warning."""
+    """Let a run continue when a callback cannot write `what` it writes. The first error is reported in a warning."""
 
     @functools.wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -30,7 +30,7 @@ def ends_no_run(method: Callable[..., None]) -> Callable[..., None]:
         except Exception as error:
             if not self.has_failed and PartialState().is_main_process:
                 logger.warning(
-                    "%s could not be written (%s: %s). Training goes on. What fails from here on is not told.",
+                    "%s could not be written (%s: %s). Training continues. Further such errors are not reported.",
                     self.what,
                     type(error).__name__,
                     error,
@@ -44,18 +44,18 @@ class TreeLog(TrainerCallback):
     """
     Writes a run's trees and metrics, and the page that shows them. The trainer passes the trees.
 
-    No error here ends a run: a full disk or a damaged file is told in one warning. What an earlier run has logged in
-    the same directory is moved to `trees-1`, or the next number.
+    No error here ends a run, such as a full disk: it is reported in one warning. The logs of an earlier run in the same
+    directory are moved to `trees-1`, or the next number.
 
     Args:
         every (`int`):
-            Trees are logged once in so many steps.
+            Number of steps from one log of trees to the next.
         tokenizer (`PreTrainedTokenizerBase`):
             Tokenizer of the policy.
         reward_funcs (`list[str]`):
             Names of the reward functions.
         accelerator ([`~accelerate.Accelerator`]):
-            Knows the processes. The main one writes.
+            The processes, of which the main one writes.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class TreeLog(TrainerCallback):
     @ends_no_run
     def write(self, trees: list[Tree], rows: list[Row], args: FR3EConfig, step: int) -> None:
         """
-        Log the trees of a batch, if it is the first in `every` steps or the first of the run. All processes call it.
+        Log the trees of a batch if it is the first in `every` steps, or of the run. All processes must call this.
 
         Args:
             trees (`list[Tree]`), rows (`list[Row]`):
@@ -98,39 +98,39 @@ class TreeLog(TrainerCallback):
         on_main_process(self.accelerator, lambda: write_step(Path(args.output_dir), record))
 
     @ends_no_run
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         self._last, self._has_begun = None, True
         if not state.is_world_process_zero:
             return
-        run = Path(args.output_dir)
+        run = Path(str(args.output_dir))
         # Steps after this run's checkpoint are of an earlier run that had come further
         folder = set_aside(run, state.global_step)
         if folder is not None:
             logger.warning(
-                "What an earlier run in %s logged after step %d is in %s now.", run, state.global_step, folder
+                "The logs of an earlier run in %s after step %d were moved to %s.", run, state.global_step, folder
             )
         write_logs(run / FOLDER / METRICS, state.log_history)
 
     @ends_no_run
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         # An evaluation before training does not belong to the run. Its directory may hold an earlier run
         if state.is_world_process_zero and self._has_begun:
-            append_log(Path(args.output_dir) / FOLDER / METRICS, state.log_history[-1])
+            append_log(Path(str(args.output_dir)) / FOLDER / METRICS, state.log_history[-1])
 
     @ends_no_run
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            make_page(Path(args.output_dir), Path(args.output_dir) / PAGE)
+            make_page(Path(str(args.output_dir)), Path(str(args.output_dir)) / PAGE)
 
     @ends_no_run
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.on_save(args, state, control)
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        self.on_save(args, state)
         if state.is_world_process_zero:
-            report(Path(args.output_dir) / PAGE, args.report_to)
+            report(Path(str(args.output_dir)) / PAGE, args.report_to)
 
 
 def report(page: Path, report_to: list[str]) -> None:
-    """Log a page to the services that a run reports to, as an artifact and as HTML."""
+    """Upload the page to Weights & Biases or trackio, if `report_to` names them, as an artifact and as HTML."""
     for name in ("wandb", "trackio"):
         if name not in report_to:
             continue

@@ -32,18 +32,18 @@ CHARTS: list[tuple[str, list[str], str | None]] = [
 
 def make_page(run: Path, output: Path, steps: list[int] | None = None) -> int:
     """
-    Make the page of a run from what it has logged.
+    Make the page of a run from its logs.
 
     Args:
         run (`Path`):
             Output directory of the run.
         output (`Path`):
-            Where the page goes.
+            File of the page.
         steps (`list[int]`, *optional*):
-            Steps whose trees it shows. If `None`, all steps, or evenly spread ones with about 200 trees together.
+            Steps whose trees are shown. If `None`, all steps, or evenly spread ones with about 200 trees together.
 
     Returns:
-        `int`: How many trees it shows.
+        `int`: Number of trees on the page.
     """
     trees, step_of, reward_funcs = [], [], []
     for step in _spread(run) if steps is None else steps:
@@ -129,7 +129,7 @@ def charts(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Args:
         log (`list[dict]`):
-            What the trainer logged.
+            The trainer's logs.
 
     Returns:
         `list[dict]`: Charts that have a curve. Each has a `title`, `curves` with `name` and `points` [step, value], and

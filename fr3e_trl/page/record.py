@@ -1,5 +1,5 @@
 """
-Trees of a run as it logs them, in plain values.
+The trees of a run as plain values, as they are logged.
 
 The trees of a step are in `trees/step-N.json.gz` of the output directory. N is the first step that trains on them:
 
@@ -31,7 +31,7 @@ The trees of a step are in `trees/step-N.json.gz` of the output directory. N is 
             differs         of a branch: whether its first token is another than the base trajectory's there
             credit          stretches of its tokens: how many, what each counts for, its advantage
 
-What no process has told is null. `trees/metrics.jsonl` has what the trainer logged, an entry a line, each with its
+Values that no process knows are null. `trees/metrics.jsonl` has the trainer's logs, one entry per line, each with its
 `step`.
 """
 
@@ -209,13 +209,14 @@ def read_step(run: Path, step: int) -> dict[str, Any]:
         _ = record["trees"], record["reward_funcs"]
     except (EOFError, KeyError, OSError, TypeError, ValueError, zlib.error) as error:
         raise ValueError(
-            f"{path} is no whole tree log ({type(error).__name__}: {error}). Move it away: the page is made without it."
+            f"{path} is not a complete tree log ({type(error).__name__}: {error}). Move it away to make the "
+            "page without it."
         ) from error
     return record
 
 
 def write_logs(path: Path, logs: list[dict[str, Any]]) -> None:
-    """Write what the trainer has logged, a line each."""
+    """Write the trainer's logs, one per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(map(_line, logs)).encode())
 
@@ -226,25 +227,25 @@ def append_log(path: Path, log: dict[str, Any]) -> None:
 
 
 def _line(log: dict[str, Any]) -> str:
-    """An entry as JSON, which has no NaN and no infinity: such a value is null."""
+    """An entry as JSON, with null for NaN and infinity, which JSON lacks."""
     finite = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in log.items()}
     return json.dumps(finite, default=str) + "\n"
 
 
 def is_number(value: Any) -> bool:
-    """Whether a logged value is one to count with or to draw. TRL logs `None` where a window has no score."""
+    """Whether a logged value is a finite number. TRL logs `None` where there was no score."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def evaluated(entry: dict[str, Any]) -> str | None:
-    """Which of several evaluation sets a log is of. TRL's metrics, such as `eval_reward`, do not say it."""
+    """The evaluation set of a log, if there are several. TRL's metrics, such as `eval_reward`, do not name it."""
     names = [re.fullmatch("eval_(.+)_runtime", name) for name in entry]
     return next((found[1] for found in names if found is not None), None)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """
-    What the trainer logged, without an unfinished line.
+    The trainer's logs, without an unfinished line.
 
     Raises:
         ValueError: A line is damaged.
@@ -258,12 +259,12 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
         try:
             entries.append({**json.loads(line)})
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}, line {number}, is no entry of a log ({error}). Remove that line.") from error
+            raise ValueError(f"{path}, line {number}, is not an entry of a log ({error}). Remove that line.") from error
     return entries
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that no reader sees a part of it."""
+    """Write a file atomically."""
     part = path.with_name(f"{path.name}.part")
     part.write_bytes(data)
     os.replace(part, path)
@@ -271,13 +272,13 @@ def write_whole(path: Path, data: bytes) -> None:
 
 def set_aside(run: Path, step: int) -> Path | None:
     """
-    Move what a directory has of an earlier run, after a step, to a folder of its own: `trees-1`, or the next number.
+    Move the logs of an earlier run after a step to a folder of their own: `trees-1`, or the next number.
 
     Args:
         run (`Path`):
             Output directory.
         step (`int`):
-            The step that a run goes on from. After step 0, all of it is an earlier run's, its page too.
+            The step that the run resumes from. At step 0, all logs are an earlier run's, and so is the page.
 
     Returns:
         `Path`, *optional*: The folder, if there was anything to move.
@@ -298,4 +299,4 @@ def _has_metrics_after(run: Path, step: int) -> bool:
     try:
         return any(entry.get("step", 0) > step for entry in read_metrics(run))
     except ValueError:
-        return True  # whose they are, nobody can tell
+        return True  # they may be

@@ -255,7 +255,7 @@ FUNCTIONS = [
         "gather_deepspeed3_params generation_kwargs gradient_checkpointing_kwargs",
         False,
     ),
-    Name("transformers.trainer_utils.PREFIX_CHECKPOINT_DIR", "console.py resume.py", "names of checkpoints"),
+    Name("transformers.trainer_utils.PREFIX_CHECKPOINT_DIR", "resume.py", "names of checkpoints"),
     Name(
         "transformers.models.qwen3.modeling_qwen3.eager_attention_forward",
         "../prefix_sharing/attention.py",
