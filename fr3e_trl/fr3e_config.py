@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args
+from typing import Annotated, Any, NamedTuple, Self, cast, get_args
 
 from trl import GRPOConfig
 
@@ -408,7 +408,7 @@ class FR3EConfig(GRPOConfig):
     )
 
     # The class of the configuration that this one was made from, if that was GRPO's
-    _grpo_class: ClassVar[type[GRPOConfig] | None] = None
+    _grpo_class = cast("type[GRPOConfig] | None", None)  # without an annotation, which would make it a field
 
     def __post_init__(self):
         self._read()
@@ -618,8 +618,8 @@ class FR3EConfig(GRPOConfig):
         """
         return cls(**_sized(RELEASED | overrides))
 
-    @staticmethod
-    def from_grpo(args: GRPOConfig) -> "FR3EConfig":
+    @classmethod
+    def from_grpo(cls, args: GRPOConfig) -> Self:
         """
         A `GRPOConfig` with FR3E's settings added, at their defaults.
 
@@ -636,27 +636,24 @@ class FR3EConfig(GRPOConfig):
                 f"args is a {type(args).__name__}, which is not allowed: it must be an FR3EConfig or a GRPOConfig, for "
                 "example FR3EConfig(output_dir='outputs', num_generations=8)."
             )
-        config = _without_settings(type(args))
-        config.__dict__ = vars(args)
+        config = _of_both(cls, type(args))
+        config.__dict__ = args.__dict__
         for name in _own_fields():
-            vars(args).setdefault(name, FR3EConfig.__dataclass_fields__[name].default)
+            args.__dict__.setdefault(name, cls.__dataclass_fields__[name].default)
         return config.resolve()
 
 
-@functools.cache
-def _class_of_both(grpo_class: Any) -> type[FR3EConfig]:
-    """FR3E's settings and those of a `GRPOConfig`, with the latter's methods."""
-    body = {
-        "_grpo_class": grpo_class,
-        "__reduce__": lambda config: (_without_settings, (grpo_class,), config.__dict__),  # checkpoints hold it
-    }
-    bases = (FR3EConfig,) if grpo_class is GRPOConfig else (FR3EConfig, grpo_class)
-    return dataclass(type(grpo_class.__name__, bases, body))
-
-
-def _without_settings(grpo_class: type[GRPOConfig]) -> FR3EConfig:
-    made = _class_of_both(grpo_class)
+def _of_both(cls: Any, grpo_class: Any) -> Any:
+    """A configuration with FR3E's settings and the fields and methods of a class of GRPO's. It has no values yet."""
+    made = _class_of_both(cls, grpo_class)
     return made.__new__(made)
+
+
+@functools.cache
+def _class_of_both(cls: Any, grpo_class: Any) -> Any:
+    bases = (cls,) if issubclass(cls, grpo_class) else (cls, grpo_class)
+    reduce = lambda config: (_of_both, (cls, grpo_class), config.__dict__)  # noqa: E731  # checkpoints hold it
+    return dataclass(type(grpo_class.__name__, bases, {"_grpo_class": grpo_class, "__reduce__": reduce}))
 
 
 # Settings that `None` leaves open
@@ -764,42 +761,32 @@ class Check(NamedTuple):
     allowed: str
 
 
-# GRPO's settings, of any size: plain GRPO is left what it takes
 REAL, WHOLE = of_type(Real, "a number"), of_type(Integral, "an integer")
-GRPO_TYPES: dict[str, Kind] = {
-    "num_generations": integer(least=2, example="8"),
-    "temperature": REAL._replace(example="1.0"),
-    "top_p": REAL._replace(example="1.0"),
-    "top_k": or_none(WHOLE._replace(example="0")),
-    "min_p": or_none(REAL._replace(example="0.1")),
-    "epsilon": REAL._replace(example="0.2"),
-    "epsilon_high": or_none(REAL._replace(example="0.28")),
-    "beta": REAL._replace(example="0.0"),
-    "num_iterations": WHOLE._replace(example="1"),
-    "reward_weights": or_none(numbers(REAL, "numbers")),
-}
 
-# GRPO's settings, unless nothing of FR3E is on: TRL looks at some only after a batch was explored
-GRPO_KINDS: dict[str, Kind] = {
-    "max_completion_length": integer(least=1, example="512"),
-    "per_device_train_batch_size": integer(least=1, example="8"),
-    "gradient_accumulation_steps": integer(least=1, example="8"),
-    "learning_rate": number(least=0, example="1e-6"),
-    "max_steps": integer(example="100, or -1 to count epochs"),
-    "seed": integer(least=0, most=2**32 - 1, example="42"),
-    "loss_type": one_of("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
-    "importance_sampling_level": one_of("token", "sequence"),
-    "scale_rewards": one_of("none", "group", "batch"),
-    "multi_objective_aggregation": one_of("sum_then_normalize", "normalize_then_sum"),
-    "temperature": number(above=0, example="1.0"),
-    "top_p": number(above=0, most=1, example="1.0, which cuts nothing off"),
-    "min_p": or_none(number(least=0, most=1, example="0.1")),
-    "repetition_penalty": number(above=0, example="1.0"),
-    "epsilon": number(above=0, example="0.2"),
-    "epsilon_high": or_none(number(above=0, example="0.28")),
-    "beta": number(least=0, example="0.0"),
-    "num_iterations": integer(least=1, example="1"),
-    "reward_weights": or_none(numbers(number(), "finite numbers")),
+# GRPO's settings: what they may be, and what they may be unless nothing of FR3E is on, since plain GRPO is left what it
+# takes. TRL looks at some only after a batch was explored
+GRPO: dict[str, tuple[Kind | None, Kind]] = {
+    "num_generations": (integer(least=2, example="8"), integer(least=2, example="8")),
+    "max_completion_length": (None, integer(least=1, example="512")),
+    "per_device_train_batch_size": (None, integer(least=1, example="8")),
+    "gradient_accumulation_steps": (None, integer(least=1, example="8")),
+    "learning_rate": (None, number(least=0, example="1e-6")),
+    "max_steps": (None, integer(example="100, or -1 to count epochs")),
+    "seed": (None, integer(least=0, most=2**32 - 1, example="42")),
+    "loss_type": (None, one_of("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")),
+    "importance_sampling_level": (None, one_of("token", "sequence")),
+    "scale_rewards": (None, one_of("none", "group", "batch")),
+    "multi_objective_aggregation": (None, one_of("sum_then_normalize", "normalize_then_sum")),
+    "temperature": (REAL, number(above=0, example="1.0")),
+    "top_p": (REAL, number(above=0, most=1, example="1.0, which cuts nothing off")),
+    "top_k": (or_none(WHOLE), or_none(integer(least=-1, example="0"))),
+    "min_p": (or_none(REAL), or_none(number(least=0, most=1, example="0.1"))),
+    "repetition_penalty": (None, number(above=0, example="1.0")),
+    "epsilon": (REAL, number(above=0, example="0.2")),
+    "epsilon_high": (or_none(REAL), or_none(number(above=0, example="0.28"))),
+    "beta": (REAL, number(least=0, example="0.0")),
+    "num_iterations": (WHOLE, integer(least=1, example="1")),
+    "reward_weights": (or_none(numbers(REAL, "numbers")), or_none(numbers(number(), "finite numbers"))),
 }
 
 # Of the settings as they were set
@@ -900,9 +887,13 @@ def _own_fields() -> list[str]:
 # When a check applies, and the checks. "given": before anything is chosen. "resolved": once all settings have their
 # values. "active": then too, unless nothing of FR3E is on
 CHECKS: dict[str, tuple[Check, ...]] = {
-    "given": (*(_is(name, kind) for name, kind in GRPO_TYPES.items()), *_own_checks(), *CHECKS_GIVEN),
+    "given": (
+        *(_is(name, kind._replace(example=active.example)) for name, (kind, active) in GRPO.items() if kind),
+        *_own_checks(),
+        *CHECKS_GIVEN,
+    ),
     "resolved": (_is("generation_kwargs", KWARGS), *CHECKS_RESOLVED, *_credit_checks()),
-    "active": (*(_is(name, kind) for name, kind in GRPO_KINDS.items()), *CHECKS_ACTIVE),
+    "active": (*CHECKS_ACTIVE, *(_is(name, active) for name, (_, active) in GRPO.items())),
 }
 
 
