@@ -10,10 +10,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import pytest
+from factory import make_trainer
+from models import model_on_disk
 from transformers import HfArgumentParser, TrainingArguments
 from trl import GRPOConfig
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.commands import cli
 from fr3e_trl.fr3e_config import CHECKS, OPEN
 from fr3e_trl.method.credit import CREDIT_RULES
 
@@ -577,3 +580,16 @@ def test_the_remedies_turn_everything_on(settings):
         for name, value in re.findall(r"(\w+)=(\S+)", line.partition("Set ")[2]):
             setattr(config, name, ast.literal_eval(value))
     assert config.resolve().parts_off() == []
+
+
+def test_the_trainer_its_card_and_the_dry_run_say_what_is_off(tmp_path, capsys, caplog):
+    line = "anchors by threshold are off because scale_rewards='group'. Set scale_rewards='none' to turn them on."
+    trainer = make_trainer(FR3ETrainer, scale_rewards="group", output_dir=str(tmp_path / "out"))
+    assert len([message for message in caplog.messages if line in message]) == 1
+    trainer.create_model_card("a name")
+    assert line in (tmp_path / "out" / "README.md").read_text()
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n' * 16)
+    options = {"model_name_or_path": model_on_disk(), "dataset_name": tmp_path / "data.jsonl", "bf16": False}
+    options |= {"output_dir": tmp_path / "run", "use_cpu": True, "scale_rewards": "group"}
+    cli.main(["train", "--dry_run", *(f"--{name}={value}" for name, value in options.items())])
+    assert line in " ".join(capsys.readouterr().out.split())
