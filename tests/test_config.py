@@ -564,13 +564,14 @@ def test_a_preset_tells_what_it_leaves_out(preset):
     ]
 
 
-@pytest.mark.parametrize(
-    "settings", [{"loss_type": "grpo"}, {"loss_type": "sapo"}, {"scale_rewards": "batch"}], ids=str
-)
-def test_a_line_is_told_just_where_a_part_is_off(settings):
-    ((name, value),) = settings.items()
-    lines = FR3EConfig("unused", **CPU | settings).parts_off()
-    assert (lines == []) == tree_takes(name, value) and all(f"{name}={value!r}" in line for line in lines)
+@pytest.mark.parametrize(("name", "value"), [("loss_type", "grpo"), ("loss_type", "sapo"), ("scale_rewards", "batch")])
+def test_a_line_is_told_just_where_a_part_is_off(name, value):
+    config = FR3EConfig("unused", **CPU | {name: value})
+    lines, has_tree = config.parts_off(), tree_takes(name, value)
+    assert (lines == []) == has_tree and all(f"{name}={value!r}" in line for line in lines)
+    plan = config.plan
+    assert plan.credit == ("tree" if has_tree else "rollout")
+    assert (plan.length_normalized, plan.scale) == (name == "loss_type", "batch" if value == "batch" else "none")
 
 
 @pytest.mark.parametrize("settings", [{}, {"scale_rewards": "group"}, {"credit": "rollout"}], ids=str)
