@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args
+from typing import Annotated, Any, NamedTuple, Self, cast, get_args
 
 from trl import GRPOConfig
 
@@ -79,39 +79,28 @@ class Kind(NamedTuple):
     example: str = ""
 
 
-def integer(least: int | None = None, most: float = math.inf, example: str = "") -> Kind:
-    """Whole numbers. `True` and `False` are none, though Python takes them for integers."""
-    name = "an integer" + (f" of at least {least}" * (least is not None)) + (f" and at most {most}" * (most < math.inf))
-    return Kind(
-        lambda value: (
-            isinstance(value, Integral)
-            and not isinstance(value, bool)
-            and (least is None or int(value) >= least)
-            and int(value) <= most
-        ),
-        name,
-        example,
-    )
-
-
-def number(least: float = -math.inf, above: float = -math.inf, most: float = math.inf, example: str = "") -> Kind:
-    """Finite numbers within bounds."""
+def number(
+    least: float = -math.inf, above: float = -math.inf, most: float = math.inf, example: str = "", of: Any = Real
+) -> Kind:
+    """Finite numbers within bounds. `True` and `False` are none, though Python takes them for integers."""
     bounds = [
-        *([f"of at least {least:g}"] if least > -math.inf else []),
-        *([f"above {above:g}"] if above > -math.inf else []),
-        *([f"and at most {most:g}"] if most < math.inf else []),
+        *([f" of at least {least}"] if least > -math.inf else []),
+        *([f" above {above}"] if above > -math.inf else []),
+        *([f" and at most {most}"] if most < math.inf else []),
     ]
     return Kind(
         lambda value: (
-            isinstance(value, Real)
+            isinstance(value, of)
             and not isinstance(value, bool)
-            and math.isfinite(value)
-            and least <= float(value) <= most
-            and float(value) > above
+            and least <= value <= most
+            and above < value < math.inf  # so it is not NaN
         ),
-        " ".join(["a finite number", *bounds]),
+        "".join(["an integer" if of is Integral else "a finite number", *bounds]),
         example,
     )
+
+
+integer = functools.partial(number, of=Integral)
 
 
 def of_type(kind: type | tuple[type, ...], name: str, example: str = "") -> Kind:
@@ -217,28 +206,25 @@ class FR3EConfig(GRPOConfig):
 
     num_anchors: Annotated[int | None, or_none(integer(example="3"))] = setting(
         default=None,
-        help="Anchors per prompt: the positions from which new rollouts branch. `None`: one for each row that is not "
-        "a base trajectory. Without a prior (`value_prior_strength=0`) an anchor needs several rollouts to compare. "
-        "`None` is then the largest number up to 4 that leaves 4 rollouts to each anchor and the prompt. If there is "
-        "none, it is the largest that leaves 2. `0` turns exploration off: the trainer is then `GRPOTrainer`.",
+        help="Anchors per prompt: the positions from which new rollouts branch. `None`: one for each row that is "
+        "not a base trajectory. Without a prior, the largest number up to 4 that leaves each anchor and the prompt "
+        "several rollouts. `0` turns exploration off: the trainer is then `GRPOTrainer`.",
     )
     num_base_trajectories: Annotated[int | None, or_none(integer(example="2"))] = setting(
         default=None,
         help="Base trajectories per prompt: completions that are sampled from the prompt itself. `None`: one for "
-        "every 4 rows. If you set `num_anchors`, or there is no prior, `None` is `num_generations / (num_anchors + "
-        "1)`. With `reuse_base=False` it is 4.",
+        "every 4 rows. If `num_anchors` is set or there is no prior, `num_generations / (num_anchors + 1)`. With "
+        "`reuse_base=False`, 4.",
     )
 
     # Where branches leave
 
     anchor_threshold: Annotated[float | str | None, THRESHOLD] = setting(
         default="auto",
-        help="Tokens whose entropy reaches this many nats become anchors, for example 0.3. The first ones count, "
-        "until the trajectory has its number. The choice does not look at later tokens, so `credit='tree'` is "
-        "unbiased. Branches are then generated together with their base trajectory. 'auto' adapts the threshold: half "
-        "of the last steps' base trajectories have all their anchors above it. 'auto' needs `credit='tree'` and "
-        "`anchor_score='entropy'`, and is `None` without them. `None` ('none' on a command line) takes the positions "
-        "with the highest scores.",
+        help="Tokens whose entropy reaches this many nats become anchors, for example 0.3: the first ones, until "
+        "the trajectory has its number. 'auto' adapts the threshold, so that about half of the base trajectories "
+        "have all their anchors above it. It needs `credit='tree'` and `anchor_score='entropy'`, and is `None` "
+        "without them. `None` ('none' on a command line) takes the positions with the highest scores.",
     )
     anchor_min_gap: Annotated[int, integer(least=1, example="1")] = setting(
         default=1,
@@ -250,65 +236,57 @@ class FR3EConfig(GRPOConfig):
     credit: str | None = setting(
         default=None,
         help="The rollouts that a token learns from. 'tree': all rollouts that pass through the token. 'rollout' "
-        "(preset): the one rollout that sampled it, as in the paper. 'tree' needs anchors, and these values: "
-        "`importance_sampling_level='token'`, `scale_rewards` 'none' or 'batch', "
-        "`multi_objective_aggregation='sum_then_normalize'`, `reuse_base=True`, `base_selection='all'` and "
-        "`modulation='none'`. With 'tree', a base trajectory that lacks anchors is copied into the empty rows. "
-        "Nothing is generated for the copies. `None`: 'tree' where the other settings allow it, else 'rollout'.",
+        "(preset): the one rollout that sampled it, as in the paper. `None`: 'tree' where the other settings allow "
+        "it, else 'rollout'. 'tree' needs anchors, `scale_rewards` 'none' or 'batch', and the defaults of "
+        "`importance_sampling_level`, `multi_objective_aggregation`, `reuse_base`, `base_selection` and `modulation`.",
         choices=sorted(CREDIT_RULES),
     )
     value_prior_strength: Annotated[float | None, or_none(number(least=0, example="4.0"))] = setting(
         default=None,
-        help="Weight of the prior in the baseline of each row, in rollouts. The prior of an anchor is the value of "
-        "the state before it. The prior of a prompt is the mean over the batch's other prompts. Where rewards are "
-        "normalised over each prompt's rows, it is 0. `0` turns the prior off: the baseline is the state's mean "
-        "reward, as in the paper. `None`: past steps decide it where there is a `value_tracker`. Else it is 4 while "
-        "exploring, and 0 with `num_anchors=0`. It is also 0 with `scale_rewards='group'` if every state can have "
-        "several rollouts.",
+        help="Weight of the prior in each row's baseline, in rollouts. The prior of an anchor is the value of the "
+        "state before it, that of a prompt the mean over other prompts. `0` turns the prior off: the baseline is the "
+        "state's mean reward, as in the paper. `None`: the `value_tracker` estimates it. Without one it is 4 while "
+        "exploring, and 0 with `num_anchors=0`, or with `scale_rewards='group'` if every state can have several "
+        "rollouts.",
     )
     value_tracker: bool | None = setting(
         default=None,
-        help="Whether the prior of a prompt remembers earlier steps. It then knows the mean of their prompts, and "
-        "the prompt's own value from earlier epochs. How much it weighs is estimated, so that it weighs little where "
-        "prompts differ in difficulty. The checkpoint holds it: 16 bytes for each prompt of the training set. `None`: "
-        "`True` with `credit='tree'`, unless `value_prior_strength` is set.",
+        help="Whether a prompt's prior remembers earlier steps: the mean of their prompts, and the prompt's own "
+        "value from earlier epochs. How much the prior weighs is then estimated. `None`: `True` with "
+        "`credit='tree'`, unless `value_prior_strength` is set.",
     )
     negative_advantage_scale: Annotated[float, number(least=0, example="1.0")] = setting(
         default=1.0,
         help="Factor on negative advantages. Below 1, failures are pushed down less than successes are pushed up. "
-        "With rewards of 0 and 1, a state's expected gradient keeps its direction. With graded rewards it does not: "
-        "risky answers win over better ones.",
+        "With graded rewards, risky answers then win over better ones.",
     )
     reject_degenerate_states: bool | None = setting(
         default=None,
         help="Whether rows that teach nothing leave the loss, numerator and denominator. Without a prior these are "
-        "the rows of a state whose rewards are all equal. `None`: `True` while exploring, `False` with "
-        "`num_anchors=0`. `True` with `num_anchors=0` is GRPO with rejection.",
+        "the rows of a state whose rewards are all equal. `None`: while exploring. `True` with `num_anchors=0` is "
+        "GRPO with rejection.",
     )
     max_refills: Annotated[int, integer(least=0, example="2")] = setting(
         default=0,
-        help="How many times a step draws further prompts to replace rejected rows ('dynamic sampling'). One draw "
-        "takes at most as many prompts as a batch has. Informative rows that do not fit replace rejected rows of the "
-        "next step. The number of steps stays, but an epoch takes fewer steps than the data loader counts.",
+        help="How many times a step draws further prompts to replace rejected rows ('dynamic sampling'). "
+        "Informative rows that do not fit replace rejected rows of the next step.",
     )
 
     # Update
 
     share_prefixes: bool | None = setting(
         default=None,
-        help="Whether tokens that rows of a micro-batch have in common are forwarded once. These are prompts and the "
-        "prefixes of branches. Log-probs change by rounding alone. Rows of a prompt stay together in micro-batches. "
-        "It needs the attention implementation 'sdpa', 'eager', 'flex_attention' or one of FlashAttention. Models "
-        "that cannot share prefixes turn it off, with a warning. `None`: `True` while exploring, `False` with "
-        "`num_anchors=0`. `True` also works for plain GRPO.",
+        help="Whether tokens that rows of a micro-batch have in common, prompts and the prefixes of branches, are "
+        "forwarded once. Log-probs change by rounding alone. Models that cannot share prefixes turn it off, with a "
+        "warning. `None`: while exploring. `True` also works for plain GRPO.",
     )
 
     # vLLM
 
     vllm_adapter_sync: bool | None = setting(
         default=None,
-        help="Whether a vLLM server gets the LoRA adapter alone at each step, through a directory. Otherwise it gets "
-        "the whole model with the adapter merged. `None`: for a LoRA policy, if the server was started with "
+        help="Whether a vLLM server gets the LoRA adapter alone at each step, through a directory, and not the "
+        "whole model with the adapter merged. `None`: for a LoRA policy, if the server was started with "
         "`--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.",
     )
     vllm_adapter_dir: Annotated[str | None, or_none(of_type(str, "a text", "'outputs/adapter'"))] = setting(
@@ -326,14 +304,13 @@ class FR3EConfig(GRPOConfig):
     tool_timeout: Annotated[float | None, or_none(number(above=0, example="60"))] = setting(
         default=None,
         help="Seconds that a tool, or a method of an environment, may take. After that the policy reads an error "
-        "instead of an answer. `None`: no limit. A tool that is no coroutine cannot be stopped and goes on in its "
-        "thread. An environment with such a method is not used again.",
+        "instead of an answer. `None`: no limit. A tool that is no coroutine goes on in its thread.",
     )
     replay_mismatch: str = setting(
         default="raise",
-        help="What happens when an environment answers differently in a replay. A branch off a later turn needs the "
-        "environment in the state of its prefix. Without a method `_fork`, the environment is reset and repeats the "
-        "prefix's actions. If an answer differs, 'raise' ends with an error. 'skip' drops the rollout from the loss.",
+        help="What happens when an environment answers differently in a replay. A branch off a later turn resets an "
+        "environment without a method `_fork`, and repeats its prefix's actions. If an answer differs, 'raise' ends "
+        "with an error. 'skip' drops the rollout from the loss.",
         choices=["raise", "skip"],
     )
 
@@ -341,9 +318,8 @@ class FR3EConfig(GRPOConfig):
 
     log_trees: Annotated[int | None, or_none(integer(least=1, example="10"))] = setting(
         default=None,
-        help="Steps from one log of trees to the next. Logs go into `trees` in `output_dir`. Each save writes the "
-        "page `trees.html`, which shows them. The page also goes to Weights & Biases or trackio if `report_to` names "
-        "them. `fr3e tree` makes it at any time. `None`: no logs.",
+        help="Steps from one log of trees to the next. Logs go into `trees` in `output_dir`, with a page "
+        "`trees.html` that shows them. `None`: no logs.",
     )
 
     # Only the presets need these: `paper()`, `released()`, and controls of experiments
@@ -358,8 +334,7 @@ class FR3EConfig(GRPOConfig):
     base_selection: str = setting(
         default="all",
         help="(preset) The base trajectories that get anchors. 'all': every one, with the same number; odd anchors "
-        "go to the first. 'mixed' (paper): one of the best-scored and one of the worst-scored. If all scores are "
-        "equal, 'mixed' takes one at random.",
+        "go to the first. 'mixed' (paper): one of the best-scored and one of the worst-scored.",
         choices=["all", "mixed"],
     )
     reuse_base: bool = setting(
@@ -369,7 +344,7 @@ class FR3EConfig(GRPOConfig):
     )
     modulation: str = setting(
         default="none",
-        help="(preset) Factor on the advantages of a state. It follows the change of value from the state before it. "
+        help="(preset) Factor on a state's advantages that follows the change of value from the state before it. "
         "'exp' (paper): exp(-(V(S_j) - V(S_{j-1}))). 'sharpened' (released run): the form of the authors' code. "
         "'none': 1.",
         choices=["none", "exp", "sharpened"],
@@ -379,27 +354,26 @@ class FR3EConfig(GRPOConfig):
 
     epsilon_high: float | None = setting(
         default=None,
-        help="Upper epsilon of the clipping. `None`: 0.28 while exploring, as in the paper ('Clip-Higher'). With "
-        "`num_anchors=0` it is `epsilon`. To clip symmetrically, set it to the value of `epsilon`.",
+        help="Upper epsilon of the clipping. `None`: 0.28 while exploring, as in the paper, and 5.0 with "
+        "`loss_type='cispo'`. With `num_anchors=0` it is `epsilon`. To clip symmetrically, set it to the value of "
+        "`epsilon`.",
     )
     scale_rewards: str | None = setting(
         default=None,
-        help="Scaling of the advantages. 'none': no scaling. 'group' divides by the standard deviation of the "
-        "state's rewards. With a prior, 'group' normalises rewards over the prompt's rows instead. 'batch' divides by "
-        "the standard deviation of the whole batch. `True` is 'group', `False` is 'none'. `None`: 'none' with anchors "
-        "or a prior, else 'group' as in GRPO.",
+        help="What advantages are divided by: 'none' for nothing, 'batch' for the rewards' deviation over the "
+        "batch, or 'group' for that over the state. With a prior, 'group' normalises rewards over the prompt's rows "
+        "instead. `None`: 'none' with anchors or a prior, else 'group' as in GRPO.",
     )
     multi_objective_aggregation: str = setting(
         default="sum_then_normalize",
-        help="How several rewards become one. 'sum_then_normalize': their weighted sum. 'normalize_then_sum' (GDPO): "
-        "each reward is normalised over the prompt's rows, branches too. The weighted sum is divided by its standard "
-        "deviation over the batch. It then takes the reward's place in values, modulation and advantages. A prompt's "
-        "prior is then 0, the mean of its rows. `scale_rewards` has no effect, as in TRL.",
+        help="How several rewards become one. 'sum_then_normalize': their weighted sum. 'normalize_then_sum' "
+        "(GDPO): each is normalised over the prompt's rows, and the weighted sum is divided by its deviation over "
+        "the batch. `scale_rewards` then has no effect, as in TRL.",
         choices=["sum_then_normalize", "normalize_then_sum"],
     )
 
     # The class of the configuration that this one was made from, if that was GRPO's
-    _grpo_class: ClassVar[type[GRPOConfig] | None] = None
+    _grpo_class = cast("type[GRPOConfig] | None", None)  # without an annotation, which would make it a field
 
     def __post_init__(self):
         self._read()
@@ -608,8 +582,8 @@ class FR3EConfig(GRPOConfig):
         """
         return cls(**_sized(RELEASED | overrides))
 
-    @staticmethod
-    def from_grpo(args: GRPOConfig) -> "FR3EConfig":
+    @classmethod
+    def from_grpo(cls, args: GRPOConfig) -> Self:
         """
         A `GRPOConfig` with FR3E's settings added, at their defaults.
 
@@ -626,27 +600,24 @@ class FR3EConfig(GRPOConfig):
                 f"args is a {type(args).__name__}, which is not allowed: it must be an FR3EConfig or a GRPOConfig, for "
                 "example FR3EConfig(output_dir='outputs', num_generations=8)."
             )
-        config = _without_settings(type(args))
-        config.__dict__ = vars(args)
+        config = _of_both(cls, type(args))
+        config.__dict__ = args.__dict__
         for name in _own_fields():
-            vars(args).setdefault(name, FR3EConfig.__dataclass_fields__[name].default)
+            args.__dict__.setdefault(name, cls.__dataclass_fields__[name].default)
         return config.resolve()
 
 
-@functools.cache
-def _class_of_both(grpo_class: Any) -> type[FR3EConfig]:
-    """FR3E's settings and those of a `GRPOConfig`, with the latter's methods."""
-    body = {
-        "_grpo_class": grpo_class,
-        "__reduce__": lambda config: (_without_settings, (grpo_class,), config.__dict__),  # checkpoints hold it
-    }
-    bases = (FR3EConfig,) if grpo_class is GRPOConfig else (FR3EConfig, grpo_class)
-    return dataclass(type(grpo_class.__name__, bases, body))
-
-
-def _without_settings(grpo_class: type[GRPOConfig]) -> FR3EConfig:
-    made = _class_of_both(grpo_class)
+def _of_both(cls: Any, grpo_class: Any) -> Any:
+    """A configuration with FR3E's settings and the fields and methods of a class of GRPO's. It has no values yet."""
+    made = _class_of_both(cls, grpo_class)
     return made.__new__(made)
+
+
+@functools.cache
+def _class_of_both(cls: Any, grpo_class: Any) -> Any:
+    bases = (cls,) if issubclass(cls, grpo_class) else (cls, grpo_class)
+    reduce = lambda config: (_of_both, (cls, grpo_class), config.__dict__)  # noqa: E731  # checkpoints hold it
+    return dataclass(type(grpo_class.__name__, bases, {"_grpo_class": grpo_class, "__reduce__": reduce}))
 
 
 # Settings that `None` leaves open
@@ -754,42 +725,32 @@ class Check(NamedTuple):
     allowed: str
 
 
-# GRPO's settings, of any size: plain GRPO is left what it takes
 REAL, WHOLE = of_type(Real, "a number"), of_type(Integral, "an integer")
-GRPO_TYPES: dict[str, Kind] = {
-    "num_generations": integer(least=2, example="8"),
-    "temperature": REAL._replace(example="1.0"),
-    "top_p": REAL._replace(example="1.0"),
-    "top_k": or_none(WHOLE._replace(example="0")),
-    "min_p": or_none(REAL._replace(example="0.1")),
-    "epsilon": REAL._replace(example="0.2"),
-    "epsilon_high": or_none(REAL._replace(example="0.28")),
-    "beta": REAL._replace(example="0.0"),
-    "num_iterations": WHOLE._replace(example="1"),
-    "reward_weights": or_none(numbers(REAL, "numbers")),
-}
 
-# GRPO's settings, unless nothing of FR3E is on: TRL looks at some only after a batch was explored
-GRPO_KINDS: dict[str, Kind] = {
-    "max_completion_length": integer(least=1, example="512"),
-    "per_device_train_batch_size": integer(least=1, example="8"),
-    "gradient_accumulation_steps": integer(least=1, example="8"),
-    "learning_rate": number(least=0, example="1e-6"),
-    "max_steps": integer(example="100, or -1 to count epochs"),
-    "seed": integer(least=0, most=2**32 - 1, example="42"),
-    "loss_type": one_of("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
-    "importance_sampling_level": one_of("token", "sequence"),
-    "scale_rewards": one_of("none", "group", "batch"),
-    "multi_objective_aggregation": one_of("sum_then_normalize", "normalize_then_sum"),
-    "temperature": number(above=0, example="1.0"),
-    "top_p": number(above=0, most=1, example="1.0, which cuts nothing off"),
-    "min_p": or_none(number(least=0, most=1, example="0.1")),
-    "repetition_penalty": number(above=0, example="1.0"),
-    "epsilon": number(above=0, example="0.2"),
-    "epsilon_high": or_none(number(above=0, example="0.28")),
-    "beta": number(least=0, example="0.0"),
-    "num_iterations": integer(least=1, example="1"),
-    "reward_weights": or_none(numbers(number(), "finite numbers")),
+# GRPO's settings: what they may be, and what they may be unless nothing of FR3E is on, since plain GRPO is left what it
+# takes. TRL looks at some only after a batch was explored
+GRPO: dict[str, tuple[Kind | None, Kind]] = {
+    "num_generations": (integer(least=2, example="8"), integer(least=2, example="8")),
+    "max_completion_length": (None, integer(least=1, example="512")),
+    "per_device_train_batch_size": (None, integer(least=1, example="8")),
+    "gradient_accumulation_steps": (None, integer(least=1, example="8")),
+    "learning_rate": (None, number(least=0, example="1e-6")),
+    "max_steps": (None, integer(example="100, or -1 to count epochs")),
+    "seed": (None, integer(least=0, most=2**32 - 1, example="42")),
+    "loss_type": (None, one_of("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")),
+    "importance_sampling_level": (None, one_of("token", "sequence")),
+    "scale_rewards": (None, one_of("none", "group", "batch")),
+    "multi_objective_aggregation": (None, one_of("sum_then_normalize", "normalize_then_sum")),
+    "temperature": (REAL, number(above=0, example="1.0")),
+    "top_p": (REAL, number(above=0, most=1, example="1.0, which cuts nothing off")),
+    "top_k": (or_none(WHOLE), or_none(integer(least=-1, example="0"))),
+    "min_p": (or_none(REAL), or_none(number(least=0, most=1, example="0.1"))),
+    "repetition_penalty": (None, number(above=0, example="1.0")),
+    "epsilon": (REAL, number(above=0, example="0.2")),
+    "epsilon_high": (or_none(REAL), or_none(number(above=0, example="0.28"))),
+    "beta": (REAL, number(least=0, example="0.0")),
+    "num_iterations": (WHOLE, integer(least=1, example="1")),
+    "reward_weights": (or_none(numbers(REAL, "numbers")), or_none(numbers(number(), "finite numbers"))),
 }
 
 # Of the settings as they were set
@@ -879,9 +840,13 @@ def _own_fields() -> list[str]:
 # When a check applies, and the checks. "given": before anything is chosen. "resolved": once all settings have their
 # values. "active": then too, unless nothing of FR3E is on
 CHECKS: dict[str, tuple[Check, ...]] = {
-    "given": (*(_is(name, kind) for name, kind in GRPO_TYPES.items()), *_own_checks(), *CHECKS_GIVEN),
+    "given": (
+        *(_is(name, kind._replace(example=active.example)) for name, (kind, active) in GRPO.items() if kind),
+        *_own_checks(),
+        *CHECKS_GIVEN,
+    ),
     "resolved": (_is("generation_kwargs", KWARGS), *CHECKS_RESOLVED, *_credit_checks()),
-    "active": (*(_is(name, kind) for name, kind in GRPO_KINDS.items()), *CHECKS_ACTIVE),
+    "active": (*CHECKS_ACTIVE, *(_is(name, active) for name, (_, active) in GRPO.items())),
 }
 
 

@@ -10,10 +10,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import pytest
+from factory import make_trainer
+from models import model_on_disk
 from transformers import HfArgumentParser, TrainingArguments
 from trl import GRPOConfig
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.commands import cli
 from fr3e_trl.fr3e_config import CHECKS, OPEN
 from fr3e_trl.method.credit import CREDIT_RULES
 
@@ -561,13 +564,14 @@ def test_a_preset_tells_what_it_leaves_out(preset):
     ]
 
 
-@pytest.mark.parametrize(
-    "settings", [{"loss_type": "grpo"}, {"loss_type": "sapo"}, {"scale_rewards": "batch"}], ids=str
-)
-def test_a_line_is_told_just_where_a_part_is_off(settings):
-    ((name, value),) = settings.items()
-    lines = FR3EConfig("unused", **CPU | settings).parts_off()
-    assert (lines == []) == tree_takes(name, value) and all(f"{name}={value!r}" in line for line in lines)
+@pytest.mark.parametrize(("name", "value"), [("loss_type", "grpo"), ("loss_type", "sapo"), ("scale_rewards", "batch")])
+def test_a_line_is_told_just_where_a_part_is_off(name, value):
+    config = FR3EConfig("unused", **CPU | {name: value})
+    lines, has_tree = config.parts_off(), tree_takes(name, value)
+    assert (lines == []) == has_tree and all(f"{name}={value!r}" in line for line in lines)
+    plan = config.plan
+    assert plan.credit == ("tree" if has_tree else "rollout")
+    assert (plan.length_normalized, plan.scale) == (name == "loss_type", "batch" if value == "batch" else "none")
 
 
 @pytest.mark.parametrize("settings", [{}, {"scale_rewards": "group"}, {"credit": "rollout"}], ids=str)
@@ -577,3 +581,16 @@ def test_the_remedies_turn_everything_on(settings):
         for name, value in re.findall(r"(\w+)=(\S+)", line.partition("Set ")[2]):
             setattr(config, name, ast.literal_eval(value))
     assert config.resolve().parts_off() == []
+
+
+def test_the_trainer_its_card_and_the_dry_run_say_what_is_off(tmp_path, capsys, caplog):
+    line = "anchors by threshold are off because scale_rewards='group'. Set scale_rewards='none' to turn them on."
+    trainer = make_trainer(FR3ETrainer, scale_rewards="group", output_dir=str(tmp_path / "out"))
+    assert len([message for message in caplog.messages if line in message]) == 1
+    trainer.create_model_card("a name")
+    assert line in (tmp_path / "out" / "README.md").read_text()
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n' * 16)
+    options = {"model_name_or_path": model_on_disk(), "dataset_name": tmp_path / "data.jsonl", "bf16": False}
+    options |= {"output_dir": tmp_path / "run", "use_cpu": True, "scale_rewards": "group"}
+    cli.main(["train", "--dry_run", *(f"--{name}={value}" for name, value in options.items())])
+    assert line in " ".join(capsys.readouterr().out.split())
