@@ -16,30 +16,20 @@ import traceback
 from typing import Any
 
 from .revision import versions
-from .usage import Parser, explain
+from .usage import Parser, UsageError, explain
 
-# What each command of a name does, and the module with its `main`, or the commands below it
-COSTS = {
-    "step": ("A step of FR3E beside one of GRPO: tokens, time, and where it goes.", "fr3e_trl.bench.cost.step"),
-    "update": ("The update, with shared prefixes forwarded once or with every row.", "fr3e_trl.bench.cost.update"),
-    "tensors": ("The largest tensors with long completions, counted.", "fr3e_trl.bench.cost.tensors"),
-    "bookkeeping": ("FR3E's own part of a large step.", "fr3e_trl.bench.cost.bookkeeping"),
-    "processes": ("Two processes beside one.", "fr3e_trl.bench.cost.processes"),
-    "vllm": ("A vLLM server: requests in flight, and the sync of the adapter.", "fr3e_trl.bench.cost.vllm"),
-    "entropies": ("Entropies by a server's log-probs, or by a forward pass.", "fr3e_trl.bench.cost.entropies"),
-    "engine": ("Ways to generate, by a model of a large engine.", "fr3e_trl.bench.cost.engine"),
-}
-COMMANDS: dict[str, tuple[str, Any]] = {
-    "check": ("Say whether training works on this machine, line by line.", "fr3e_trl.bench.check.command"),
+# What each command does, and the module with its `main`, or the commands below it
+Commands = dict[str, tuple[str, Any]]
+COMMANDS: Commands = {
+    "check": ("Say whether training works on this machine, line by line.", "fr3e_trl.commands.check.command"),
     "train": ("Train a model, as a recipe says; with --dry_run, say what a run will do.", "fr3e_trl.commands.train"),
     "eval": ("Evaluate a model: pass@1, pass@k and maj@k on any dataset with answers.", "fr3e_trl.commands.eval"),
-    "compare": ("Train arms at equal generated tokens, and report which is best.", "fr3e_trl.bench.compare"),
-    "pooled": ("Pool the differences between arms over several comparisons.", "fr3e_trl.bench.pooled"),
     "init": ("Write a recipe, a reward and ten lines of data to begin with.", "fr3e_trl.commands.init"),
     "tree": ("Make a page that shows the trees which a run logged.", "fr3e_trl.commands.tree"),
-    "cost": ("Measure what FR3E costs.", COSTS),
-    "make-policy": ("Make the starting policy of a task.", "fr3e_trl.bench.make_policy"),
 }
+
+# Commands that `python -m benchmarks` has instead, in a clone of the repository
+OF_BENCHMARKS = ("compare", "pooled", "cost", "make-policy")
 
 # Most errors are those of all processes. The first process tells them, and a launcher then ends the others. One that is
 # left after so long tells its own
@@ -51,13 +41,18 @@ TRAIN_HELP = "fr3e_trl.commands.train_help"
 DEBUG_OPTIONS = ("underflow_overflow", "tpu_metrics_debug")
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(
+    argv: list[str] | None = None,
+    prog: str = "fr3e",
+    description: str = "FR3E for TRL: training and evaluation.",
+    commands: Commands = COMMANDS,
+) -> None:
     """Run the command that the arguments name. A pipe that nobody reads on, as after `| head`, ends it quietly."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # letters that its encoding lacks become question marks
     try:
         try:
-            run(argv)
+            run(argv, prog, description, commands)
         except SystemExit:  # as after --help. What nobody foresaw has a traceback first
             sys.stdout.flush()
             raise
@@ -67,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(141)  # as a shell has it of a process that SIGPIPE ended
 
 
-def run(argv: list[str] | None) -> None:
+def run(argv: list[str] | None, prog: str, description: str, commands: Commands) -> None:
     """Run the command that the arguments name, with those that follow."""
     if logging.lastResort is not None:  # by which our warnings are printed
         form, is_coloured = "WARNING: %(message)s", sys.stderr.isatty() and "NO_COLOR" not in os.environ
@@ -75,11 +70,10 @@ def run(argv: list[str] | None) -> None:
     arguments, debug = without_debug(sys.argv[1:] if argv is None else argv)
     if debug:
         os.environ["FR3E_DEBUG"] = "1"  # of the processes that are started too
-    prog, what_it_does, commands = "fr3e", "FR3E for TRL: training, evaluation, and a bench.", COMMANDS
     try:
         while True:
-            command = read_command(prog, what_it_does, commands, arguments)
-            (what_it_does, implementation), arguments = commands[command], arguments[1:]
+            command = read_command(prog, description, commands, arguments)
+            (description, implementation), arguments = commands[command], arguments[1:]
             prog = f"{prog} {command}"
             if isinstance(implementation, str):
                 break
@@ -109,8 +103,11 @@ def run(argv: list[str] | None) -> None:
         sys.exit(130)
 
 
-def read_command(prog: str, description: str, commands: dict[str, tuple[str, Any]], arguments: list[str]) -> str:
+def read_command(prog: str, description: str, commands: Commands, arguments: list[str]) -> str:
     """Which of `commands` the first argument names."""
+    if commands is COMMANDS and arguments and arguments[0] in OF_BENCHMARKS:
+        name = arguments[0]
+        raise UsageError(f"{name!r} needs a clone of the repository: run `python -m benchmarks {name}` in it.")
     parser = Parser(prog=prog, description=description)
     if commands is COMMANDS:
         told = ", ".join(f"{name} {version}" for name, version in versions().items())
