@@ -70,20 +70,13 @@ def make_trainer(
     """
     The trainer of an arm: the real [`FR3ETrainer`] or [`~trl.GRPOTrainer`], with measurements taken.
 
-    A batch of `num_prompts` prompts is one optimizer step, unless the settings say otherwise.
+    A batch of `num_prompts` prompts is one optimizer step, unless the settings say otherwise. The seed decides the
+    prompts, their order and the sampling.
 
     Args:
         settings (`dict[str, Any]`):
             `trainer` (`"fr3e"` or `"grpo"`), `num_prompts` (prompts per generation batch), `num_train_examples` (how
             many prompts to train on), and any setting of [`FR3EConfig`] or [`~trl.GRPOConfig`].
-        policy (`Path`):
-            Directory of the starting policy and its tokenizer.
-        task ([`Task`] or [`OwnTask`]):
-            What is learned. The latter has its own policy.
-        output_dir (`Path`):
-            Directory of the trainer.
-        seed (`int`):
-            Decides the prompts, their order and the sampling.
         **overrides:
             Settings that take the place of those in `settings`.
 
@@ -148,15 +141,7 @@ def make_config(settings: dict[str, Any], output_dir: Path, seed: int) -> GRPOCo
 
 
 def whole_prompts(wanted: float, settings: dict[str, Any]) -> int:
-    """
-    Prompts of a batch, as near to `wanted` as its division into micro-batches and the training set allow.
-
-    Args:
-        wanted (`float`):
-            How many there should be.
-        settings (`dict[str, Any]`):
-            Settings of an arm, see [`make_trainer`].
-    """
+    """Prompts of a batch, as near to `wanted` as its division into micro-batches and the training set allow."""
     parts = settings.get("steps_per_generation", settings.get("per_device_train_batch_size", 1))
     unit = parts // math.gcd(parts, settings["num_generations"])
     most = (DEFAULTS | settings)["num_train_examples"] // unit

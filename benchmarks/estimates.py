@@ -69,15 +69,7 @@ def reward_bounds(results: Results) -> Bounds:
 
 
 def interval_of(values: Sequence[Any], bounds: Bounds = UNBOUNDED) -> Interval:
-    """
-    Mean of a measure over runs, and its interval.
-
-    Args:
-        values (`Sequence`):
-            For each run, the measure, or that of each prompt, (P,). With prompts, they count as drawn too.
-        bounds (`tuple[float, float]`):
-            Between what the measure lies.
-    """
+    """Mean of a measure over runs and its interval. With a value for each prompt, (P,), prompts count as drawn too."""
     table = _by_prompts(values)
     if table is None:
         return mean_interval([float(np.mean(value)) for value in values], bounds)
@@ -114,14 +106,8 @@ def difference(results: Results, arm: str, reference: str | None = None) -> Inte
 @dataclass(frozen=True)
 class Verdict:
     """
-    Which arm is ahead, by how much, and whether that is sure.
-
-    Args:
-        leader (`str`), other (`str`):
-            The arm with the highest mean of pass@1 along the run, and whom it is compared with: the reference, or the
-            next best arm if it leads itself.
-        difference (`Interval`):
-            Leader minus other.
+    Which arm is ahead: the one with the highest mean of pass@1 along the run. It is compared with the reference, or
+    with the next best arm if it is the reference itself. The difference is leader minus other.
     """
 
     leader: str

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessor
 
 from fr3e_trl.commands.completions import columns_of, complete, reward_arguments, sampling_config, texts_of
 from fr3e_trl.commands.usage import UsageError
@@ -22,18 +22,10 @@ class Evaluation:
     """
     What a policy makes of P held-out prompts.
 
-    Args:
-        rewards (`list[list[float]]`):
-            Rewards of the completions sampled of each prompt. A prompt is left out if one of them has no score.
-        num_distinct (`list[int]`):
-            How many different completions have the highest reward among those of the prompt, for each of these prompts;
-            0 where that is 0. With rewards of 0 and 1, the distinct right ones.
-        entropy (`float`):
-            Mean entropy of the distributions that the sampled tokens were drawn from, in nats.
-        completion_length (`float`):
-            Mean length of the sampled completions, in tokens. What tools answer is not counted.
-        num_unscored (`int`):
-            Completions without a score.
+    A prompt is left out if one of its completions has no score. Of each of the others: the rewards of its completions,
+    and how many different ones have the highest reward, 0 where that is 0. With rewards of 0 and 1, these are the
+    distinct right ones. The entropy is the mean over sampled tokens of the distributions that they were drawn from, in
+    nats, and the length is in sampled tokens: what tools answer is not counted.
     """
 
     rewards: list[list[float]]
@@ -43,35 +35,13 @@ class Evaluation:
     num_unscored: int = 0
 
 
-def evaluate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    task: Task | OwnTask,
-    heldout: Dataset,
-    num_samples: int,
-    batch_size: int,
-    trainer: Any = None,
-) -> Evaluation:
+def evaluate(trainer: Any, task: Task | OwnTask, heldout: Dataset, num_samples: int, batch_size: int) -> Evaluation:
     """
-    Measure a policy, and leave no trace in its training.
+    Measure the policy of a [`~trl.GRPOTrainer`], and leave no trace in its training.
 
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The policy.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Its tokenizer, which pads on the left.
-        task ([`Task`] or [`OwnTask`]):
-            Scores the completions.
-        heldout (`Dataset`):
-            Examples of the task.
-        num_samples (`int`):
-            Completions of each prompt at temperature 1.
-        batch_size (`int`):
-            Completions that are generated at once, at least.
-        trainer ([`~trl.GRPOTrainer`], *optional*):
-            The policy's trainer. For conversational prompts, which its chat template makes text of, and for a task with
-            tools: they are called in its loop.
+    Of each held-out example, `num_samples` completions are sampled at temperature 1, `batch_size` at once, at least.
     """
+    model, tokenizer = trainer.model, trainer.processing_class
     training = model.training
     model.eval()
     config = sampling_config(model, tokenizer, task.max_completion_length)
@@ -82,7 +52,7 @@ def evaluate(
         if task.tools:
             sampled = _converse(trainer, task, examples, batch_size, config)
         else:
-            sampled = _complete(model, tokenizer, task, examples, batch_size, config, trainer)
+            sampled = _complete(trainer, task, examples, batch_size, config)
     model.train(training)
     starts = range(0, len(sampled.rewards), num_samples)
     rewards = [sampled.rewards[start : start + num_samples] for start in starts]
@@ -139,17 +109,11 @@ class _EntropyRecorder(LogitsProcessor):
 
 
 def _complete(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    task: Task | OwnTask,
-    examples: list[dict[str, Any]],
-    batch_size: int,
-    config: GenerationConfig,
-    trainer: Any,
+    trainer: Any, task: Task | OwnTask, examples: list[dict[str, Any]], batch_size: int, config: GenerationConfig
 ) -> _Completions:
     """A completion of each example, in order."""
-    prompts = [example["prompt"] for example in examples]
-    prompt_ids = tokenizer(prompts).input_ids if trainer is None else tokenize(trainer, prompts)
+    model, tokenizer = trainer.model, trainer.processing_class
+    prompt_ids = tokenize(trainer, [example["prompt"] for example in examples])
     recorder = _EntropyRecorder()
     result = _Completions([], [])
     for completions in complete(model, tokenizer, prompt_ids, config, batch_size, recorder=recorder):

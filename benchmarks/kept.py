@@ -15,8 +15,7 @@ from typing import Any
 
 from fr3e_trl.commands.outputs import damaged
 
-from .outcomes import Results, distinct_right, mean_accuracy, pass_rate, taught
-from .tuning import TUNED
+from .outcomes import TUNED, Results, distinct_right, mean_accuracy, pass_rate, taught
 
 KEPT = "kept.jsonl.gz"  # its name beside a report
 
@@ -61,7 +60,8 @@ def read_kept(path: Path) -> Results:
 
 def restore(content: bytes) -> Results:
     """The comparison of the content of a kept file."""
-    head, *lines = (json.loads(line) for line in gzip.decompress(content).decode().splitlines())
+    text = gzip.decompress(content).decode().replace("fr3e_trl.bench.", "benchmarks.")  # as rewards were called
+    head, *lines = (json.loads(line) for line in text.splitlines())
     table = head["rewards_of_a_prompt"]
     arms = head["arms"]
     runs: dict[str, list[dict[str, Any]]] = {"runs": [], "screening": [], "tuning": []}

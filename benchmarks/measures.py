@@ -23,8 +23,6 @@ from fr3e_trl.trl_adapter.logs import last_metric, last_rewards
 from fr3e_trl.trl_adapter.resume import exact_resume
 from fr3e_trl.trl_adapter.shared_attention import without_cudnn
 
-from .watching import WatchedMixin
-
 
 @dataclass
 class Costs:
@@ -61,7 +59,7 @@ class Costs:
     seconds: float = 0.0
 
 
-class MeasuredMixin(WatchedMixin):
+class MeasuredMixin:
     """
     Measures a [`~trl.GRPOTrainer`] as it trains, and changes nothing.
 
@@ -88,7 +86,14 @@ class MeasuredMixin(WatchedMixin):
 
         return counted
 
-    def on_batch(self: Any, batch: dict[str, torch.Tensor]) -> None:
+    def _generate_and_score_completions(self: Any, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """The only change is that training batches are measured."""
+        batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        if self.model.training:
+            self._measure(batch)
+        return batch
+
+    def _measure(self: Any, batch: dict[str, torch.Tensor]) -> None:
         trees = getattr(self, "trees", [])
         sampled, read = _tree_tokens(trees) if trees else _row_tokens(self, batch)
         self.costs.batches += 1
@@ -104,11 +109,22 @@ class MeasuredMixin(WatchedMixin):
             }
         )
 
-    def on_forward(self, num_tokens: int) -> None:
-        if torch.is_grad_enabled():
-            self.costs.forward_backward_tokens += num_tokens
-        else:
-            self.costs.forward_tokens += num_tokens
+    def _get_per_token_logps_and_entropies(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """The only change is that the tokens that go through the model are counted, without padding."""
+
+        def count(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            is_shared = "shared_prefixes" in kwargs  # without padding
+            number = kwargs["input_ids"].numel() if is_shared else int(kwargs["attention_mask"].sum())
+            if torch.is_grad_enabled():
+                self.costs.forward_backward_tokens += number
+            else:
+                self.costs.forward_tokens += number
+
+        handle = model.register_forward_pre_hook(count, with_kwargs=True)
+        try:
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            handle.remove()
 
 
 class MeasuredGRPOTrainer(MeasuredMixin, GRPOTrainer):

@@ -22,6 +22,10 @@ COSTS = {
 # What ends a run when it has spent so much: arguments, and which of the costs each is of
 BUDGETS = {"generated_tokens": "generated_tokens", "training_rows": "training_rows", "train_seconds": "seconds"}
 
+# Axes of the grid in which all arms are tuned: settings of an arm, and the arguments that say what to try for them
+GRIDS = {"learning_rate": "learning_rates", "num_prompts": "tokens_per_batch", "num_iterations": "num_iterations"}
+TUNED = tuple(GRIDS)
+
 # How far towards the best arm's end
 SHARES = {"½": 1 / 2, "¾": 3 / 4, "9/10": 9 / 10}
 
@@ -48,23 +52,9 @@ DRAWN = ("reward", "differing", "signal")
 @dataclass(frozen=True)
 class Results:
     """
-    All that a comparison found.
-
-    Args:
-        arguments (`dict[str, Any]`):
-            Its arguments.
-        command (`str`):
-            The command that runs it.
-        arms (`dict[str, dict[str, Any]]`):
-            Settings of each arm as it was run, with what was tuned.
-        runs (`list[dict[str, Any]]`):
-            The runs.
-        screening (`list[dict[str, Any]]`):
-            Runs of all points of the arms' grids, with the first tuning seeds.
-        tuning (`list[dict[str, Any]]`):
-            Runs of the best of them with all tuning seeds, by which settings were chosen. Some may be among the former.
-        tokens_per_prompt (`dict[str, float]`):
-            Tokens that arms generate for each prompt, by which their batches were sized. Empty where none was.
+    All that a comparison found: the settings of each arm as it was run, with what was tuned, and the runs. `screening`
+    has runs of all points of the arms' grids with the first tuning seeds, and `tuning` runs of the best of them with
+    all tuning seeds, by which settings were chosen. By `tokens_per_prompt` of each arm its batches were sized.
     """
 
     arguments: dict[str, Any]
@@ -156,16 +146,7 @@ def curve(run: dict[str, Any], name: str) -> list[float]:
 
 
 def told_apart(starts: Collection[float]) -> str:
-    """
-    All runs begin with one policy, and are measured alike. Where that does not show, a reader should know.
-
-    Args:
-        starts (`Collection[float]`):
-            Held-out pass@1 of runs before they trained.
-
-    Returns:
-        A sentence, or nothing where all are the same.
-    """
+    """A sentence where held-out pass@1 of runs before they trained is not the same: all begin with one policy."""
     if max(starts) - min(starts) < KEPT_ROUNDING:
         return ""
     return (

@@ -33,17 +33,7 @@ _thousands = EngFormatter(sep="")  # 100k
 
 @dataclass(frozen=True)
 class Plot:
-    """
-    A figure.
-
-    Args:
-        name (`str`):
-            The name of its file, without the ending.
-        title (`str`):
-            What it shows.
-        svg (`str`):
-            The figure.
-    """
+    """A figure: the name of its file without the ending, what it shows, and its content."""
 
     name: str
     title: str
@@ -59,12 +49,6 @@ def plot_all(results: Results, headline: str) -> list[Plot]:
     Draw the figures: first the one that the verdict is about, with that as its title.
 
     Thin lines are runs, thick ones their means. From five seeds on there are bands, the means' 95% intervals.
-
-    Args:
-        results ([`Results`]):
-            What the comparison found.
-        headline (`str`):
-            The verdict.
     """
     bounds = reward_bounds(results)
     with pyplot.rc_context(STYLE):
@@ -114,21 +98,7 @@ def _smoothed(run: dict[str, Any], cost: str, name: str) -> Points:
 
 @dataclass(frozen=True)
 class _Panel:
-    """
-    A panel that has a curve for each arm.
-
-    Args:
-        results (`Results`):
-            What the comparison found.
-        cost (`str`):
-            What the curves are drawn against.
-        bounds (`tuple[float, float]`):
-            Between what their values lie.
-        y (`str`):
-            Name of these.
-        budget (`float`, *optional*):
-            Where a line says that runs are compared.
-    """
+    """A panel with a curve for each arm against a cost, and a line at the budget at which runs are compared, if any."""
 
     results: Results
     cost: str

@@ -46,36 +46,23 @@ def small_config(
 
 def starting_policy(task: Task, directory: Path | None = None) -> Path:
     """
-    The directory of a task's starting policy and its tokenizer. It is made first if it is not there.
+    The directory of a task's starting policy and its tokenizer, made first if it is not there.
 
-    Args:
-        task ([`Task`]):
-            The task.
-        directory (`Path`, *optional*):
-            Where the policy is, or is put. If `None`, a directory in the user's cache of which the name depends on
-            everything that makes the policy, so that it is made anew when any of that changes.
-
-    Raises:
-        UsageError: There is something else, a file or another directory.
+    By default it is in the user's cache. Its name depends on everything that makes the policy, so that it is made anew
+    when any of that changes.
     """
     return made_once(directory or _cached(task), functools.partial(_make, task), {"task": task.name})
 
 
 def made_once(directory: Path, make: Callable[[Path], None], made_of: dict[str, Any]) -> Path:
     """
-    The directory of a model. If it is not there, `make` puts it into a directory of another name, so that it is there
-    whole or not at all.
+       The directory of a model. If it is not there, `make` puts it into a directory of another name, so that it is there
+       whole or not at all.
+    It depends on the arguments `made_of`. Those that are `None` are whatever they
+       were, where it is there.
 
-    Args:
-        directory (`Path`):
-            Where it is, or is put.
-        make (`Callable`):
-            Puts it into a directory that is not there yet.
-        made_of (`dict[str, Any]`):
-            Arguments that it depends on. Those that are `None` are whatever they were, where it is there.
-
-    Raises:
-        UsageError: There is something else: a file, another directory, or a model of other arguments.
+       Raises:
+           UsageError: There is something else: a file, another directory, or a model of other arguments.
     """
     check_directory(directory)
     if (directory / "config.json").is_file():

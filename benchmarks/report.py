@@ -14,10 +14,9 @@ from . import tables
 from .arguments import ArmsArguments
 from .estimates import at_best, difference, mean_rates, of_arm, reward_bounds, verdict_of
 from .kept import KEPT, keep, restore
-from .outcomes import COLLAPSED_NOISE, COSTS, Results, accuracies, told_apart
+from .outcomes import COLLAPSED_NOISE, COSTS, TUNED, Results, accuracies, told_apart
 from .plots import Plot, plot_all
 from .tables import Section
-from .tuning import TUNED
 
 PLOTS = "plots"  # their folder
 LINES = (

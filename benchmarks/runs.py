@@ -1,7 +1,6 @@
 """One run of a comparison: an arm, trained with one seed until it has spent so much."""
 
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -21,12 +20,12 @@ from fr3e_trl.page.record import write_whole
 from fr3e_trl.trl_adapter.resume import checkpoints
 
 from .arms import FALLING, make_trainer
-from .evaluation import Evaluation, evaluate
+from .evaluation import evaluate
 from .measures import Costs, now
 from .outcomes import pass_rate
 from .own_task import OwnTask
-from .progress import Place
 from .tasks import HELDOUT_SEED, Task
+from .worker import Place
 
 UNBOUNDED = 10**9  # steps: what is spent ends a run
 
@@ -48,27 +47,10 @@ PARTS = ("per_device_train_batch_size", "steps_per_generation", "gradient_accumu
 @dataclass(frozen=True)
 class Run:
     """
-    What decides a run.
+    What decides a run: an arm with all its settings, trained until after the first batch at which it has spent `amount`
+    of `cost`, one of [`Costs`].
 
-    Args:
-        arm (`str`):
-            Name of the arm.
-        settings (`dict[str, Any]`):
-            All settings of the arm, see [`make_trainer`].
-        seed (`int`):
-            Seed of the training.
-        cost (`str`), amount (`float`):
-            The run stops after the first batch at which it has spent as much: one of [`Costs`].
-        task ([`Task`] or [`OwnTask`]):
-            The task.
-        policy (`str`):
-            Directory of the starting policy.
-        num_evals, num_heldout, num_samples, eval_batch_size (`int`):
-            See [`CompareArguments`].
-        path (`str`):
-            File that the result is written to.
-        policy_path (`str`, *optional*):
-            Directory that the policy is saved to when it is trained. If `None`, it is not kept.
+    Its result is written to the file `path`, and its policy, if it is to be kept, to the directory `policy_path`.
     """
 
     arm: str
@@ -98,27 +80,12 @@ class Run:
             "task": repr(self.task) if isinstance(self.task, OwnTask) else self.task.name,
             "policy": Path(self.policy).name,
         }
-        names = (
-            "arm",
-            "settings",
-            "seed",
-            "cost",
-            "amount",
-            "num_evals",
-            "num_heldout",
-            "num_samples",
-            "eval_batch_size",
-        )
+        names = "arm settings seed cost amount num_evals num_heldout num_samples eval_batch_size".split()
         return as_json({name: getattr(self, name) for name in names} | named)
 
 
 def read_result(run: Run) -> dict[str, Any]:
-    """
-    The result of a run that is done.
-
-    Raises:
-        UsageError: The file is damaged, or says that it is of another run. Files of earlier versions say less.
-    """
+    """The result of a run that is done. Raises a `UsageError` if the file is damaged, or of another run."""
     result = read_object(run.path)
     for name, value in run.what_it_is.items():
         if result.get(name, value) != value:
@@ -139,16 +106,7 @@ class Course(transformers.TrainerCallback):
     """
     Measures a run along its course, saves it at each evaluation but the first, and ends it when its budget is spent.
     A learning rate that falls does so by the share of the budget that is spent.
-
-    Args:
-        run ([`Run`]):
-            The run.
-        trainer ([`~trl.GRPOTrainer`]):
-            Its trainer, of [`make_trainer`]. It saves to the run's folder.
-        report (`Report`):
-            Is told where the run is.
-        checkpoint (`Path`, *optional*):
-            What the trainer goes on from.
+    `report` is told where the run is, and `checkpoint` is what the trainer goes on from.
     """
 
     def __init__(self, run: Run, trainer: Any, report: Report, checkpoint: Path | None):
@@ -223,7 +181,7 @@ class Course(transformers.TrainerCallback):
     def _evaluate(self) -> None:
         trainer, run = self.trainer, self.run
         start = now(trainer.args.device)
-        evaluation = evaluate_run(run, trainer, self.heldout)
+        evaluation = evaluate(trainer, run.task, self.heldout, run.num_samples, run.eval_batch_size)
         self.evaluations.append(asdict(trainer.costs) | asdict(evaluation))
         self.evaluation_seconds += now(trainer.args.device) - start
         self._write_curve()
@@ -237,13 +195,6 @@ class Course(transformers.TrainerCallback):
         path = self.run.under_way / CURVE
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(lines).encode())
-
-
-def evaluate_run(run: Run, trainer: Any, heldout: datasets.Dataset) -> Evaluation:
-    """Measure what a run has trained so far, as it asks."""
-    return evaluate(
-        trainer.model, trainer.processing_class, run.task, heldout, run.num_samples, run.eval_batch_size, trainer
-    )
 
 
 def execute(run: Run, report: Report) -> None:
@@ -281,29 +232,15 @@ def save_policy(trainer: Any, path: Path) -> None:
     partial.rename(path)
 
 
-@dataclass(frozen=True)
-class Probe:
+def probe(run: Run) -> dict[str, float]:
     """
-    What an arm takes, by its first batches.
+    Train two batches of a run's arm with two updates each, and evaluate.
 
-    Args:
-        tokens_per_prompt (`float`):
-            Tokens that its first batch generates for each prompt.
-        batch, update (`float`):
-            Seconds for each generated token of its second batch: to generate it and update by it once, and to update
-            by it once more. In the first batch, much is done once.
-        evaluation (`float`):
-            Seconds of an evaluation; NaN where that was not asked for.
+    Returns:
+        `dict[str, float]`: `tokens_per_prompt`, that the first batch generates. Seconds for each generated token of the
+        second batch, as in the first much is done once: `batch`, to generate it and update by it once, and `update`, to
+        update by it once more. Seconds of an `evaluation`.
     """
-
-    tokens_per_prompt: float
-    batch: float
-    update: float
-    evaluation: float
-
-
-def probe(run: Run, evaluates: bool, report: Report) -> Probe:
-    """Train two batches of a run's arm with two updates each, and evaluate if asked to."""
     be_quiet()
     num_prompts = PROBE_PROMPTS_OF_OWN if isinstance(run.task, OwnTask) else PROBE_PROMPTS
     size = run.settings.get("per_device_train_batch_size")
@@ -314,29 +251,32 @@ def probe(run: Run, evaluates: bool, report: Report) -> Probe:
         trainer: Any = make_trainer(
             settings, Path(run.policy), run.task, Path(output_dir), HELDOUT_SEED, **PROBE, num_prompts=num_prompts
         )
-        ends = StepEnds(report)
+        ends = StepEnds()
         trainer.add_callback(ends)
         trainer.train()
-        start = now(trainer.args.device)
-        if evaluates:
-            evaluate_run(run, trainer, run.task.examples("heldout", HELDOUT_SEED, run.num_heldout))
-        evaluation = now(trainer.args.device) - start if evaluates else math.nan
+        began = now(trainer.args.device)
+        heldout = run.task.examples("heldout", HELDOUT_SEED, run.num_heldout)
+        evaluate(trainer, run.task, heldout, run.num_samples, run.eval_batch_size)
+        evaluation = now(trainer.args.device) - began
     first, both = (batch["generated_tokens"] for batch in trainer.batches)
     _, begin, once, twice = ends.times
     tokens = both - first
-    return Probe(first / num_prompts, (once - begin) / tokens, (twice - once) / tokens, evaluation)
+    return {
+        "tokens_per_prompt": first / num_prompts,
+        "batch": (once - begin) / tokens,
+        "update": (twice - once) / tokens,
+        "evaluation": evaluation,
+    }
 
 
 class StepEnds(transformers.TrainerCallback):
-    """When the steps ended, which `report` is told."""
+    """When the steps ended."""
 
-    def __init__(self, report: Report) -> None:
-        self.report = report
+    def __init__(self) -> None:
         self.times: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.times.append(now(args.device))
-        self.report(Place(spent=state.global_step, spent_before=0, step=state.global_step))
 
 
 def be_quiet() -> None:

@@ -14,8 +14,10 @@ from fr3e_trl.commands.statistics import Interval
 from .arms import whole_prompts
 from .estimates import Verdict, difference, final_rates, interval_of, mean_rates, of_arm, rates_at, reward_bounds
 from .outcomes import (
+    GRIDS,
     SHARES,
     SIGNALS,
+    TUNED,
     EvaluationMeasure,
     Results,
     curve,
@@ -27,7 +29,6 @@ from .outcomes import (
     value_at,
 )
 from .statistics import SHARE, UNBOUNDED, Bounds, ratio_interval
-from .tuning import GRIDS, TUNED
 
 AT_LEAST_0 = (0.0, math.inf)
 

@@ -1,5 +1,5 @@
 """
-Runs of a comparison, executed here or in worker processes.
+Runs of a comparison, executed here or in worker processes, and where they are.
 
 A library takes the GPUs of CUDA_VISIBLE_DEVICES when it first looks for them. So this module imports none that may
 look before the worker has its own GPU.
@@ -9,24 +9,94 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import threading
+import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fr3e_trl.commands.usage import ExplainedError, UsageError, explain
 
-from .outcomes import accuracies
-from .progress import RunProgress
+from .outcomes import accuracies, told_apart
 
 if TYPE_CHECKING:
     from .runs import Run
 
 POLL_SECONDS = 0.5
+SECONDS_BETWEEN_LINES = 60
 
 _reports: Any = None  # where to tell how far its run is
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run is: what it has spent of its budget, and what of that an earlier call; steps; held-out pass@1."""
+
+    spent: float
+    spent_before: float
+    step: int
+    pass_at_1: float
+
+
+class Progress:
+    """
+    Tells where the runs of a stage are: a line a minute, and one for each finished run, on stderr.
+
+    Args:
+        stage (`str`), cost (`str`):
+            What the runs are for, and what they spend, to be read.
+        amounts (`dict[str, float]`):
+            What each run is to spend, by its name.
+        starts (`set[float]`):
+            Held-out pass@1 that earlier runs of the comparison began at. The first that begins elsewhere is told of.
+    """
+
+    def __init__(self, stage: str, amounts: dict[str, float], cost: str, starts: set[float]):
+        self.stage, self.amounts, self.cost, self.starts = stage, amounts, cost, starts
+        self.done = dict.fromkeys(amounts, 0.0)
+        self.done_before = dict.fromkeys(amounts, 0.0)  # by an earlier call
+        self.num_finished = 0
+        self.start = self.last_line = time.monotonic()
+
+    def update(self, name: str, place: Place) -> None:
+        """A run is there."""
+        self.done_before[name] = place.spent_before
+        self.done[name] = min(place.spent, self.amounts[name])
+        if place.step == 0 and not told_apart(self.starts or {place.pass_at_1}):
+            self.starts.add(place.pass_at_1)
+            if apart := told_apart(self.starts):
+                tell(f"Warning: {apart}")
+        if time.monotonic() - self.last_line >= SECONDS_BETWEEN_LINES:
+            spent = f"{place.spent:,.0f} of {self.amounts[name]:,.0f} {self.cost}"
+            self.line(f"{name}: step {place.step}, {spent}, pass@1 {place.pass_at_1:.3f},")
+
+    def finish(self, name: str) -> None:
+        """A run is done."""
+        self.done[name] = self.amounts[name]
+        self.num_finished += 1
+        self.line(name)
+
+    def line(self, what: str) -> None:
+        """With how long this call has taken, and how long it still will at its speed so far."""
+        self.last_line = time.monotonic()
+        elapsed, done = self.last_line - self.start, sum(self.done.values())
+        done_now = done - sum(self.done_before.values())
+        left = elapsed * (sum(self.amounts.values()) - done) / done_now if done_now > 0 else None
+        times = f"after {minutes(elapsed)}" + ("" if left is None else f", about {minutes(left)} left")
+        tell(f"{self.stage} [{self.num_finished}/{len(self.amounts)}] {what} {times}")
+
+
+def minutes(seconds: float) -> str:
+    """A duration, such as `2:05` for 125 seconds."""
+    return f"{seconds // 60:.0f}:{seconds % 60:02.0f}"
 
 
 def execute_all(stage: str, runs: "list[Run]", num_workers: int | None) -> None:
@@ -39,21 +109,21 @@ def execute_all(stage: str, runs: "list[Run]", num_workers: int | None) -> None:
         return
     from .runs import execute, read_result
 
-    starts = [accuracies(read_result(run))[0] for run in done]
+    starts = {accuracies(read_result(run))[0] for run in done}
     devices = visible_devices()
     num_workers = num_workers or max(1, len(devices))
     amounts = {Path(run.path).stem: run.amount for run in runs}
-    with RunProgress(stage, amounts, runs[0].cost.replace("_", " "), starts=starts) as progress:
-        if num_workers > 1 or len(devices) > 1:
-            _execute_in_workers(runs, num_workers, devices, progress)
-            return
-        for run in runs:
-            name = Path(run.path).stem
-            execute(run, lambda place, name=name: progress.update(name, place))  # type: ignore[misc]
-            progress.finish(name)
+    progress = Progress(stage, amounts, runs[0].cost.replace("_", " "), starts)
+    if num_workers > 1 or len(devices) > 1:
+        _execute_in_workers(runs, num_workers, devices, progress)
+        return
+    for run in runs:
+        name = Path(run.path).stem
+        execute(run, lambda place, name=name: progress.update(name, place))  # type: ignore[misc]
+        progress.finish(name)
 
 
-def _execute_in_workers(runs: "list[Run]", num_workers: int, devices: list[str], progress: RunProgress) -> None:
+def _execute_in_workers(runs: "list[Run]", num_workers: int, devices: list[str], progress: Progress) -> None:
     context = multiprocessing.get_context("spawn")
     reports, own_devices = context.Queue(), context.Queue()
     for i in range(num_workers):
@@ -101,15 +171,7 @@ def visible_devices() -> list[str]:
 
 
 def start(reports: Any, devices: Any) -> None:
-    """
-    Begin as a worker.
-
-    Args:
-        reports (`multiprocessing.Queue`):
-            Takes the name of a run and where it is.
-        devices (`multiprocessing.Queue`):
-            Has a GPU for each worker, or `None`.
-    """
+    """Begin as a worker: `reports` takes the name of a run and where it is, `devices` has a GPU for each, or `None`."""
     global _reports
     _reports = reports
     device = devices.get()

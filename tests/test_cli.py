@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from fr3e_trl.commands import cli
+from fr3e_trl.commands.data import FR3EScriptArguments
+from fr3e_trl.commands.recipe import RecipeParser, read_recipe
+from fr3e_trl.commands.statistics import t_quantile
 
 ROOT = Path(__file__).parents[1]
 
@@ -89,3 +92,38 @@ def test_a_mistake_in_the_code_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr("fr3e_trl.commands.tree.main", int)
     with pytest.raises(TypeError, match=r"int.* argument must be"):
         cli.main(["tree"])
+
+
+@pytest.mark.parametrize(
+    "degrees, quantile", [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (5, 2.5706), (9, 2.2622), (30, 2.0423)]
+)
+def test_t_quantiles_of_the_tables(degrees, quantile):
+    assert t_quantile(degrees) == pytest.approx(quantile, rel=2e-3)
+
+
+# Recipes
+
+
+def test_recipe_extends_another():
+    """By a path from its own folder; entries of mappings are laid over at every depth, and all else is replaced."""
+    Path("folder").mkdir()
+    Path("folder/low.yaml").write_text("seeds: [0]\nnum_evals: 3\nbase: {a: 1, b: 1}\narms: {x: {c: 1, d: 1}, y: {}}\n")
+    Path("folder/middle.yaml").write_text("extends: low.yaml\nseeds: [1]\nbase: {b: 2}\n")
+    Path("recipe.yaml").write_text("extends: folder/middle.yaml\nseeds: [2]\narms: {x: {d: [2]}}\n")
+    assert read_recipe(Path("recipe.yaml")) == {
+        "seeds": [2],
+        "num_evals": 3,
+        "base": {"a": 1, "b": 2},
+        "arms": {"x": {"c": 1, "d": [2]}, "y": {}},
+    }
+
+
+def test_the_environment_of_a_recipe_that_is_extended(monkeypatch):
+    """The recipe's own comes first, and is TRL's to set."""
+    for name in ("OF_BOTH", "OF_BASE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    Path("low.yaml").write_text("dataset_name: x\nenv: {OF_BOTH: low, OF_BASE: 1}\n")
+    Path("recipe.yaml").write_text("extends: low.yaml\nenv: {OF_BOTH: own}\n")
+    RecipeParser([FR3EScriptArguments]).parse_args_and_config(["--config", "recipe.yaml"])
+    assert os.environ["OF_BOTH"] == "own" and os.environ["OF_BASE"] == "1"

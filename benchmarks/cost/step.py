@@ -25,12 +25,13 @@ from typing import Any
 
 from rich.console import Console
 
+from fr3e_trl.commands.check.lines import peak_memory
 from fr3e_trl.commands.usage import usage_errors
 
 from ..arms import make_trainer, read_settings
 from ..runs import be_quiet
 from .common import SETTINGS, add_own_task_options, add_task_options, count, followed, make_parser, make_table, task_of
-from .stopwatch import PARTS, measure, peak_memory
+from .stopwatch import PARTS, measure
 
 # As the tables call them, with what makes FR3E one of them
 TRAINERS: dict[str, dict[str, Any]] = {
@@ -92,6 +93,8 @@ def main(argv: list[str]) -> None:
         )
         print_shares(seconds)
         # Last, as it may take more than there is
+        for trainer in trainers.values():
+            trainer.args.max_steps = 1
         print_ratios({"peak memory, MiB": {name: peak_memory(trainer) / 2**20 for name, trainer in trainers.items()}})
 
 

@@ -2,9 +2,6 @@
 
 import contextlib
 import functools
-import gc
-import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -12,29 +9,36 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from accelerate.optimizer import AcceleratedOptimizer
 from transformers import GenerationMixin
+from trl import GRPOTrainer
 
 from fr3e_trl.generation.generate import GenerateSampler
 from fr3e_trl.trainer import FR3ETrainer
-from fr3e_trl.trl_adapter import logprobs
+from fr3e_trl.trl_adapter import decoding, logprobs, prompts, rewards
 from fr3e_trl.trl_adapter.stopwatch import Stopwatch
-
-from .. import watching
 
 # Of a step's time: see `step.py`
 PARTS = ["generation", "log-probs", "rewards", "loss", "FR3E", "TRL"]
 
+# Methods and functions by the part of a step's time that they are
 TIMED: list[tuple[type | ModuleType, str, str]] = [
     (GenerationMixin, "generate", "generation"),
-    *watching.PARTS,
-    *((FR3ETrainer, name, part) for name, part in watching.OVERRIDES.items()),
+    (GRPOTrainer, "_get_per_token_logps_and_entropies", "log-probs"),
+    (GRPOTrainer, "_calculate_rewards", "rewards"),
+    (GRPOTrainer, "_compute_loss", "loss"),
+    (GRPOTrainer, "_generate_and_score_completions", "TRL"),
+    (GRPOTrainer, "training_step", "TRL"),
+    (AcceleratedOptimizer, "step", "TRL"),
+    (decoding, "unwrap_model_for_generation", "TRL"),
+    (prompts, "tokenize", "TRL"),
+    (rewards, "decode", "TRL"),
+    (FR3ETrainer, "_generate_and_score_completions", "FR3E"),
+    (FR3ETrainer, "_compute_loss", "FR3E"),
+    (FR3ETrainer, "_get_per_token_logps_and_entropies", "log-probs"),
     (GenerateSampler, "sample", "FR3E"),
     (logprobs, "token_statistics", "FR3E"),
 ]
-
-
-FORWARDS_PROFILED = 16  # calls of the model after which what the profiler has recorded is read
 
 
 class MethodStopwatch(Stopwatch):
@@ -107,58 +111,3 @@ def measure(
                     for part in PARTS:
                         seconds[name][part] += stopwatch.seconds[part]
     return seconds, generated, updated
-
-
-def peak_memory(trainer: Any) -> int:
-    """Most bytes of tensors of a step, beside those that there were before it: on the GPU if there is one."""
-    trainer.args.max_steps = 1
-    gc.collect()  # what is freed below was made below
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        trainer.train()
-        return torch.cuda.max_memory_allocated() - before
-    allocations = _Allocations()
-    calls = itertools.count(1)
-    hook = trainer.model.get_input_embeddings().register_forward_pre_hook(  # an adapter generates by the model in it
-        lambda *args: allocations.read() if next(calls) % FORWARDS_PROFILED == 0 else None
-    )
-    trainer.train()
-    hook.remove()
-    allocations.end()
-    return allocations.peak
-
-
-class _Allocations:
-    """
-    Bytes that are allocated from now on and not freed again, as PyTorch's profiler records them.
-
-    It is to be read now and then: the record of a step of 1,024 tokens takes more memory than the step.
-
-    Attributes:
-        held, peak (`int`):
-            Those at the last reading, and the most that there were until then.
-    """
-
-    def __init__(self) -> None:
-        self.held = self.peak = 0
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it prints two lines at each reading
-        self._begin()
-
-    def _begin(self) -> None:
-        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        self._profiler.start()
-
-    def read(self) -> None:
-        """Read what was recorded, and go on."""
-        self.end()
-        self._begin()
-        gc.collect()  # the record before is in a cycle, and its size is not known to Python
-
-    def end(self) -> None:
-        """Read what was recorded, for the last time."""
-        self._profiler.stop()
-        events: Any = self._profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-        held = list(itertools.accumulate((num_bytes for _, num_bytes in changes), initial=self.held))
-        self.held, self.peak = held[-1], max(self.peak, max(held))

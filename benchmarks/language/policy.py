@@ -41,18 +41,7 @@ def language_policy(
     """
     The directory of a starting policy, its tokenizer, and its problems in `data/`. It is made first if it is not there.
 
-    Args:
-        family ([`Family`]):
-            The problems.
-        directory (`Path`):
-            Where the policy is, or is put.
-        model_name_or_path (`str`, *optional*):
-            The model to warm up, with a chat template. If `None`, SmolLM2-135M-Instruct.
-        num_examples (`int`, *optional*):
-            Worked examples that it sees. If `None`, as many as the family says.
-
-    Raises:
-        UsageError: There is something else, a file or another directory.
+    By default SmolLM2-135M-Instruct is warmed up, by as many worked examples as the family says.
     """
 
     def make(made: Path) -> None:

@@ -23,11 +23,10 @@ from fr3e_trl.commands.statistics import Interval
 
 from ..estimates import difference, mean_rates, of_arm, rates, rates_at, reward_bounds
 from ..kept import read_kept
-from ..outcomes import Results
+from ..outcomes import TUNED, Results
 from ..pooled import GRPO, ahead, best_of, means_of, paired
 from ..statistics import mean_interval
 from ..tables import Table, number, signed, signed_range, speed, tuned
-from ..tuning import TUNED
 
 RUNS = Path(__file__).parent
 

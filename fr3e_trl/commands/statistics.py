@@ -122,7 +122,7 @@ def t_quantile(degrees: int) -> float:
     """
     The 97.5% quantile of Student's t distribution, for intervals that hold the truth in 95 of 100 cases.
 
-    With three degrees of freedom or more it is within 0.1% (Abramowitz and Stegun, Handbook of Mathematical Functions,
+    With three degrees of freedom or more it is within 0.2% (Abramowitz and Stegun, Handbook of Mathematical Functions,
     26.7.5, at z = 1.96).
     """
     if degrees < 3:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bench_task import Ones
+from factory import make_trainer
 from models import make_model, make_tokenizer
 
 from benchmarks.evaluation import evaluate
@@ -22,7 +23,7 @@ def test_entropy_of_a_policy_that_knows_nothing():
     """Every token is as likely as any other: log V nats."""
     model = make_model()
     model.lm_head.weight.data.zero_()
-    evaluation = evaluate(model, make_tokenizer(), Ones(), heldout(), num_samples=4, batch_size=8)
+    evaluation = evaluate(make_trainer(model=model), Ones(), heldout(), num_samples=4, batch_size=8)
     assert evaluation.entropy == pytest.approx(math.log(len(make_tokenizer())), rel=1e-6)
 
 
@@ -36,7 +37,7 @@ def test_entropy_is_that_of_a_forward_pass(monkeypatch):
         return generated[-1][1]
 
     monkeypatch.setattr(model, "generate", keep)
-    evaluation = evaluate(model, tokenizer, Ones(), heldout(), num_samples=40, batch_size=80)
+    evaluation = evaluate(make_trainer(model=model), Ones(), heldout(), num_samples=40, batch_size=80)
     entropies = []
     for kwargs, sequences in generated:
         prompt_length = kwargs["input_ids"].shape[1]
@@ -66,7 +67,7 @@ def test_graded_rewards_and_distinct_completions(monkeypatch):
         return list(map(score, completions))
 
     monkeypatch.setattr(Ones, "reward", keep)
-    evaluation = evaluate(make_model(), make_tokenizer(), Ones(), heldout(), num_samples=8, batch_size=16)
+    evaluation = evaluate(make_trainer(), Ones(), heldout(), num_samples=8, batch_size=16)
     texts = [completed[start : start + 8] for start in range(0, 48, 8)]
     assert evaluation.rewards == [list(map(score, of_prompt)) for of_prompt in texts]
     highest = [max(map(score, of_prompt)) for of_prompt in texts]
@@ -82,7 +83,7 @@ def test_prompts_without_a_score_are_left_out(monkeypatch):
     monkeypatch.setattr(
         Ones, "reward", lambda self, completions, right, **kwargs: [None, *[1.0] * (len(completions) - 1)]
     )
-    evaluation = evaluate(make_model(), make_tokenizer(), Ones(), heldout(), num_samples=4, batch_size=24)
+    evaluation = evaluate(make_trainer(), Ones(), heldout(), num_samples=4, batch_size=24)
     assert evaluation.rewards == [[1.0] * 4] * 5 and len(evaluation.num_distinct) == 5
     assert evaluation.num_unscored == 1
 
@@ -97,7 +98,7 @@ def most_logits_held(num_tokens):
 
     model.register_forward_pre_hook(count)
     task = replace(Ones(), max_completion_length=num_tokens)
-    evaluate(model, make_tokenizer(), task, heldout(), num_samples=2, batch_size=12)
+    evaluate(make_trainer(model=model), task, heldout(), num_samples=2, batch_size=12)
     return max(held)
 
 

@@ -12,9 +12,10 @@ from benchmarks import plots
 from benchmarks.estimates import at_best, difference, final_rates, mean_rates, of_arm, verdict_of
 from benchmarks.outcomes import has_collapsed
 from benchmarks.report import markdown, sections, write_report
+from benchmarks.statistics import DIFFERENCE_OF_SHARES, SHARE, mean_interval
 from benchmarks.tables import speed, tuning_table
 from fr3e_trl.commands.answers import with_interval
-from fr3e_trl.commands.statistics import DIFFERENCE_OF_SHARES, SHARE, best_of_k, mean_interval
+from fr3e_trl.commands.statistics import best_of_k
 
 NUM_DRAWN = 200
 

@@ -19,9 +19,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response
 
+from benchmarks.arguments import CompareArguments
 from benchmarks.arms import make_trainer
 from benchmarks.compare import compare
-from benchmarks.compare_arguments import CompareArguments
 from benchmarks.evaluation import evaluate
 from benchmarks.measures import _row_tokens, _tree_tokens
 from benchmarks.policies import demonstrations, starting_policy
@@ -353,7 +353,7 @@ def test_trees_are_counted_by_what_is_sampled_and_called(policy, tmp_path):
 
 def measured(trainer, task=TASK, num_samples=4, batch_size=16):
     heldout = task.examples("heldout", 0, 8)
-    return evaluate(trainer.model, trainer.processing_class, task, heldout, num_samples, batch_size, trainer)
+    return evaluate(trainer, task, heldout, num_samples, batch_size)
 
 
 def test_evaluation_has_the_loop_and_leaves_no_trace(policy, tmp_path):

@@ -464,6 +464,7 @@ def cost(setup: Setup) -> str:
 
 def peak_memory(trainer: Any) -> int:
     """Most bytes of tensors of a step beside those before it: on the GPU, or as PyTorch's profiler records them."""
+    gc.collect()  # what is freed below was made below
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
