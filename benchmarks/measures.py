@@ -1,9 +1,4 @@
-"""
-What training costs and what its batches teach, measured the same way for every trainer.
-
-Notation used for tensor shapes:
-    - R: rows of a batch
-"""
+"""What training costs and what its batches teach, measured the same way for every trainer."""
 
 import functools
 import math
@@ -27,27 +22,14 @@ from fr3e_trl.trl_adapter.shared_attention import without_cudnn
 @dataclass
 class Costs:
     """
-    What a run has spent so far. All tokens are counted without padding.
+    What a run has spent so far: generation batches, tokens, calls of tools, completions in the batches (those included
+    that teach nothing), and seconds, of CPU time, or by the clock with a GPU, without those of evaluation.
 
-    Args:
-        batches (`int`):
-            Generation batches.
-        generated_tokens (`int`):
-            Tokens sampled. Base trajectories that are thrown away count; a prefix that a rollout starts from does not,
-            since another rollout has sampled it, nor does what tools answer.
-        tool_calls (`int`):
-            Calls of tools.
-        training_rows (`int`):
-            Completions in the batches, those included that teach nothing.
-        forward_tokens (`int`):
-            Tokens that went through the policy without gradients: those that generation reads (a prompt or prefix for
-            each sample of it, and again for each turn of a sample) or samples, and those whose entropies or old
-            log-probs were computed.
-        forward_backward_tokens (`int`):
-            Tokens that went through the policy in the loss, prompts and prefixes included, as often as they did: once
-            where rows share them.
-        seconds (`float`):
-            CPU time of the process, or wall-clock time with a GPU, without that of evaluation.
+    All tokens are counted without padding. Generated tokens are those sampled: base trajectories that are thrown away
+    count, but not a prefix that a rollout starts from, nor what tools answer. Forward tokens went through the policy
+    without gradients: what generation reads (a prompt or prefix for each sample, and again for each turn of it) or
+    samples, and what entropies or old log-probs were computed of. The others went through it in the loss, as often as
+    they did: once where rows share them.
     """
 
     batches: int = 0
@@ -151,17 +133,10 @@ class MeasuredFR3ETrainer(MeasuredMixin, FR3ETrainer):
 
 def sampled_prompts(rewards: list[list[float]], of_prompts: list[list[float]]) -> dict[str, float]:
     """
-    What was sampled in a step, by measures that mean the same whatever grows from a prompt, and however much.
+    Mean reward of what was sampled from the prompts themselves, and how often two rows of a prompt differ in reward.
 
-    Args:
-        rewards (`list[list[float]]`):
-            For each prompt, the rewards of all its rows: NaN where there is none.
-        of_prompts (`list[list[float]]`):
-            The same of those that were sampled from the prompt itself, and not from an anchor.
-
-    Returns:
-        `dict[str, float]`: Mean reward of what was sampled from the prompts themselves. How often two rows of a prompt
-        have different rewards, over prompts with two rows or more. NaN where there is nothing to tell it by.
+    The first is over `of_prompts`, rewards of each prompt's rows that do not start from an anchor; the second over the
+    `rewards` of all its rows, for prompts with two or more. NaN stands for no reward, and for nothing to tell it by.
     """
     at_prompts = [reward for of_one in of_prompts for reward in of_one if math.isfinite(reward)]
     differing = []
@@ -187,18 +162,9 @@ def row_means(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def batch_signal(advantages: torch.Tensor, in_loss: torch.Tensor) -> dict[str, float]:
     """
-    What a batch has to teach.
-
-    Args:
-        advantages (`torch.Tensor` of shape (R,)):
-            Advantages.
-        in_loss (`torch.Tensor` of shape (R,)):
-            Whether each row is in the loss.
-
-    Returns:
-        `dict[str, float]`: Shares of rows with a signal, which are in the loss with an advantage other than 0, and of
-        rows left out of the loss; mean and standard deviation of the advantages over all rows, those left out counted
-        as 0.
+    What a batch has to teach: shares of rows with a signal, which are in the loss with an advantage other than 0, and
+    of rows left out of the loss; mean and standard deviation of the advantages, those left out counted as 0. All are
+    over rows: `advantages` and `in_loss` have shape (R,).
     """
     counted = advantages.float().cpu() * in_loss.cpu()
     return {

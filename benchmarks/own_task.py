@@ -28,16 +28,12 @@ HELDOUT_SHARE = 5  # of one file of examples, at most every fifth is held out
 
 class OwnTask:
     """
-    What the bench asks of a [`Task`], of a dataset and reward functions. Loaded when first needed, in each process.
+       What the bench asks of a [`Task`], of a dataset and reward functions. Loaded when first needed, in each process.
 
-    Held out are the examples of `eval_dataset_name`; or else those of the dataset's test split; or, of a file, which
-    has one split, some at random, with all that have the same prompt.
-
-    Args:
-        args ([`~.arguments.ArmsArguments`]):
-            Names of the model, the dataset and the reward functions.
-        num_heldout (`int`):
-            How many examples of a file to hold out, at most. 0 if nothing is evaluated.
+       Held out are the examples of `eval_dataset_name`; or else those of the dataset's test split; or, of a file, which
+       has one split, some at random, with all that have the same prompt.
+    Of a file, `num_heldout` are held out at
+       most; none if that is 0.
     """
 
     name = "own"

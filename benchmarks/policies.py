@@ -56,12 +56,10 @@ def starting_policy(task: Task, directory: Path | None = None) -> Path:
 
 def made_once(directory: Path, make: Callable[[Path], None], made_of: dict[str, Any]) -> Path:
     """
-       The directory of a model. If it is not there, `make` puts it into a directory of another name, so that it is there
-       whole or not at all.
-    It depends on the arguments `made_of`. Those that are `None` are whatever they
-       were, where it is there.
+    The directory of a model. If it is not there, `make` puts it into a directory of another name, so that it is there
+    whole or not at all. It depends on the arguments `made_of`: those that are `None` are whatever they were.
 
-       Raises:
+    Raises:
            UsageError: There is something else: a file, another directory, or a model of other arguments.
     """
     check_directory(directory)

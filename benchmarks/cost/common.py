@@ -1,15 +1,12 @@
 """What the measurements of cost have in common."""
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from fr3e_trl.commands.usage import Parser
@@ -32,11 +29,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def followed(items: Sequence[T], name: str) -> Iterator[T]:
-    """Items that take long: a bar on a terminal, a line for each in a log, on stderr."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        yield from track(items, description=f"{name}s".capitalize(), console=console)
-        return
+    """Items that take long, with a line for each on stderr."""
     start = time.monotonic()
     for i, item in enumerate(items):
         minutes = (time.monotonic() - start) / 60
@@ -47,14 +40,9 @@ def followed(items: Sequence[T], name: str) -> Iterator[T]:
 def make_parser(description: str | None, **counts: tuple[int, str]) -> argparse.ArgumentParser:
     """Parser of options that are whole numbers of at least 1: their names, each with its default and help."""
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_counts(parser, **counts)
-    return parser
-
-
-def add_counts(parser: argparse.ArgumentParser, **counts: tuple[int, str]) -> None:
-    """More of such options."""
     for name, (default, meaning) in counts.items():
         parser.add_argument(f"--{name}", type=count, default=default, help=f"{meaning} (default: {default})")
+    return parser
 
 
 def count(text: str) -> int:
@@ -79,11 +67,6 @@ def add_own_task_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--use_peft", action="store_const", const=True, help="train its model with LoRA")
 
 
-def policy_of(options: argparse.Namespace) -> str:
-    """Directory or hub id of the policy that `--task` and `--policy` name."""
-    return options.policy or str(starting_policy(TASKS[options.task]))
-
-
 def task_of(options: argparse.Namespace) -> tuple[Any, Any]:
     """The task and the policy of the options, as [`~benchmarks.arms.make_trainer`] takes them."""
     names = ("model_name_or_path", "dataset_name", "reward_funcs", "dtype", "use_peft")
@@ -91,12 +74,8 @@ def task_of(options: argparse.Namespace) -> tuple[Any, Any]:
     if own:
         any_arm = {"num_prompts": 1}  # measurements have their own
         return ArmsArguments(**own, base=any_arm).task_and_policy(num_heldout=0)
-    return TASKS[options.task], Path(policy_of(options))
-
-
-def over_turns(ratios: list[float]) -> str:
-    """The median of what each turn gave, and its range: `0.62 (0.60 to 0.64 in 3 turns)`."""
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} turns)"
+    task = TASKS[options.task]
+    return task, Path(options.policy or starting_policy(task))
 
 
 def make_table(title: str, *columns: str) -> Table:

@@ -15,27 +15,16 @@ from typing import Any
 from datasets import Dataset
 
 from . import patterns
-from .patterns import HELDOUT_PATTERNS, PATTERNS, STOCKS, Pattern, Stock
+from .patterns import HELDOUT_PATTERNS, HELDOUT_STOCKS, PATTERNS, STOCKS, Pattern, Stock
 
 
 @dataclass(frozen=True)
 class Family(ABC):
     """
-    A family of problems.
+    A family of problems, in each of which one of `levels` numbers of things happen, with equal chances.
 
-    Args:
-        name (`str`):
-            Name of the family.
-        levels (`tuple[int, ...]`):
-            How many things happen in a problem, one of these with equal chances.
-        num_examples (`int`):
-            Worked examples that warm up the starting policy.
-        max_completion_length (`int`):
-            Longest completion that training samples, in tokens of SmolLM2. Every worked example fits.
-        reward_func (`str`):
-            Reward function, as `fr3e train` takes it.
-        example_levels (`tuple[int, ...]`, *optional*):
-            The same as `levels`, of the worked examples. If `None`, they have the problems' levels.
+    `num_examples` worked examples, with `example_levels` where these are others, warm up the starting policy. Every one
+    fits into `max_completion_length` tokens of SmolLM2. The reward function is named as `fr3e train` takes it.
     """
 
     name: str
@@ -56,16 +45,10 @@ class Family(ABC):
 
     def examples(self, split: str, seed: int, size: int) -> Dataset:
         """
-        Problems of a split, each with a worked solution.
+        Problems of a split with worked solutions, the first `size` of an endless sequence that the seed decides.
 
-        Args:
-            split (`str`):
-                `"policy"` and `"train"` have the same patterns and no problem in common; `"test"` has other patterns.
-            seed (`int`), size (`int`):
-                The first `size` of an endless sequence that the seed decides.
-
-        Returns:
-            `Dataset`: Columns `prompt` and `completion` (messages), `solution` (`str`), `level` (`int`).
+        `"policy"` and `"train"` have the same patterns and no problem in common; `"test"` has other patterns. Columns
+        are `prompt` and `completion` (messages), `solution` (`str`) and `level` (`int`).
         """
         rng = random.Random(f"{self.name} {split} {seed}")
         known, heldout = self.patterns
@@ -143,7 +126,7 @@ class Stocks(Family):
 
     @property
     def patterns(self) -> tuple[Sequence[Stock], Sequence[Stock]]:
-        return STOCKS[: -patterns.NUM_STOCKS_HELDOUT], STOCKS[-patterns.NUM_STOCKS_HELDOUT :]
+        return STOCKS, HELDOUT_STOCKS
 
     def problem(self, pattern: Stock, level: int, rng: random.Random) -> tuple[str, str, str]:
         who = rng.choice(patterns.NAMES)
@@ -171,11 +154,7 @@ def share_right(completions: list[Any], solution: list[str], **kwargs: Any) -> l
     """
     Reward of [`Stocks`]: the share of the kinds of which a completion says rightly how many there are.
 
-    Args:
-        completions (`list`):
-            Completions, as texts or messages.
-        solution (`list[str]`):
-            For each, the kinds and their numbers: `pens:12 rulers:3 folders:8 erasers:40`.
+    A solution has the kinds and their numbers: `pens:12 rulers:3 folders:8 erasers:40`.
     """
     rewards = []
     for completion, of_one in zip(completions, solution, strict=True):

@@ -31,14 +31,6 @@ class StateMachine(Task):
     step the state, the letter that it reads, the next state, and the loop from there. The demonstrator is careful at
     first, and in the last steps slips at some entries of the machine's table, more often at some than at others. The
     reward wants every state to be right.
-
-    Args:
-        num_steps (`int`):
-            Steps of the machine.
-        num_careful (`int`):
-            Steps in which the demonstrator is careful.
-        loop_length (`int`):
-            Letters of the loop.
     """
 
     name: str = "machine"

@@ -92,10 +92,6 @@ class Search(Task):
     ends with `= miso`. What a title means, as a relation, depends on the kind of the entry. The demonstrator knows most
     meanings, and has a wrong idea of the others that he follows now and then. Where that finds nothing, he looks up
     the right relation next, and where it finds a wrong entry, he does not notice.
-
-    Args:
-        num_titles (`int`):
-            Titles in a prompt.
     """
 
     name: str = "search"

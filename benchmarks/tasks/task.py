@@ -35,15 +35,8 @@ class Task(ABC):
 
     All text is words with a space between them, and every word is one token.
 
-    Args:
-        name (`str`):
-            Name of the task.
-        max_completion_length (`int`):
-            Longest completion that training samples, in tokens. Every demonstration fits.
-        policy_steps, policy_batch_size, policy_learning_rate:
-            Supervised training that makes the starting policy.
-        hidden_size, num_layers (`int`):
-            Size of the starting policy.
+    Every demonstration fits into `max_completion_length` tokens. The other settings are those of the starting policy,
+    and of the supervised training that makes it.
     """
 
     name: str
