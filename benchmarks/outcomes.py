@@ -27,7 +27,7 @@ GRIDS = {"learning_rate": "learning_rates", "num_prompts": "tokens_per_batch", "
 TUNED = tuple(GRIDS)
 
 # How far towards the best arm's end
-SHARES = {"½": 1 / 2, "¾": 3 / 4, "9/10": 9 / 10}
+SHARES = {"¾": 3 / 4, "9/10": 9 / 10}
 
 # A run has collapsed if its last pass@1 is under this share of its best, by more than the noise of an evaluation
 COLLAPSED_SHARE, COLLAPSED_NOISE = 0.5, 0.03

@@ -69,12 +69,6 @@ def title(results: Results) -> str:
 def sections(results: Results, has_runs: bool = True) -> list[Section]:
     """What the report tells below its verdict. `has_runs`: whether `results.json` is beside it."""
     return [
-        Section(
-            "Until pass@1 has come so far",
-            table=tables.levels_table(results),
-            after="Median over seeds, and the lowest and highest (for 5 seeds a 94% interval of the median). A run "
-            "that never came there counts as ∞.",
-        ),
         Section("pass@1 along the run", table=tables.course_table(results)),
         Section(
             "Diversity",
@@ -83,11 +77,6 @@ def sections(results: Results, has_runs: bool = True) -> list[Section]:
             f"different completions among the right ones of {results.arguments['num_samples']}, for prompts that have "
             "a right one (with graded rewards, among those of the prompt's highest reward). Before training: "
             f"{_start(results)}.",
-        ),
-        Section(
-            "pass@1 at equal cost of other kinds",
-            "Each column is taken at the largest amount that every run has spent.",
-            tables.equal_cost_table(results),
         ),
         Section(
             "What a run cost",

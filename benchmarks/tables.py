@@ -1,7 +1,6 @@
 """The tables of a comparison's report."""
 
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,6 @@ from .arms import whole_prompts
 from .estimates import Verdict, difference, final_rates, interval_of, mean_rates, of_arm, rates_at, reward_bounds
 from .outcomes import (
     GRIDS,
-    SHARES,
     SIGNALS,
     TUNED,
     EvaluationMeasure,
@@ -166,29 +164,6 @@ def mean_seconds(results: Results, arm: str) -> float:
     return fmean([run["evaluations"][-1]["seconds"] for run in results.of_arm(arm)])
 
 
-def levels_table(results: Results) -> Table:
-    """What each arm spent until pass@1 had come to each level."""
-    levels = results.levels()
-    names = {"generated_tokens": "tokens", "tool_calls": "tool calls", "seconds": "seconds"}
-    costs = {cost: name for cost, name in names.items() if cost in results.costs()}
-    rows = []
-    for arm in results.arms:
-        cells = []
-        for cost in costs:
-            for share in SHARES:
-                spent = sorted(reached(run, cost, levels[share]) for run in results.of_arm(arm))
-                cells.append(f"{_amount(statistics.median(spent))} ({_amount(spent[0])}–{_amount(spent[-1])})")
-        rows.append([f"`{arm}`", *cells])
-    header = [f"{what} to {share} ({levels[share]:.3f})" for what in costs.values() for share in SHARES]
-    return Table(["arm", *header], rows)
-
-
-def _amount(value: float) -> str:
-    if math.isinf(value):
-        return "∞"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
 def diversity_measures(results: Results) -> dict[str, tuple[Callable[..., Any], Bounds]]:
     """What is measured of a policy, by name: a measure of a run that has spent so much, and between what it lies."""
     bounds, cost = reward_bounds(results), results.cost
@@ -228,25 +203,11 @@ def course_table(results: Results) -> Table:
     """pass@1 along the run."""
     budget, num_evals = results.amount, results.arguments["num_evals"]
     amounts = [budget * i / num_evals for i in range(num_evals + 1)]
-    rows = [_passes(results, arm, [(results.cost, amount) for amount in amounts]) for arm in results.arms]
+    bounds, rows = reward_bounds(results), []
+    for arm in results.arms:
+        points = [partial(rates_at, cost=results.cost, amount=amount) for amount in amounts]
+        rows.append([f"`{arm}`", *(number(of_arm(results, arm, point, bounds)) for point in points)])
     return Table(["arm", *(f"{amount:,.0f}" for amount in amounts)], rows)
-
-
-def equal_cost_table(results: Results) -> Table:
-    """pass@1 when all arms have spent as much, for each kind of cost."""
-    costs = results.costs()
-    amounts = {cost: min(curve(run, cost)[-1] for run in results.runs) for cost in costs}
-    rows = [_passes(results, arm, list(amounts.items())) for arm in results.arms]
-    return Table(["arm", *(f"{amounts[cost]:,.0f} {name}" for cost, name in costs.items())], rows)
-
-
-def _passes(results: Results, arm: str, places: list[tuple[str, float]]) -> list[str]:
-    """A row of an arm: its pass@1 where so much of a cost is spent."""
-    bounds = reward_bounds(results)
-    return [
-        f"`{arm}`",
-        *(number(of_arm(results, arm, partial(rates_at, cost=cost, amount=amount), bounds)) for cost, amount in places),
-    ]
 
 
 def cost_table(results: Results) -> Table:

@@ -467,13 +467,9 @@ def test_verdict_names_what_wins():
     ]
     end = sum(interpolate(tokens, levels, 2500) for tokens, levels in curves) / 3
     start = curves[0][1][0]
-    levels = [start + share * (end - start) for share in (0.5, 0.75, 0.9)]
-    tokens = [sorted(first_reached(*points, level) for points in curves) for level in levels]
-    for cell, of_runs in zip(rows_of(report, "Until pass@1 has come so far")["learns"], tokens, strict=False):
-        texts = [f"{amount:,.0f}".replace("inf", "∞") for amount in of_runs]
-        assert cell == f"{texts[1]} ({texts[0]}–{texts[2]})"
+    tokens = [first_reached(*points, start + 0.75 * (end - start)) for points in curves]
     verdict = rows_of(report, "ones: arms")
-    num_reached = sum(amount < float("inf") for amount in tokens[1])
+    num_reached = sum(amount < float("inf") for amount in tokens)
     assert verdict["learns"][3] == (f"{num_reached} of 3 runs" if num_reached < 3 else "3 runs")
     assert verdict["still"][3] == "0 of 3 runs"
     # The report is made anew, without a run, for another reference
@@ -623,11 +619,6 @@ def test_where_runs_are(monkeypatch, capsys):
     ]
 
 
-def test_fewer_samples_than_the_usual_k():
-    assert arguments(num_samples=2, pass_at=None).pass_at == [2]
-    assert arguments(num_samples=8, pass_at=None).pass_at == [4]
-
-
 def test_batches_of_equal_tokens():
     base = UNTUNED | {"learning_rate": 1e-3}
     arms = {"fr3e": FR3E | {"num_generations": 8}, "grpo": GRPO, "given": GRPO | {"num_prompts": 3}}
@@ -739,26 +730,6 @@ def test_other_arguments_for_the_same_directory():
     assert len(raw["runs"]) == 4
     raw = run(arms={"grpo": GRPO, "fr3e": FR3E}, generated_tokens=100, seeds=[0, 1], only=["grpo"])
     assert {result["arm"] for result in raw["runs"]} == {"grpo"} and len(raw["runs"]) == 2
-
-
-def test_directory_without_a_finished_run_takes_other_arguments(monkeypatch):
-    """Also sizes that were measured for what never ran."""
-
-    def out_of_memory(*args):
-        raise RuntimeError("out of memory")
-
-    settings = {
-        "base": {name: value for name, value in BASE.items() if name != "num_prompts"},
-        "arms": {"grpo": GRPO},
-        "generated_tokens": 100,
-    }
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
-        patch.setattr("benchmarks.runs.evaluate", out_of_memory)
-        run(**settings, tokens_per_batch=600, eval_batch_size=512)
-    raw = run(**settings, tokens_per_batch=300, eval_batch_size=8)
-    assert raw["arguments"]["eval_batch_size"] == 8
-    sized_anew = run(**settings, tokens_per_batch=300, eval_batch_size=8, output_dir="another")
-    assert without_times(raw) == without_times(sized_anew)
 
 
 # Several comparisons
@@ -900,11 +871,34 @@ def test_runs_that_begin_elsewhere_than_kept_ones_are_told_of_at_once(capsys):
     assert "runs [1/2]" not in told[: first.start()]
 
 
-def test_kept_file_that_is_damaged(capsys):
-    Path("cut.jsonl.gz").write_bytes(gzip.compress(b'{"arms": {'))
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("cut.jsonl.gz", gzip.compress(b'{"arms": {')),
+        ("one/results.json", b'{"runs": ['),
+        ("one/results.json", b"[]"),
+        ("one/results.json", b'{"runs": [{}]}'),
+    ],
+)
+def test_files_that_are_damaged(path, content, capsys):
+    Path("one").mkdir()
+    Path(path).write_bytes(content)
     with pytest.raises(SystemExit):
-        cli.main(["pooled", "cut.jsonl.gz"])
-    assert "python -m benchmarks pooled: error: cut.jsonl.gz is damaged: " in capsys.readouterr().err
+        cli.main(["pooled", path if path.endswith("gz") else "one"])
+    assert f"python -m benchmarks pooled: error: {path} is damaged" in capsys.readouterr().err
+
+
+def test_a_run_that_is_damaged_or_of_another_comparison():
+    settings = {"arms": {"grpo": GRPO}, "generated_tokens": 100}
+    run(**settings)
+    (path,) = Path("out/runs").glob("*.json")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UsageError, match=r"out/runs/grpo.* is damaged"):
+        run(**settings)
+    path.write_bytes(whole.replace(b'"amount": 100', b'"amount": 99'))
+    with pytest.raises(UsageError, match=r"out/runs/grpo.*amount was 99 and is 100"):
+        run(**settings)
 
 
 def test_pooled_differences(capsys):
@@ -950,7 +944,6 @@ def test_pooled_differences_that_cannot_be(arguments, message, capsys):
         ({"task": "twos"}, "task='twos' must be one of .*ones"),
         ({"reference": "dapo"}, "reference='dapo' must be one of the arms: fr3e, grpo"),
         ({"only": ["grpo", "dapo"]}, r"only=\['grpo', 'dapo'\] names 'dapo'\. The arms are fr3e, grpo"),
-        ({"only": ["grpo"], "reference": "fr3e"}, "reference='fr3e' must be one of the arms: grpo"),
         ({"pass_at": [8]}, r"pass_at=\[8\] must be from 1 to num_samples=4"),
         ({"arms": {"grpo": {"trainer": "ppo"}}}, "Arm 'grpo': trainer='ppo' must be one of fr3e, grpo"),
         ({"arms": {"grpo": GRPO | FR3E}}, "Arm 'grpo': There is no setting 'num_anchors' for trainer='grpo'.*FR3E's"),
@@ -964,25 +957,16 @@ def test_pooled_differences_that_cannot_be(arguments, message, capsys):
         ({"arms": {"a/b": GRPO}, "reference": "a/b"}, "name is a file's too"),
         ({"base": {k: v for k, v in BASE.items() if k != "epsilon_high"}}, "epsilon_high is not set.*defaults differ"),
         ({"base": {k: v for k, v in BASE.items() if k != "num_prompts"}}, "num_prompts is not set"),
-        ({"base": {k: v for k, v in BASE.items() if k != "learning_rate"}}, "learning_rate is not set"),
         ({"learning_rates": [1e-3]}, r"learning_rates=\[0.001\] are to be tried, and the base has a learning_rate"),
         ({"tokens_per_batch": 100}, "tokens_per_batch=100 are to be tried, and the base has a num_prompts"),
         ({"num_iterations": [0]}, "num_iterations=0 must be a whole number of at least 1"),
-        ({"num_iterations": [2, 2]}, r"num_iterations=\[2, 2\] has a value twice"),
-        ({"tuning_finalists": 0}, "tuning_finalists=0 must be a whole number of at least 1"),
         ({"tuning_seeds": [0]}, "must have none in common"),
         ({"base": "nothing"}, "'nothing' must be a mapping"),
         ({"arms": {}}, "arms is empty"),
-        ({"arms": {"grpo": None}}, "None must be a mapping"),
         ({"policy": "no/such"}, "policy='no/such' must be the directory of a model"),
-        ({"seeds": [0, 0]}, r"seeds=\[0, 0\] has a value twice"),
-        ({"seeds": []}, r"seeds=\[\] must be a list of at least one value"),
         ({"seeds": [-1]}, "seeds=-1 must be a whole number of at least 0"),
         ({"base": UNTUNED, "learning_rates": [1e-3, 1e-3]}, r"learning_rates=\[0.001, 0.001\] has a value twice"),
         ({"base": UNTUNED, "learning_rates": [-1e-3]}, "learning_rates=-0.001 must be a number of at least 0"),
-        ({"base": UNTUNED, "learning_rates": []}, r"learning_rates=\[\] must be a list of at least one value"),
-        ({"tuning_seeds": [7, 7]}, r"tuning_seeds=\[7, 7\] has a value twice"),
-        ({"pass_at": []}, r"pass_at=\[\] must be a list of at least one value"),
         ({"pass_at": [0]}, "pass_at=0 must be a whole number of at least 1"),
         ({"arms": {"grpo": GRPO | {"num_prompts": 65}}}, "num_prompts=65 must be at most num_train_examples=64"),
         ({"arms": {"grpo": GRPO | {"steps_per_generation": 5}}}, "steps_per_generation=5 must divide the 16 rows"),
@@ -991,8 +975,6 @@ def test_pooled_differences_that_cannot_be(arguments, message, capsys):
             "=4 times steps_per_generation=2 must be the 16 rows",
         ),
         ({"arms": {"grpo": GRPO | {"num_prompts": 0}}}, "Arm 'grpo': num_prompts=0 must be a whole number of at least"),
-        ({"arms": {"grpo": GRPO | {"num_generations": -4}}}, "num_generations=-4 must be a whole number of at least 1"),
-        ({"arms": {"grpo": GRPO | {"per_device_train_batch_size": -4}}}, "per_device_train_batch_size=-4 must be"),
         ({"arms": {"grpo": GRPO | {"learning_rate": -1e-3}}}, "learning_rate=-0.001 must be a number of at least 0"),
         (
             {"arms": {"grpo": GRPO | {"warmup_steps": 0.1}}},
@@ -1012,12 +994,8 @@ def test_arguments_that_cannot_be(overrides, message):
         arguments(**overrides)
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, True])
-@pytest.mark.parametrize(
-    "name",
-    """generated_tokens tuning_tokens tuning_finalists num_evals num_heldout num_samples eval_batch_size num_workers
-    """.split(),
-)
+@pytest.mark.parametrize("value", [0, 1.5, True])
+@pytest.mark.parametrize("name", "generated_tokens tuning_finalists num_samples num_workers".split())
 def test_counts_that_cannot_be(name, value):
     with pytest.raises(ValueError, match=f"{name}={value} must be a whole number of at least 1"):
         arguments(**{name: value})

@@ -5,8 +5,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -97,32 +95,24 @@ def run(**settings):
 CUT = {"generated_tokens": 1200, "seeds": [0, 1]}  # four runs
 
 
-@pytest.fixture(scope="module")
-def uncut(tmp_path_factory):
-    """The runs of a comparison that was not cut."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("uncut"))
-        patch.setattr("benchmarks.report.plot_all", lambda results, headline: [])
-        write_task()
-        return run(**CUT)
-
-
-def test_compares_on_held_out_examples_of_a_file(uncut):
-    assert [(result["arm"], result["seed"]) for result in uncut["runs"]] == [
+def test_compares_on_held_out_examples_of_a_file():
+    write_task()
+    results = run(**CUT)
+    assert [(result["arm"], result["seed"]) for result in results["runs"]] == [
         ("grpo", 0),
         ("fr3e", 0),
         ("grpo", 1),
         ("fr3e", 1),
     ]
-    for result in uncut["runs"]:
+    for result in results["runs"]:
         tokens = [batch["generated_tokens"] for batch in result["batches"]]
         assert tokens[-2] < 1200 <= tokens[-1]
         rewards = result["evaluations"][-1]["rewards"]
         assert [len(of_prompt) for of_prompt in rewards] == [4] * 4
         assert {reward for of_prompt in rewards for reward in of_prompt} <= {0.0, 0.5, 1.0}  # graded
     # All start from the same policy, and learn
-    assert len({json.dumps(result["evaluations"][0]) for result in uncut["runs"]}) == 1
-    assert len({json.dumps(result["evaluations"][-1]["rewards"]) for result in uncut["runs"]}) > 1
+    assert len({json.dumps(result["evaluations"][0]) for result in results["runs"]}) == 1
+    assert len({json.dumps(result["evaluations"][-1]["rewards"]) for result in results["runs"]}) > 1
 
 
 def test_no_prompt_is_held_out_and_trained_on():
@@ -147,24 +137,6 @@ def wait_for(*patterns):
     while not all(list(Path().glob(pattern)) for pattern in patterns):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def test_killed_comparison_goes_on_as_the_uncut_one(uncut):
-    write_task()
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks", "compare", *command(**CUT)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-    )
-    wait_for("out/runs/*.json")
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    finished = {path: path.stat().st_mtime_ns for path in Path("out").glob("runs/*.json")}
-    assert 1 <= len(finished) < 4
-    assert run(**CUT)["runs"] == uncut["runs"]
-    assert {path: path.stat().st_mtime_ns for path in finished} == finished  # not run again
 
 
 def test_ctrl_c_ends_workers_of_a_gpu_each(request, monkeypatch, capsys):

@@ -17,7 +17,9 @@ from benchmarks.tasks.machine import TABLE
 
 
 # Those with tools are in test_search.py, and those of the tests themselves may be among them too
-@pytest.fixture(params=[name for name, task in TASKS.items() if not task.tools and "fr3e_trl" in type(task).__module__])
+@pytest.fixture(
+    params=[name for name, task in TASKS.items() if not task.tools and "benchmarks" in type(task).__module__]
+)
 def task(request):
     return TASKS[request.param]
 
