@@ -16,7 +16,7 @@ from benchmarks.tasks.distractors import FILLERS
 from benchmarks.tasks.machine import TABLE
 
 
-# Those with tools are in test_search.py, and those of the tests themselves may be among them too
+# Those with tools are in test_search.py, and the tests have one of their own
 @pytest.fixture(
     params=[name for name, task in TASKS.items() if not task.tools and "benchmarks" in type(task).__module__]
 )
