@@ -9,7 +9,7 @@ LOWEST_BIN := $(abspath $(LOWEST_VENV))/bin
 # Each process of the tests, and the demo's tiny model, are faster without more threads
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo demo-lm test test-fast test-lowest test-vllm lint package bench bench-scaling bench-vllm serve clean
+.PHONY: demo demo-lm test test-fast test-lowest test-vllm lint package bench bench-scaling serve clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -63,18 +63,11 @@ package: $(VENV)/installed
 
 # At the demo's shape: its policy, on sums
 bench: $(VENV)/installed
-	$(BIN)/fr3e cost step --model_name_or_path examples/demo_policy --dataset_name recipes/smoke.jsonl \
+	$(BIN)/python -m benchmarks cost step --model_name_or_path examples/demo_policy --dataset_name recipes/smoke.jsonl \
 		--reward_funcs recipes/smoke_reward.py:answer_reward --max_completion_length 80
 
 bench-scaling: $(VENV)/installed
-	$(BIN)/fr3e cost bookkeeping
-	$(BIN)/fr3e cost processes
-
-# With the server of `make serve`, whose log is in the virtual environment
-bench-vllm: $(VLLM_VENV)/installed
-	$(VLLM_BIN)/python examples/serve_demo.py --port 8765 >$(VLLM_VENV)/serve.log 2>&1 & \
-	trap "kill $$!" EXIT; \
-	$(VLLM_BIN)/fr3e cost vllm --url http://127.0.0.1:8765 --policy examples/demo_policy
+	$(BIN)/python -m benchmarks cost bookkeeping
 
 # torch first: an install that has not got it yet would take the newest, which need not be the one pinned here
 $(VENV)/installed: pyproject.toml constraints.txt

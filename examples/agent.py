@@ -19,22 +19,25 @@ that of the task's. A tool needs type hints and a docstring that describes each 
 """
 
 import logging
+import sys
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 # Some libraries warn while they are imported, of what does not matter here
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 warnings.simplefilter("ignore", FutureWarning)
+sys.path.append(str(Path(__file__).parents[1]))  # the clone, for its benchmarks
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config  # noqa: E402
 
+from benchmarks.policies import starting_policy  # noqa: E402
+from benchmarks.tasks import Search  # noqa: E402
+from benchmarks.tasks.search import RELATIONS, look_up  # noqa: E402
 from fr3e_trl import FR3EConfig, FR3ETrainer  # noqa: E402
-from fr3e_trl.bench.policies import starting_policy  # noqa: E402
-from fr3e_trl.bench.tasks import Search  # noqa: E402
-from fr3e_trl.bench.tasks.search import RELATIONS, look_up  # noqa: E402
 
 TASK = Search()
 

@@ -8,6 +8,7 @@ with LoRA. Its accuracy is measured before and after, on sentence patterns that 
 """
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -18,12 +19,15 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.bench.language.families import FAMILIES
-from fr3e_trl.bench.language.policy import language_policy
-from fr3e_trl.bench.runs import be_quiet
 from fr3e_trl.commands.completions import complete, sampling_config, texts_of
 from fr3e_trl.display import render_tree
 from fr3e_trl.rewards import math_reward
+
+sys.path.append(str(Path(__file__).parents[1]))  # the clone, for its benchmarks
+
+from benchmarks.language.families import FAMILIES
+from benchmarks.language.policy import language_policy
+from benchmarks.runs import be_quiet
 
 FAMILY = FAMILIES["short"]
 SEED = 2507  # of the completions by which it is measured

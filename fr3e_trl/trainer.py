@@ -203,7 +203,6 @@ class FR3ETrainer(resume.ExactResume):
         if args.use_vllm:
             set_up_vllm(self, args)
         self.stopwatch = Stopwatch()
-        self.callback_handler.callbacks.insert(0, resume.NoteUpdates(self))
         take_over(self, Console(args, self.stopwatch), callbacks)
         images.take_no_empty_images(self)
         self.share_prefixes(bool(args.share_prefixes))

@@ -16,10 +16,10 @@ from transformers import MptConfig
 from trl import GRPOTrainer
 
 from fr3e_trl import FR3ETrainer, Sample
-from fr3e_trl.bench.check import lines, model
-from fr3e_trl.bench.check.runner import FAILED, NOT_RUN, PASSED, Line, Result, run_line, run_lines
-from fr3e_trl.bench.check.table import LINES, Setup
 from fr3e_trl.commands import cli
+from fr3e_trl.commands.check import lines
+from fr3e_trl.commands.check.command import LINES, Setup
+from fr3e_trl.commands.check.runner import FAILED, NOT_RUN, PASSED, Line, Result, run_line, run_lines
 from fr3e_trl.prefix_sharing import forward as shared_forward
 
 # What takes what a CPU, or this environment, has not
@@ -59,7 +59,7 @@ def test_it_prints_what_it_writes(checked):
 def setup(tmp_path_factory):
     """With a model that was made."""
     setup = Setup(str(tmp_path_factory.mktemp("setup")))
-    model.make_policy(setup)
+    lines.make_policy(setup)
     return setup
 
 
@@ -115,7 +115,7 @@ def test_prefixes_that_cannot_be_shared(tmp_path):
     """Of a model whose attention has biases by position (ALiBi), as rows apart have them."""
     MptConfig(d_model=32, n_layers=2, n_heads=4).save_pretrained(tmp_path)
     setup = Setup(str(tmp_path), str(tmp_path))
-    assert "MptForCausalLM, 2 layers" in model.make_policy(setup)
+    assert "MptForCausalLM, 2 layers" in lines.make_policy(setup)
     outcome, told = result_of("shared prefixes equal rows apart", setup)
     assert outcome == FAILED and "share_prefixes is off: it changes log-probs" in told
 
@@ -188,7 +188,7 @@ def test_a_sampler_that_breaks(settings, said, setup):
 
 
 def test_an_adapter_that_stays(setup, monkeypatch):
-    monkeypatch.setattr(model, "variety", lambda completions, **kwargs: [1.0] * len(completions))
+    monkeypatch.setattr(lines, "variety", lambda completions, **kwargs: [1.0] * len(completions))
     outcome, told = result_of("LoRA", setup)
     assert outcome == FAILED and "what moved is nothing" in told
 
@@ -225,7 +225,7 @@ def test_a_reward_that_breaks(setup, monkeypatch):
     def broken(completions, **kwargs):
         raise OSError("the judge is gone")
 
-    monkeypatch.setattr(model, "variety", broken)
+    monkeypatch.setattr(lines, "variety", broken)
     outcome, told = result_of("time and memory of a step", setup)
     assert outcome == FAILED and "the judge is gone" in told
 
@@ -290,7 +290,7 @@ def test_shared_prefixes_are_compared_without_cudnn(setup, monkeypatch):
         return token_statistics(self, *args)
 
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    trainer = lines.make_kept(setup)
+    trainer = lines.trained(setup, lines.Kept, max_steps=1)
     monkeypatch.setattr(FR3ETrainer, "token_statistics", watched)
-    lines.scored(trainer, trainer.batch, share=True)
+    lines.scored(trainer, share=True)
     assert seen == [False] and torch.backends.cuda.cudnn_sdp_enabled()

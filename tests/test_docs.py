@@ -4,15 +4,17 @@ import contextlib
 import functools
 import io
 import re
-import runpy
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from trl import GRPOConfig
 
+import benchmarks.__main__ as benchmarks
+from benchmarks.results import contrast, families, language
 from fr3e_trl import FR3EConfig
-from fr3e_trl.commands.cli import COMMANDS, COSTS, main
+from fr3e_trl.commands import cli
 from fr3e_trl.commands.options import read_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -71,15 +73,18 @@ def test_links_lead_somewhere(page):
         assert not part or part in anchors(linked), target
 
 
+PROG = "(?:fr3e|python -m benchmarks)"
+
+
 def commands(page: Path) -> list[str]:
     """
-    Commands of the `fr3e` command that a page names, without those that leave something to be filled in.
+    Commands of `fr3e` and `python -m benchmarks` that a page names, without those that leave something to fill in.
 
     A command is left out too if its own line names the revision that it ran at: it need not run at this one.
     """
     text = page.read_text().replace("\\\n", " ")
     found = []
-    for match in re.finditer(r"`(fr3e [^`]+)`|^[ >]*(fr3e [^\n#]+)", text, flags=re.MULTILINE):
+    for match in re.finditer(rf"`({PROG} [^`]+)`|^[ >]*({PROG} [^\n#]+)", text, flags=re.MULTILINE):
         line = text[text.rfind("\n", 0, match.start()) + 1 :].split("\n")[0]
         command = match[1] or match[2]
         if not re.search(r"[A-Z]{4,}|…|\.\.\.", command) and not re.search(r"revision `?[0-9a-f]{7}\b", line):
@@ -88,10 +93,10 @@ def commands(page: Path) -> list[str]:
 
 
 @functools.cache
-def help_of(*names: str) -> str:
+def help_of(command: Any, *names: str) -> str:
     """What a command says of its options."""
     with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.suppress(SystemExit):
-        main([*names, "--help-all" if names == ("train",) else "--help"])
+        command.main([*names, "--help-all" if names == ("train",) else "--help"])
     return output.getvalue()
 
 
@@ -99,14 +104,16 @@ def help_of(*names: str) -> str:
 def test_commands_are_those_that_there_are(page):
     """Their subcommands, options, recipes and arms."""
     for command in commands(page):
-        _, *words = shlex.split(command)
-        if words == ["--version"]:
+        is_bench = command.strip().startswith("python")
+        module = benchmarks if is_bench else cli
+        words = shlex.split(command)[3 if is_bench else 1 :]
+        if words in ([], ["--version"]):
             continue
         names = [word for word in words if not word.startswith("-")][: 2 if words[0] == "cost" else 1]
-        assert names[0] in COMMANDS and (names[0] != "cost" or len(names) == 1 or names[1] in COSTS), command
+        assert names[0] in module.COMMANDS and (len(names) == 1 or names[1] in benchmarks.COSTS), command
         options = [word for word in words if word.startswith("--")]
         for option in options:
-            assert option == "--config" or re.search(rf"{option}\b", help_of(*names)), (command, option)
+            assert option == "--config" or re.search(rf"{option}\b", help_of(module, *names)), (command, option)
         if "--config" in words:
             recipe = read_recipe(ROOT / words[words.index("--config") + 1])
             named = words[words.index("--only") + 1 :] if "--only" in words else []
@@ -195,19 +202,16 @@ def test_tables_are_whole(page):
 
 
 @pytest.mark.parametrize(
-    ("name", "page", "tables"),
+    ("page", "tables"),
     [
-        ("results", "results", lambda script: script["tables"](script["kept_families"]())),
-        ("language", "language", lambda script: [script["summary_table"]()]),
-        ("language", "language-results", lambda script: script["tables"]()),
-        ("contrast", "language-results", lambda script: [script["table"]()]),
+        ("results", lambda: families.tables(families.kept_families())),
+        ("language", lambda: [language.summary_table()]),
+        ("language-results", lambda: [*language.tables(), contrast.table()]),
     ],
 )
-def test_tables_of_results_are_those_of_the_kept_runs(name, page, tables, monkeypatch):
-    reports = ROOT / "docs" / "reports"
-    monkeypatch.syspath_prepend(str(reports))  # as `python docs/reports/language.py` has it
+def test_tables_of_results_are_those_of_the_kept_runs(page, tables):
     text = (ROOT / "docs" / f"{page}.md").read_text()
-    for table in tables(runpy.run_path(str(reports / f"{name}.py"))):
+    for table in tables():
         assert table.markdown() in text, table.markdown()
 
 

@@ -21,10 +21,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
-import bench_task  # noqa: F401 (registers the task `ones`)
 import pytest
 from failures import CATEGORIES
-from failures.case import EVAL, OWN, TRAIN
+from failures.case import EVAL, TRAIN
 from models import model_on_disk
 
 from fr3e_trl.commands import cli
@@ -163,7 +162,7 @@ def end_of(case, url, capsys):
 def test_an_error_in_a_users_own_code_is_told_from_there_on(capsys):
     furnish()
     Path("rewards.py").write_text("def score(completions, **kwargs):\n    return [1 / 0 for text in completions]\n")
-    for command in (TRAIN, EVAL, OWN, f"{OWN} --num_workers=2 --output_dir=other"):
+    for command in (TRAIN, EVAL):
         with pytest.raises(SystemExit) as ending:
             cli.main(shlex.split(f"{command} --reward_funcs=rewards.py:score"))
         assert ending.value.code == 2

@@ -5,7 +5,6 @@ No GPU is needed, and none was used. FlashAttention is a stand-in that has its s
 flex_attention has no backward pass on a CPU, and has a stand-in too, which reads the same mask.
 """
 
-import argparse
 import functools
 import math
 
@@ -13,15 +12,25 @@ import factory
 import pytest
 import torch
 from test_prefix_sharing import FAMILIES, assert_same, make_family, make_trainer, padded, score
+from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
-from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    Qwen2Config,
+    modeling_flash_attention_utils,
+)
 from transformers.integrations import flash_attention, flex_attention, sdpa_attention
 
+from benchmarks.measures import MeasuredGRPOTrainer
 from fr3e_trl import FR3ETrainer
-from fr3e_trl.bench.cost.tensors import in_layer_shared, make_trie
-from fr3e_trl.bench.measures import MeasuredGRPOTrainer
 from fr3e_trl.prefix_sharing import attention as shared_attention
+from fr3e_trl.prefix_sharing.trie import fold
 
 FLASH = ("flash_attention_2", "kernels-community/vllm-flash-attn3")
 
@@ -222,13 +231,69 @@ def test_cudnn_is_left_out_where_gradients_are_computed(trainer_class, was_on):
     assert seen == [False, False]
 
 
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that operations make, of those that `counts` says yes to. Views are none."""
+
+    def __init__(self, counts=lambda tensor: True):
+        super().__init__()
+        self.counts, self.bytes = counts, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
+        outputs = func(*args, **kwargs or {})
+        for tensor in tensors_in(outputs):
+            if storage_of(tensor) not in given and self.counts(tensor):
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return outputs
+
+
+def storage_of(tensor):
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def tensors_in(values):
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def folded_rows(num_prompts, num_rows, prompt_length, length):
+    """Completions of random tokens: of each prompt two base trajectories, from which the others branch off anywhere."""
+    prompts = torch.randint(2, 99, (num_prompts, 1, prompt_length)).expand(-1, num_rows, -1)
+    completions = torch.randint(2, 99, (num_prompts, num_rows, length))
+    own = torch.ones_like(completions, dtype=torch.bool)
+    num_branches = num_rows - 2
+    for branch in range(num_branches):
+        position = length * (branch // 2 + 1) // (num_branches // 2 + 1)
+        completions[:, 2 + branch, :position] = completions[:, branch % 2, :position]
+        own[:, 2 + branch, :position] = False
+    input_ids = torch.cat([prompts, completions], dim=2).flatten(0, 1)
+    mask = torch.ones_like(input_ids)
+    mask[0, 0] = 0  # one is shorter
+    return fold(input_ids, mask, own.flatten(0, 1))
+
+
 @pytest.mark.parametrize("flash", [False, True], ids=["sdpa", "flash"])
-def test_nothing_grows_with_the_square_of_the_length(flash):
-    """64 rows of 16k tokens, forward and backward, on fake tensors."""
-    shape = {"hidden_size": 16, "num_heads": 2, "num_key_value_heads": 1, "vocab_size": 99, "prompt_length": 64}
-    options = argparse.Namespace(**shape, num_prompts=8, num_generations=8)
-    trie, mask = make_trie(options, 16_000)
-    assert len(mask) == 64
-    masks, tensors = in_layer_shared(options, trie, flash)
-    assert tensors.largest < 16_000**2 / 4  # bytes, and a mask for the rows that leave early would have as many again
-    assert masks.largest == 0 if flash else masks.largest <= 2 * shared_attention.BLOCK * len(mask[0])
+def test_nothing_grows_with_the_square_of_the_length(flash, monkeypatch):
+    """64 rows of 16k tokens in a layer, forward and backward, on fake tensors."""
+    trie = folded_rows(num_prompts=8, num_rows=8, prompt_length=64, length=16_000)
+    if flash:
+        monkeypatch.setattr(shared_attention, "runs_flash", lambda *states: True)
+    config = Qwen2Config(
+        vocab_size=2,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+
+    def is_mask(tensor):
+        """Masks alone are wider than hidden states, but for sums over queries, which are in float32."""
+        return tensor.dim() > 1 and tensor.size(-1) > 2 * config.hidden_size and tensor.dtype != torch.float32
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+        shared_attention.share(model, "sdpa")
+        with Largest(is_mask) as masks, Largest() as tensors:
+            model.model(**trie.model_inputs, use_cache=False).last_hidden_state.sum().backward()
+    assert 0 < tensors.bytes < 16_000**2 / 4  # and a mask for the rows that leave early would have as many again
+    assert masks.bytes == 0 if flash else 0 < masks.bytes <= 2 * shared_attention.BLOCK * (64 + 16_000)

@@ -16,8 +16,8 @@ from test_processes import same, trees_of, weights_of
 from transformers import set_seed
 
 import fr3e_trl.trainer
+from benchmarks.measures import MeasuredFR3ETrainer
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.bench.measures import MeasuredFR3ETrainer
 from fr3e_trl.display import render_tree
 from fr3e_trl.method.anchors import AboveThreshold, even_shares, next_threshold, uncertainty
 from fr3e_trl.method.credit import credit_rows

@@ -22,27 +22,16 @@ from .usage import Parser, UsageError, explain
 
 # What each command does, and the module with its `main`, or the commands below it
 Commands = dict[str, tuple[str, Any]]
-COSTS: Commands = {
-    "step": ("A step of FR3E beside one of GRPO: tokens, time, and where it goes.", "fr3e_trl.bench.cost.step"),
-    "update": ("The update, with shared prefixes forwarded once or with every row.", "fr3e_trl.bench.cost.update"),
-    "tensors": ("The largest tensors with long completions, counted.", "fr3e_trl.bench.cost.tensors"),
-    "bookkeeping": ("FR3E's own part of a large step.", "fr3e_trl.bench.cost.bookkeeping"),
-    "processes": ("Two processes beside one.", "fr3e_trl.bench.cost.processes"),
-    "vllm": ("A vLLM server: requests in flight, and the sync of the adapter.", "fr3e_trl.bench.cost.vllm"),
-    "entropies": ("Entropies by a server's log-probs, or by a forward pass.", "fr3e_trl.bench.cost.entropies"),
-    "engine": ("Ways to generate, by a model of a large engine.", "fr3e_trl.bench.cost.engine"),
-}
 COMMANDS: Commands = {
     "init": ("Write a recipe, a reward function and data to start from.", "fr3e_trl.commands.init"),
     "train": ("Train a model. --dry_run prints what a run will do.", "fr3e_trl.commands.train"),
     "eval": ("Evaluate a model on a dataset with answers.", "fr3e_trl.commands.eval"),
     "tree": ("Show the trees that a run logged, as a web page.", "fr3e_trl.commands.tree"),
-    "check": ("Check that training works on this machine.", "fr3e_trl.bench.check.command"),
-    "compare": ("Train arms at equal generated tokens, and report which is best.", "fr3e_trl.bench.compare"),
-    "pooled": ("Pool the differences between arms over several comparisons.", "fr3e_trl.bench.pooled"),
-    "cost": ("Measure what FR3E costs.", COSTS),
-    "make-policy": ("Make the starting policy of a task.", "fr3e_trl.bench.make_policy"),
+    "check": ("Check that training works on this machine.", "fr3e_trl.commands.check.command"),
 }
+
+# Commands that `python -m benchmarks` has instead, in a clone of the repository
+OF_BENCHMARKS = ("compare", "pooled", "cost", "make-policy")
 
 # Seconds until a process other than the first reports an error. Most errors are those of all processes: the first one
 # reports them, and the launcher then ends the others
@@ -163,6 +152,9 @@ def launch(num_processes: int, arguments: list[str]) -> None:
 
 def read_command(prog: str, description: str, commands: Commands, arguments: list[str]) -> str:
     """Which of `commands` the first argument names. Without one, print the help."""
+    if commands is COMMANDS and arguments and arguments[0] in OF_BENCHMARKS:
+        name = arguments[0]
+        raise UsageError(f"{name!r} needs a clone of the repository: run `python -m benchmarks {name}` in it.")
     parser = Parser(prog=prog, description=description)
     if commands is COMMANDS:
         told = ", ".join(f"{name} {version}" for name, version in versions().items())

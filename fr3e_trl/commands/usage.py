@@ -20,8 +20,12 @@ EXTRAS = {
     "peft": "peft",
     "reasoning_gym": "bench",
     "rich": "bench",
+    "scipy": "bench",
     "sentencepiece": "lm",
 }
+
+# Packages whose own refusals are for the user: this one, and the benchmarks of a clone
+OWN = ("fr3e_trl", "benchmarks")
 
 # Packages whose refusals are of what the user set, such as lora_r=0
 LIBRARIES = ("accelerate", "datasets", "peft", "torch", "transformers", "trl")
@@ -30,7 +34,8 @@ LIBRARIES = ("accelerate", "datasets", "peft", "torch", "transformers", "trl")
 REPORTERS = ("clearml", "comet_ml", "mlflow", "trackio", "wandb")
 
 # Where code lies that is no user's own: this package, Python, and folders of what is installed
-INSTALLED = [Path(place).resolve() for place in (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))]
+ROOT = Path(__file__).parents[2]
+INSTALLED = [*((ROOT / name).resolve() for name in OWN), Path(sysconfig.get_path("stdlib")).resolve()]
 PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
 
 # Errors of writing when a disk is full or files are limited. PyTorch and safetensors only have a message
@@ -132,7 +137,7 @@ def explain(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         return told_of_user_code(error) or _with_notes(error, f"{_without_number(error)}.")
     raiser = _raised_by(error)
-    if raiser == "fr3e_trl":
+    if raiser in OWN:
         return _with_notes(error, one_line(error))
     of_users = told_of_user_code(error)
     if of_users is not None:
@@ -204,4 +209,4 @@ def _raised_by(error: BaseException) -> str | None:
     path = Path(frame.f_code.co_filename)
     if is_users(str(path)) or not linecache.getline(str(path), line).lstrip().startswith("raise "):
         return None
-    return next((name for name in ("fr3e_trl", *LIBRARIES, *REPORTERS) if name in path.parts), None)
+    return next((name for name in (*OWN, *LIBRARIES, *REPORTERS) if name in path.parts), None)

@@ -60,6 +60,10 @@ class ExactResume(GRPOTrainer):
     _train_sampler: Any = None
     _has_other_names = False  # whether weights were saved under other names than those of the model
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.callback_handler.callbacks.insert(0, NoteUpdates(self))  # before a user's, which may change what it keeps
+
     # For subclasses
 
     def begin(self) -> None:

@@ -4,7 +4,7 @@ Ways to use the package wrongly, or in bad luck, and what the user is told: see 
 A category is a module with a list `CASES`, and a line below.
 """
 
-from . import api, commands, comparing, data, disk, evaluating, files, resuming, servers, settings
+from . import api, commands, data, disk, evaluating, files, resuming, servers, settings
 
 CATEGORIES = {
     "commands": commands.CASES,
@@ -12,7 +12,6 @@ CATEGORIES = {
     "settings": settings.CASES,
     "data": data.CASES,
     "evaluating": evaluating.CASES,
-    "comparing": comparing.CASES,
     "files": files.CASES,
     "resuming": resuming.CASES,
     "servers": servers.CASES,

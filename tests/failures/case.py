@@ -1,6 +1,5 @@
 """What a case of the corpus is, and the commands that cases are made of."""
 
-import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,24 +17,6 @@ TRAIN = (
 EVAL = (
     "eval --model_name_or_path=model --dataset_name=data.jsonl --reward_funcs=rewards.py:digit --output_dir=out "
     "--num_samples=2 --max_completion_length=4 --limit=2"
-)
-BASE = {
-    "num_prompts": 2,
-    "num_generations": 4,
-    "num_train_examples": 8,
-    "learning_rate": 1e-3,
-    "epsilon_high": 0.28,
-    "scale_rewards": "none",
-}
-COMPARE = (
-    f"compare --task=ones --policy=model --output_dir=out --base '{json.dumps(BASE)}' "
-    """--arms '{"grpo": {"trainer": "grpo"}}' --generated_tokens=50 --seeds 0 --num_evals=1 --num_heldout=2 """
-    "--num_samples=1 --pass_at 1 --num_workers=1"
-)
-OWN = (
-    "compare --model_name_or_path=model --dataset_name=data.jsonl --reward_funcs=rewards.py:digit --output_dir=out "
-    """--base '{"num_prompts": 2, "num_generations": 4, "max_completion_length": 4}' --generated_tokens=50 --seeds 0 """
-    "--num_evals=1 --num_heldout=2 --num_samples=1 --pass_at 1 --num_workers=1"
 )
 
 

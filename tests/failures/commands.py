@@ -7,7 +7,10 @@ CPU = "--output_dir=out --bf16=false --use_cpu=true"
 CASES = [
     Case("misspelt command", "trian", ("trian", "train")),
     Case("capital command", "Train", ("Train", "train")),
-    Case("misspelt cost", "cost stpe", ("stpe", "step")),
+    *[
+        Case(name, f"{name} --help", (f"clone of the repository: run `python -m benchmarks {name}`",))
+        for name in ("compare", "pooled", "cost", "make-policy")
+    ],
     # train
     Case("train nothing", "train", ("model_name_or_path is not set", "--config")),
     Case("train no dataset", f"train {CPU} --model_name_or_path=model", ("dataset_name is not set",)),
@@ -46,18 +49,6 @@ CASES = [
     Case("eval no dataset", "eval --model_name_or_path=model", ("dataset_name is not set",)),
     Case("eval unknown argument", f"{EVAL} --samples=3", ("--samples=3",)),
     Case("eval text for a count", f"{EVAL} --num_samples=many", ("--num_samples", "many")),
-    # make-policy
-    Case("make-policy nothing", "make-policy", ("--task",)),
-    Case("make-policy unknown task", "make-policy --task=chess", ("task='chess'", "chain")),
-    Case("make-policy argument", "make-policy --task=chain --directory=x", ("--directory=x",)),
-    Case("make-policy of a file", "make-policy --task=chain --output_dir=data.jsonl", ("data.jsonl", "is a file")),
-    Case("make-policy below a file", "make-policy --task=chain --output_dir=data.jsonl/x", ("data.jsonl", "is a file")),
-    Case(
-        "make-policy among other files",
-        "make-policy --task=chain --output_dir=notes",
-        ("output_dir='notes'", "no policy's config.json"),
-        files={"notes/todo.txt": "write"},
-    ),
     # tree
     Case("tree of nothing", "tree", ("RUN_DIR",)),
     Case("tree of no directory", "tree nowhere", ("nowhere has no folder 'trees'", "log_trees=10")),
@@ -72,23 +63,6 @@ CASES = [
         ("step 3 were not logged", "none"),
         files={"run/trees/metrics.jsonl": ""},
     ),
-    # pooled
-    Case("pooled nothing", "pooled", ("comparisons",)),
-    Case("pooled nowhere", "pooled nowhere", ("nowhere has no results.json", "fr3e compare")),
-    Case("pooled unknown argument", "pooled nowhere --arm x", ("--arm",)),
-    Case("pooled no reference", "pooled nowhere --reference", ("--reference",)),
-    # cost
-    Case("cost step count", "cost step --num_turns=0", ("--num_turns", "'0'")),
-    Case("cost step word", "cost step --num_turns=two", ("--num_turns", "'two'", "whole number")),
-    Case("cost step unknown", "cost step --turns=2", ("--turns=2",)),
-    Case("cost step task", "cost step --task=chess", ("--task", "chess", "chain")),
-    Case("cost step settings", "cost step --settings=[1]", ("--settings", "[1]")),
-    Case("cost update count", "cost update --num_generations=-2", ("--num_generations", "-2")),
-    Case("cost update few", "cost update --num_generations=1", ("--num_generations", "1")),
-    Case("cost bookkeeping unknown", "cost bookkeeping --rows=2", ("--rows=2",)),
-    Case("cost engine word", "cost engine --help_me", ("--help_me",)),
-    Case("cost processes count", "cost processes --num_turns=x", ("--num_turns", "x")),
-    Case("cost vllm count", "cost vllm --num_turns=0", ("--num_turns", "'0'")),
     # Recipes
     Case("no recipe", "train --config", ("--config", "recipe")),
     Case("recipe without --config", "eval r.yaml", ("--config r.yaml. See",)),
@@ -110,7 +84,6 @@ CASES = [
     Case("recipe of bytes", "train --config r.yaml", ("r.yaml",), files={"r.yaml": b"\xff\xfe\x00\x01"}),
     Case("recipe with a typo", "train --config r.yaml", ("learnign_rate",), files={"r.yaml": "learnign_rate: 1"}),
     Case("recipe of eval with a typo", "eval --config r.yaml", ("sampels",), files={"r.yaml": "sampels: 1"}),
-    Case("recipe of compare with a typo", "compare --config r.yaml", ("amrs",), files={"r.yaml": "amrs: {}"}),
     Case("recipe with env of text", "train --config r.yaml", ("`env`",), files={"r.yaml": "env: A=1"}),
     Case("unknown preset", "train --config r.yaml", ("preset='mine'", "'paper'"), files={"r.yaml": "preset: mine"}),
     Case("preset that is a list", "train --config r.yaml", ("preset=",), files={"r.yaml": "preset: [paper]"}),

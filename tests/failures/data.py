@@ -2,7 +2,7 @@
 
 import json
 
-from .case import EVAL, OWN, TRAIN, Case
+from .case import EVAL, TRAIN, Case
 
 
 def lines(*examples) -> str:
@@ -85,14 +85,12 @@ CASES = [
         arguments=COLUMNS,
     ),
     of_file("null content of eval", lines({"prompt": message(None)}), "row 0", "no content", command=EVAL),
-    of_file("null prompt of compare", lines(*GOOD, {"prompt": None, "solution": "1"}), "row 8", command=OWN),
     of_file("two examples", lines(*GOOD[:2]), "2 examples", "8", arguments="--per_device_train_batch_size=32"),
-    of_file("four examples of compare", lines(*GOOD[:4]), "4 example(s)", "eval_dataset_name", command=OWN),
     of_file("prompt that is a number", lines(*[{"prompt": 3}] * 8), "prompt", "3"),
     of_file("message that is a text", lines(*[{"prompt": ["hello"]}] * 8), "role"),
     of_file("message without a role", lines(*[{"prompt": [{"content": "1"}]}] * 8), "role"),
     # Rewards
-    *[of_reward("accuracy", "'accuracy'", "math_reward", command=command) for command in (TRAIN, EVAL, OWN)],
+    *[of_reward("accuracy", "'accuracy'", "math_reward", command=command) for command in (TRAIN, EVAL)],
     of_reward("rewards.py:scores", "rewards.py", "no function 'scores'"),
     of_reward("rewards.py:limit", "no function 'limit'"),
     of_reward("rewards.py", "name the function", "rewards.py:score"),
@@ -116,7 +114,7 @@ CASES = [
             command=command,
             arguments="--reward_funcs=math_reward",
         )
-        for number, command in enumerate((TRAIN, EVAL, OWN))
+        for number, command in enumerate((TRAIN, EVAL))
     ],
     *[
         of_file(
@@ -128,6 +126,6 @@ CASES = [
             command=command,
             arguments="--reward_funcs=rewards.py:needs_level",
         )
-        for number, command in enumerate((TRAIN, EVAL, OWN))
+        for number, command in enumerate((TRAIN, EVAL))
     ],
 ]

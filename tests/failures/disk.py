@@ -1,6 +1,6 @@
 """Disks that are full, and links that lead nowhere. /dev/full takes no byte."""
 
-from .case import COMPARE, EVAL, TRAIN, Case, link
+from .case import EVAL, TRAIN, Case, link
 
 FULL = "No space left on device"
 SAVED = f"{TRAIN} --save_strategy=steps --save_steps=1"
@@ -12,16 +12,7 @@ CASES = [
     Case("no room for results", EVAL, (FULL, "room"), setup=link("out/results.json", "/dev/full")),
     Case("no room for a report", EVAL, (FULL, "room"), setup=link("out/results.md", "/dev/full")),
     Case("a directory for a lock", EVAL, (".lock", "directory"), files={"out/.lock/a": ""}),
-    Case("a directory for a lock of compare", COMPARE, (".lock", "directory"), files={"out/.lock/a": ""}),
-    Case("no room for a report of compare", COMPARE, (FULL, "room"), setup=link("out/report.md", "/dev/full")),
     Case("no room for a dataset", EVAL, ("File too large", "room"), largest_file=100),
-    Case("no room for a policy", COMPARE, ("File too large", "room"), largest_file=20_000),
-    Case(
-        "no room for raw data",
-        f"{COMPARE} --keep_policies=false",
-        ("File too large", "out/results.json", "room"),
-        largest_file=3000,
-    ),
     Case(
         "a directory for completions",
         f"{EVAL} --output_dir=.",
@@ -29,6 +20,4 @@ CASES = [
         files={"completions.jsonl/a": ""},
     ),
     Case("a directory for results", f"{EVAL} --output_dir=.", ("results.json",), files={"results.json/a": ""}),
-    Case("a directory for a report", f"{COMPARE} --output_dir=.", ("report.md",), files={"report.md/a": ""}),
-    Case("a directory for arguments", f"{COMPARE} --output_dir=.", ("arguments.json",), files={"arguments.json/a": ""}),
 ]

@@ -1,6 +1,21 @@
 """`fr3e eval`: its arguments, and rewards that give nothing to report."""
 
+import fcntl
+from pathlib import Path
+
 from .case import EVAL, Case, change
+
+_held = []
+
+
+def hold() -> None:
+    """As another process that works in the directory."""
+    Path("out").mkdir(exist_ok=True)
+    file = Path("out/.lock").open("a+")  # noqa: SIM115
+    file.write("process 7 on there (fr3e eval)\n")
+    file.flush()
+    fcntl.flock(file, fcntl.LOCK_EX)
+    _held.append(file)
 
 
 def refused(setting: str, *says: str) -> Case:
@@ -14,6 +29,7 @@ def changed(name: str, file: str, old: bytes, new: bytes) -> Case:
 
 
 CASES = [
+    Case("two at once", EVAL, ("output_dir='out'", "in use by process 7", "another output_dir"), setup=hold),
     changed("another reward of that name", "rewards.py", b"01234", b"56789"),
     changed("other data of that name", "data.jsonl", b"3+3", b"4+4"),
     refused("num_samples=0", "num_samples=0"),

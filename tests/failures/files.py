@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .case import COMPARE, EVAL, TRAIN, Case, Setup, change, cut, replace
+from .case import EVAL, TRAIN, Case, Setup, change, cut, replace
 
 LOGGED = f"{TRAIN} --log_trees=1"
 NO_LINE = "\n".join(['{"problem": 0}', ""])
@@ -28,57 +28,6 @@ def copied_model(edit: Callable[[dict[str, Any]], Any]) -> Setup:
 
 
 CASES = [
-    Case(
-        "cut arguments of compare",
-        COMPARE,
-        ("out/arguments.json is damaged",),
-        after=COMPARE,
-        setup=cut("out/arguments.json"),
-    ),
-    Case(
-        "empty arguments of compare",
-        COMPARE,
-        ("out/arguments.json is damaged",),
-        after=COMPARE,
-        setup=replace("out/arguments.json", ""),
-    ),
-    Case(
-        "list of arguments of compare",
-        COMPARE,
-        ("out/arguments.json is damaged", "[1]"),
-        after=COMPARE,
-        setup=replace("out/arguments.json", "[1]"),
-    ),
-    Case("cut run", COMPARE, ("out/runs/grpo", "is damaged"), after=COMPARE, setup=cut("out/runs/*.json")),
-    Case("empty run", COMPARE, ("out/runs/grpo", "is damaged"), after=COMPARE, setup=replace("out/runs/*.json", "")),
-    Case(
-        "bytes for a run",
-        COMPARE,
-        ("out/runs/grpo", "is damaged"),
-        after=COMPARE,
-        setup=change("out/runs/*.json", lambda _: b"\xff\xfe"),
-    ),
-    Case(
-        "list for a run",
-        COMPARE,
-        ("out/runs/grpo", "is damaged"),
-        after=COMPARE,
-        setup=replace("out/runs/*.json", "[]"),
-    ),
-    Case(
-        "run without evaluations",
-        COMPARE,
-        ("out/runs/grpo", "is damaged"),
-        after=COMPARE,
-        setup=change("out/runs/*.json", lambda content: content.replace(b'"evaluations"', b'"evaluation"')),
-    ),
-    Case(
-        "cut results",
-        "pooled out --reference grpo",
-        ("out/results.json is damaged",),
-        after=COMPARE,
-        setup=cut("out/results.json"),
-    ),
     Case(
         "cut arguments of eval", EVAL, ("out/arguments.json is damaged",), after=EVAL, setup=cut("out/arguments.json")
     ),

@@ -1,11 +1,11 @@
-"""`fr3e compare` with a real server on the CPU, which has the weights of one run after the other."""
+"""`python -m benchmarks compare` with a real server on the CPU, which has the weights of one run after the other."""
 
 import json
 from pathlib import Path
 
 from servers import POLICY
 
-from fr3e_trl.commands import cli
+import benchmarks.__main__ as cli
 
 ROOT = Path(__file__).parents[2]
 

@@ -31,12 +31,12 @@ from trees import rollouts_of
 from trl.generation.vllm_client import VLLMClient
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.bench.check.lines import vllm_server
-from fr3e_trl.bench.check.table import Setup
+from fr3e_trl.commands.check.command import Setup
+from fr3e_trl.commands.check.lines import vllm_server
 from fr3e_trl.generation.generate import GenerateSampler
 from fr3e_trl.generation.vllm_server import VLLMServer, VLLMServerError
 from fr3e_trl.method.sampling import SamplingRequest
-from fr3e_trl.trl_adapter.prompts import tokenize
+from fr3e_trl.rollout import tokenized
 
 ROOT = Path(__file__).parents[2]
 SHARDED = Path(__file__).with_name("sharded_train.py")
@@ -97,7 +97,7 @@ def check_rows(batch, trees):
 def test_logprobs_equal_the_trainers(server):
     """Directly, and after weights large enough to make another policy of it."""
     trainer = make_trainer(server)
-    prompts = [ids[:60] for ids in tokenize(trainer, list(make_dataset(4)["prompt"]))]
+    prompts = [ids[:60] for ids in tokenized(trainer, list(make_dataset(4)["prompt"]))]
     seen = []
     for _ in range(3):
         trainer.vllm_generation.sync_weights()
@@ -117,7 +117,7 @@ def test_entropies_are_the_trainers(server, temperature):
     trainer = make_trainer(server, temperature=temperature)
     with_adapter(trainer.model, scale=0.1)
     trainer.vllm_generation.sync_weights()
-    prompts = [ids[:60] for ids in tokenize(trainer, list(make_dataset(4)["prompt"]))]
+    prompts = [ids[:60] for ids in tokenized(trainer, list(make_dataset(4)["prompt"]))]
     requests = [SamplingRequest(prompt, 4, 40, temperature, with_entropies=True) for prompt in prompts]
     rows = [
         (prompt, sample)
@@ -239,7 +239,7 @@ def test_where_entropies_are_unknown_there_are_two_rounds(server):
 
 def test_nothing_stale_comes_from_the_prefix_cache(server):
     trainer = make_trainer(server)
-    request = SamplingRequest(tokenize(trainer, list(make_dataset(1)["prompt"]))[0], 1, 4, 1.0)
+    request = SamplingRequest(tokenized(trainer, list(make_dataset(1)["prompt"]))[0], 1, 4, 1.0)
     for _ in range(2):
         with_adapter(trainer.model, scale=0.1)
         trainer.vllm_generation.sync_weights()

@@ -1,0 +1,27 @@
+"""
+`python -m benchmarks`, from a clone of the repository with `pip install -e ".[bench]"`.
+
+Errors and `--debug` are those of the `fr3e` command.
+"""
+
+from fr3e_trl.commands import cli
+
+COSTS: cli.Commands = {
+    "step": ("A step of FR3E compared with one of GRPO: tokens, time, and where it goes.", "benchmarks.cost.step"),
+    "bookkeeping": ("FR3E's bookkeeping overhead in a large step.", "benchmarks.cost.bookkeeping"),
+}
+COMMANDS: cli.Commands = {
+    "compare": ("Train arms at equal generated tokens, and report which is best.", "benchmarks.compare"),
+    "pooled": ("Pool the differences between arms over several comparisons.", "benchmarks.pooled"),
+    "cost": ("Measure what FR3E costs.", COSTS),
+    "make-policy": ("Make the starting policy of a task.", "benchmarks.make_policy"),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command that the arguments name."""
+    cli.main(argv, "python -m benchmarks", "What FR3E gains and costs, measured.", COMMANDS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Means of arms and differences between them, with intervals over what was drawn: seeds, and held-out prompts."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from fr3e_trl.commands.statistics import Interval
+
+from .outcomes import Results, curve
+from .statistics import (
+    DIFFERENCE_OF_SHARES,
+    SHARE,
+    UNBOUNDED,
+    Bounds,
+    crossed_interval,
+    half_widths,
+    interpolate,
+    mean_height,
+    mean_interval,
+    t_quantile,
+)
+
+# Of a run: a number, or one for each held-out prompt, of shape (P,)
+Measure = Callable[[dict[str, Any]], Any]
+
+FEW_SEEDS = 5  # with fewer, an interval says little
+
+
+def rates(evaluation: dict[str, Any], k: int = 1) -> np.ndarray:
+    """Held-out pass@k of each prompt of an evaluation, (P,), see [`~fr3e_trl.commands.statistics.best_of_k`]."""
+    rewards = np.sort(np.asarray(evaluation["rewards"], float), axis=1)
+    n = rewards.shape[1]
+    return rewards @ np.array([math.comb(i, k - 1) for i in range(n)], float) / math.comb(n, k)
+
+
+def rates_at(run: dict[str, Any], cost: str, amount: float, k: int = 1) -> Any:
+    """The same when a run had spent so much, between evaluations on the lines through them."""
+    if not is_aligned(run):
+        return interpolate(curve(run, cost), [float(rates(of_one, k).mean()) for of_one in run["evaluations"]], amount)
+    return interpolate(curve(run, cost), [rates(of_one, k) for of_one in run["evaluations"]], amount)
+
+
+def final_rates(run: dict[str, Any], k: int = 1) -> Any:
+    """The same at the end of a run's budget."""
+    return rates_at(run, run["cost"], run["amount"], k)
+
+
+def mean_rates(run: dict[str, Any]) -> Any:
+    """Mean of pass@1 along a run, for each prompt: its area against what ends the run."""
+    values: list[Any] = [rates(of_one) for of_one in run["evaluations"]]
+    if not is_aligned(run):
+        values = [float(value.mean()) for value in values]
+    return mean_height(curve(run, run["cost"]), values, run["amount"])
+
+
+def is_aligned(run: dict[str, Any]) -> bool:
+    """Whether all evaluations of a run have the same prompts: none was left out for want of a score."""
+    return not any(of_one.get("num_unscored", 0) for of_one in run["evaluations"])
+
+
+def reward_bounds(results: Results) -> Bounds:
+    """Between what rewards lie: 0 and 1, or anything."""
+    rewards = [np.asarray(of_one["rewards"], float) for run in results.runs for of_one in run["evaluations"]]
+    return SHARE if all(of_one.min() >= 0 and of_one.max() <= 1 for of_one in rewards) else UNBOUNDED
+
+
+def interval_of(values: Sequence[Any], bounds: Bounds = UNBOUNDED) -> Interval:
+    """Mean of a measure over runs and its interval. With a value for each prompt, (P,), prompts count as drawn too."""
+    table = _by_prompts(values)
+    if table is None:
+        return mean_interval([float(np.mean(value)) for value in values], bounds)
+    return crossed_interval(table, bounds)
+
+
+def _by_prompts(values: Sequence[Any]) -> np.ndarray | None:
+    """The measure of each prompt in each run, (N, P), if all runs have the same prompts."""
+    shapes = {np.shape(value) for value in values}
+    return np.stack(list(values)) if len(shapes) == 1 and shapes != {()} else None
+
+
+def of_arm(results: Results, arm: str, measure: Measure, bounds: Bounds = UNBOUNDED) -> Interval:
+    """A measure of an arm."""
+    return interval_of([measure(run) for run in results.of_arm(arm)], bounds)
+
+
+def differences(results: Results, arm: str, reference: str) -> list[Any]:
+    """By how much an arm's mean of pass@1 is above another's, seed by seed, and where it can be prompt by prompt."""
+    pairs = [
+        (mean_rates(run), mean_rates(other))
+        for run, other in zip(results.of_arm(arm), results.of_arm(reference), strict=True)
+    ]
+    return [a - b if np.shape(a) == np.shape(b) else float(np.mean(a) - np.mean(b)) for a, b in pairs]
+
+
+def difference(results: Results, arm: str, reference: str | None = None) -> Interval:
+    """The mean of these differences. `reference` is that of the comparison if it is `None`."""
+    is_share = reward_bounds(results) == SHARE
+    values = differences(results, arm, reference or results.arguments["reference"])
+    return interval_of(values, DIFFERENCE_OF_SHARES if is_share else UNBOUNDED)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """
+    Which arm is ahead: the one with the highest mean of pass@1 along the run. It is compared with the reference, or
+    with the next best arm if it is the reference itself. The difference is leader minus other.
+    """
+
+    leader: str
+    other: str
+    difference: Interval
+
+    @property
+    def is_sure(self) -> bool:
+        return self.difference.low > 0
+
+
+def verdict_of(results: Results) -> Verdict | None:
+    """The verdict of a comparison, `None` of one arm."""
+    reference = results.arguments["reference"]
+    means = {arm: fmean([float(np.mean(mean_rates(run))) for run in results.of_arm(arm)]) for arm in results.arms}
+    ranking = sorted(means, key=lambda arm: -means[arm])
+    if len(ranking) == 1:
+        return None
+    leader = ranking[0]
+    other = reference if leader != reference else ranking[1]
+    return Verdict(leader, other, difference(results, leader, other))
+
+
+def at_best(results: Results) -> str:
+    """What so many seeds and prompts can tell at best, by how far the two arms of the verdict vary."""
+    found, seeds = verdict_of(results), len(results.arguments["seeds"])
+    if seeds == 1:
+        return "Warning: one seed says nothing of how runs differ. Take three to begin with, and five for a verdict."
+    few = f"Warning: {seeds} seeds are few. " if seeds < FEW_SEEDS else ""
+    table = None if found is None else _by_prompts(differences(results, found.leader, found.other))
+    if table is None or table.shape[1] == 1 or not any(half_widths(table)):
+        return few.strip() if found is not None else ""
+    (by_seeds, by_prompts), prompts = half_widths(table), table.shape[1]
+    factor = t_quantile(seeds - 1)
+    is_share = reward_bounds(results) == SHARE
+
+    def least(n: int) -> float:
+        of_seeds = by_seeds * t_quantile(n - 1) / factor * math.sqrt(seeds / n)
+        return _least_difference(math.hypot(of_seeds, by_prompts), is_share)
+
+    if math.isinf(least(seeds)):
+        now = f"{seeds} seeds and {prompts} held-out prompts cannot tell arms apart here, however much they differ."
+    else:
+        now = (
+            f"At best, {seeds} seeds and {prompts} held-out prompts can tell arms apart here that differ by "
+            f"{_told(least(seeds))} or more."
+        )
+    told = ", ".join(
+        f"{_told(least(n))} with {n}" for n in [n for n in (5, 10, 20) if n > seeds][:2] if math.isfinite(least(n))
+    )
+    further = f" If further seeds differ as these do: by {told} seeds." if told else ""
+    rest = f" The prompts alone leave ± {_told(by_prompts)}, however many seeds there are." if by_prompts else ""
+    return few + now + further + rest
+
+
+def _least_difference(half_width: float, is_share: bool) -> float:
+    """
+    The least difference whose interval is above 0, if it is that wide; infinity if there is none.
+
+    Wilson's interval of a difference d of shares is above 0 where d² (1 − d²) is above the squared half-width.
+    """
+    if not is_share:
+        return half_width
+    return math.inf if half_width > 0.5 else math.sqrt((1 - math.sqrt(1 - 4 * half_width**2)) / 2)
+
+
+def _told(value: float) -> str:
+    return f"{value:.2g}" if value < 0.1 else f"{value:.2f}"

@@ -1,1 +1,0 @@
-"""The bench: FR3E and GRPO compared at equal cost."""

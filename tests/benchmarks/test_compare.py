@@ -1,0 +1,1025 @@
+"""`python -m benchmarks compare`: what it counts, when it stops, what it reports, and that a kill changes nothing."""
+
+import gzip
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from operator import itemgetter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import yaml
+from bench_task import Ones
+from models import model_on_disk
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOTrainer
+
+import benchmarks.__main__ as cli
+from benchmarks.arguments import CompareArguments
+from benchmarks.arms import make_config, make_trainer, whole_prompts
+from benchmarks.compare import compare, main
+from benchmarks.evaluation import evaluate
+from benchmarks.measures import batch_signal, sampled_prompts
+from benchmarks.outcomes import TUNED, has_collapsed
+from benchmarks.statistics import (
+    SHARE,
+    crossed_interval,
+    first_reached,
+    half_widths,
+    interpolate,
+    mean_height,
+    mean_interval,
+    ratio_interval,
+    within,
+)
+from benchmarks.tasks import HELDOUT_SEED
+from benchmarks.worker import Place, Progress
+from fr3e_trl.commands.recipe import RecipeParser
+from fr3e_trl.commands.statistics import best_of_k
+from fr3e_trl.commands.usage import UsageError
+from fr3e_trl.generation.generate import GenerateSampler
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).parent / "bench_task.py"
+
+BASE = {
+    "trainer": "fr3e",
+    "num_prompts": 4,
+    "num_generations": 4,
+    "num_train_examples": 64,
+    "learning_rate": 1e-3,
+    "epsilon_high": 0.28,
+    "scale_rewards": "none",
+}
+# What may be tuned left out
+UNTUNED = {name: value for name, value in BASE.items() if name not in ("learning_rate", "num_prompts")}
+GRPO = {"trainer": "grpo"}
+FR3E = {"num_anchors": 1}
+THROWN_AWAY = {"num_anchors": 1, "reuse_base": False, "num_base_trajectories": 3}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As in a worker process."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(autouse=True)
+def without_plots(request, monkeypatch):
+    """They take longer than the runs of these tests: they are drawn where a test is about them."""
+    if request.node.get_closest_marker("plots") is None:
+        monkeypatch.setattr("benchmarks.report.plot_all", lambda results, headline: [])
+
+
+def arguments(**overrides):
+    settings = {
+        "task": "ones",
+        "policy": model_on_disk(),
+        "output_dir": "out",
+        "base": BASE,
+        "arms": {"fr3e": FR3E, "grpo": GRPO},
+        "reference": "grpo",
+        "generated_tokens": 500,
+        "seeds": [0],
+        "num_evals": 2,
+        "num_heldout": 6,
+        "num_samples": 4,
+        "pass_at": [2],
+    }
+    return CompareArguments(**settings | overrides)
+
+
+def run(**overrides):
+    """Compare, and return the raw results."""
+    args = arguments(**overrides)
+    compare(args, "python -m benchmarks compare --config x.yaml")
+    return json.loads((Path(args.output_dir) / "results.json").read_text())
+
+
+def without_times(results):
+    """What must come out the same again."""
+    for result in itertools.chain(*(results[name] for name in ("screening", "tuning", "runs"))):
+        del result["evaluation_seconds"]
+        for evaluation in result["evaluations"]:
+            del evaluation["seconds"]
+    for name in ("output_dir", "num_workers"):
+        del results["arguments"][name]
+    return results
+
+
+# Statistics, by hand
+
+
+@pytest.mark.parametrize(
+    "rewards, k, expected",
+    [
+        ([0, 1, 0, 0], 1, 1 / 4),
+        ([1, 0, 0, 1, 0], 3, 9 / 10),  # all three among the three wrong ones: 1 of 10 choices
+        ([1, 0, 1, 0], 2, 5 / 6),  # both wrong: 1 of 6 choices
+        ([0] * 8, 8, 0.0),
+        ([0] * 7 + [1], 8, 1.0),
+        ([0.5, 0.2, 0.9], 1, 1.6 / 3),
+        ([0.5, 0.2, 0.9], 2, (0.5 + 0.9 + 0.9) / 3),  # of three pairs, one leaves out the best
+        ([0.5, 0.5, 0.1, 0], 3, (0.5 * 4) / 4),
+    ],
+)
+def test_best_of_k(rewards, k, expected):
+    assert best_of_k(rewards, k) == pytest.approx(expected)
+
+
+def test_pass_at_more_than_there_are_samples():
+    with pytest.raises(ValueError, match="pass@5 cannot be estimated from 4 samples"):
+        best_of_k([1, 0, 1, 0], 5)
+
+
+def test_intervals():
+    # Deviations -0.1, 0, 0.1: variance 0.02 / 2, standard error 0.1 / sqrt(3)
+    interval = mean_interval([0.4, 0.5, 0.6])
+    assert interval.mean == pytest.approx(0.5)
+    assert interval.half_width == pytest.approx(4.302653 * 0.1 / 3**0.5, rel=1e-6)
+    assert (interval.low, interval.high) == pytest.approx((0.5 - 0.248414, 0.5 + 0.248414), abs=1e-5)
+    assert math.isnan(mean_interval([0.4]).low) and math.isnan(crossed_interval(np.array([[0.4, 0.6]])).high)
+    # Half as much and a quarter: logs -log 2 and -2 log 2, standard error log 2 / 2
+    ratio, low, high = ratio_interval([1, 10], [2, 40])
+    assert ratio == pytest.approx(2**-1.5)
+    assert (low, high) == pytest.approx((2 ** (-1.5 - 12.706205 / 2), 2 ** (-1.5 + 12.706205 / 2)), rel=1e-5)
+
+
+def test_interval_over_seeds_and_prompts():
+    """Two seeds and three prompts, by hand."""
+    values = np.array([[0.2, 0.5, 0.8], [0.4, 0.5, 0.9]])
+    # Means of seeds .5, .6: variance .005. Of prompts .3, .5, .85: .0775. What is left: ±.05, ∓.05, 0, twice as squares
+    # .01, over 1 · 2 degrees of freedom .005
+    assert values.mean() == pytest.approx(0.55)
+    by_seeds = 12.706205 * (0.005 / 2) ** 0.5
+    by_prompts = 4.302653 * (0.0775 / 3 - 0.005 / 6) ** 0.5
+    assert half_widths(values) == pytest.approx((by_seeds, by_prompts), rel=1e-6)
+    interval = crossed_interval(values)
+    assert interval.half_width == pytest.approx((by_seeds**2 + by_prompts**2) ** 0.5, rel=1e-6)
+    # Noise alone, ±½ four times, 1 as squares over 1 · 1 degrees of freedom: nothing is left for the prompts
+    assert half_widths(np.array([[0.0, 1.0], [1.0, 0.0]])) == pytest.approx((12.706205 * (1 / 4) ** 0.5, 0), rel=1e-6)
+
+
+def test_intervals_stay_in_their_bounds():
+    """Wilson's for a share p of n: (p + z²/2n ± z √(p (1 − p)/n + z²/4n²)) / (1 + z²/n)."""
+    half_width = 1.96 * (0.9 * 0.1 / 40) ** 0.5
+    interval = within(0.9, half_width, SHARE, least=0)
+    ratio = 1.96**2 / 40
+    spread = 1.96 * (0.9 * 0.1 / 40 + ratio / 160) ** 0.5
+    expected = [(0.9 + ratio / 2 + side * spread) / (1 + ratio) for side in (-1, 1)]
+    assert (interval.low, interval.high) == pytest.approx(expected)
+    # All 40 right: from n / (n + z²) to 1
+    interval = within(1.0, 0.0, SHARE, least=ratio)
+    assert (interval.low, interval.high) == pytest.approx((40 / (40 + 1.96**2), 1.0))
+    # The same of a difference, twice as wide and half as far
+    doubled = within(0.8, 2 * half_width, (-1.0, 1.0), least=0)
+    assert (doubled.low, doubled.high) == pytest.approx([2 * end - 1 for end in expected])
+    assert mean_interval([0.9, 1.0], SHARE).high < 1 and mean_interval([0.9, 1.0], SHARE).low > 0
+    assert mean_interval([0.1, 1.0], (0.0, math.inf)).low == 0
+
+
+def test_curves():
+    x, y = [0, 10, 20], [0.0, 0.5, 0.7]
+    assert [interpolate(x, y, at) for at in (0, 5, 15, 20)] == pytest.approx([0.0, 0.25, 0.6, 0.7])
+    assert interpolate(x, y, 21) != interpolate(x, y, 21)  # NaN
+    assert mean_height(x, y, end=20) == pytest.approx((10 * 0.25 + 10 * 0.6) / 20)
+    assert mean_height(x, y, end=14) == pytest.approx((10 * 0.25 + 4 * 0.54) / 14)  # 0.58 at 14
+    assert first_reached(x, y, 0.6) == pytest.approx(15)
+    assert first_reached(x, y, 0.0) == 0
+    assert first_reached(x, y, 0.8) == float("inf")
+
+
+def of_levels(*levels):
+    """A run whose pass@1 was this, with 100 samples of a prompt."""
+    return {
+        "evaluations": [
+            {"rewards": [[1.0] * round(100 * level) + [0.0] * round(100 - 100 * level)]} for level in levels
+        ]
+    }
+
+
+def test_collapse():
+    assert has_collapsed(of_levels(0.1, 0.5, 0.2))
+    assert not has_collapsed(of_levels(0.1, 0.5, 0.3, 0.26))
+    assert not has_collapsed(of_levels(0.1, 0.5, 0.2, 0.5))  # it came back
+    assert not has_collapsed(of_levels(0.02, 0.04, 0.01))  # that is noise
+
+
+def test_prompts_that_make_whole_batches():
+    assert whole_prompts(7.4, {"num_generations": 4}) == 7
+    assert whole_prompts(0.2, {"num_generations": 4}) == 1
+    assert whole_prompts(70, {"num_generations": 4, "num_train_examples": 64}) == 64
+    # 4 rows a prompt in micro-batches of 6, or in five of them
+    assert whole_prompts(7.4, {"num_generations": 4, "per_device_train_batch_size": 6}) == 6
+    assert whole_prompts(7.6, {"num_generations": 4, "steps_per_generation": 5}) == 10
+    assert whole_prompts(70, {"num_generations": 4, "num_train_examples": 64, "steps_per_generation": 5}) == 60
+
+
+def test_signal_of_a_batch():
+    # Of four rows with one that differs 3 pairs of 6 do; of two alike none; one row makes no pair
+    nan = math.nan
+    prompts = sampled_prompts(
+        rewards=[[1.0, 0, 0, 0], [1.0, 1, nan], [0.5], []], of_prompts=[[1.0, 0], [1.0], [nan], []]
+    )
+    assert prompts == pytest.approx({"reward": 2 / 3, "differing": (3 / 6 + 0) / 2})
+    assert all(map(math.isnan, sampled_prompts(rewards=[[nan]], of_prompts=[[nan]]).values()))
+    signal = batch_signal(
+        advantages=torch.tensor([0.5, -0.5, 0, 0, 0.25, 0]),
+        in_loss=torch.tensor([True, True, False, False, True, True]),
+    )
+    assert signal["signal"] == pytest.approx(3 / 6)
+    assert signal["rejected"] == pytest.approx(2 / 6)
+    assert signal["advantage_mean"] == pytest.approx(0.25 / 6)
+    assert signal["advantage_std"] == pytest.approx(((0.5 + 0.0625) / 6 - (0.25 / 6) ** 2) ** 0.5)
+
+
+# What runs count
+
+
+@pytest.fixture
+def sampled(monkeypatch):
+    """Lengths of the completions that training samples, taken where they come from."""
+    lengths = []
+    sample, reward = GenerateSampler.sample, Ones.reward
+
+    def sample_and_count(self, requests):
+        samples = sample(self, requests)
+        for drawn in (drawn for of_request in samples for drawn in of_request):
+            left = [branch for branches in drawn.branches.values() for branch in branches]
+            lengths.extend(len(sample.token_ids) for sample in [drawn, *left])
+        return samples
+
+    def reward_and_count(self, completions, right, completion_ids, trainer_state, **kwargs):
+        if count_scored and trainer_state.max_steps > 0:  # in training
+            lengths.extend(map(len, completion_ids))
+        return reward(self, completions, right)
+
+    count_scored = []
+    monkeypatch.setattr(GenerateSampler, "sample", sample_and_count)
+    monkeypatch.setattr(Ones, "reward", reward_and_count)
+    lengths_and_switch = (lengths, count_scored)
+    return lengths_and_switch
+
+
+@pytest.mark.parametrize("arm", [GRPO, FR3E, THROWN_AWAY, {"num_anchors": 0, "reject_degenerate_states": True}])
+def test_stops_at_the_tokens_to_one_batch(arm, sampled):
+    lengths, count_scored = sampled
+    if arm is GRPO:
+        count_scored.append(True)
+    (result,) = run(arms={"arm": arm}, reference="arm")["runs"]
+    tokens = [batch["generated_tokens"] for batch in result["batches"]]
+    assert tokens[-2] < 500 <= tokens[-1]
+    assert tokens[-1] == sum(lengths)
+    end = result["evaluations"][-1]
+    assert (end["generated_tokens"], end["batches"], end["training_rows"]) == (
+        tokens[-1],
+        len(tokens),
+        16 * len(tokens),
+    )
+
+
+def test_a_batch_is_trained_on_to_its_end():
+    """Micro-batches, steps and iterations of one batch: all its tokens go through the loss as often."""
+    micro = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 2}
+    (result,) = run(arms={"grpo": GRPO | micro | {"num_iterations": 2}})["runs"]
+    end = result["evaluations"][-1]
+    tokens = [batch["generated_tokens"] for batch in result["batches"]]
+    assert tokens[-2] < 500 <= tokens[-1] == end["generated_tokens"]
+    read = end["forward_tokens"] - end["generated_tokens"] - end["forward_backward_tokens"] // 2  # by generation
+    # Old log-probs once, the loss twice, each of prompt and completion
+    assert end["forward_backward_tokens"] == 2 * (read + end["generated_tokens"])
+
+
+def test_evaluations_leave_no_trace_and_are_evenly_spaced():
+    seldom = run(output_dir="seldom", num_evals=1)
+    often = run(output_dir="often", num_evals=4)
+    assert [result["batches"] for result in seldom["runs"]] == [result["batches"] for result in often["runs"]]
+    for result in often["runs"]:
+        tokens = [0, *(batch["generated_tokens"] for batch in result["batches"])]
+        due = [next(count for count in tokens if count >= 125 * i) for i in range(5)]
+        assert [evaluation["generated_tokens"] for evaluation in result["evaluations"]] == list(dict.fromkeys(due))
+
+
+def test_measuring_changes_nothing(tmp_path):
+    task = Ones()
+    settings = BASE | GRPO
+    settings |= {"max_completion_length": 8, "max_steps": 2, "logging_steps": 1}
+
+    def make_plain():
+        return GRPOTrainer(
+            AutoModelForCausalLM.from_pretrained(model_on_disk(), dtype=torch.float32),
+            task.reward,
+            make_config(settings, tmp_path, seed=3),
+            train_dataset=task.examples("train", 3, 64),
+            processing_class=AutoTokenizer.from_pretrained(model_on_disk(), padding_side="left"),
+        )
+
+    losses = []
+    for make in (lambda: make_trainer(settings, Path(model_on_disk()), task, tmp_path, seed=3), make_plain):
+        trainer = make()
+        trainer.train()
+        losses.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log])
+    assert any(loss != 0 for loss, _ in losses[0])
+    assert losses[0] == losses[1]
+
+
+# The report
+
+
+def rows_of(report, heading):
+    """Cells of the table below a heading, by the name in the first."""
+    _, _, section = report.partition(f"# {heading}")
+    lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| `")]
+    return {cells[0].strip("`"): cells[1:] for cells in ([c.strip() for c in line.split("|")[1:-1]] for line in lines)}
+
+
+def test_report_has_the_numbers_of_the_raw_data():
+    """All recomputed here, from the JSON alone."""
+    raw = run(seeds=[0, 1, 2], arms={"fr3e": FR3E, "grpo": GRPO, "fixed": GRPO | {"learning_rate": 0.0}})
+    report = Path("out/report.md").read_text()
+
+    def pass_at_1(evaluation):
+        return sum(map(sum, evaluation["rewards"])) / (4 * 6)
+
+    def pass_at_2(evaluation):
+        return sum(1 - (4 - c) * (3 - c) / 12 for c in map(sum, evaluation["rewards"])) / 6
+
+    def distinct(evaluation):
+        counts = [count for count in evaluation["num_distinct"] if count]
+        return sum(counts) / max(1, len(counts))
+
+    def at(run, tokens, measure=pass_at_1):
+        points = [(e["generated_tokens"], measure(e)) for e in run["evaluations"]]
+        for (x0, y0), (x1, y1) in itertools.pairwise(points):
+            if x0 <= tokens <= x1:
+                return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
+
+    def area(run):
+        measure = by_prompts(pass_at_1)
+        points = [(e["generated_tokens"], measure(e)) for e in run["evaluations"] if e["generated_tokens"] < 500]
+        points.append((500, at(run, 500, measure)))
+        return sum((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in itertools.pairwise(points)) / 500
+
+    def by_prompts(measure):
+        """The same measures, of each prompt."""
+        return lambda evaluation: np.array([measure({"rewards": [rewards]}) * 6 for rewards in evaluation["rewards"]])
+
+    def summary(values, sign=""):
+        """Over seeds and prompts: of each seed a measure, or one for each prompt."""
+        if np.ndim(values[0]) == 0:
+            mean, half_width = np.mean(values), 4.302652730 * (np.var(values, ddof=1) / 3) ** 0.5
+            low, high = max(mean - half_width, 0), mean + half_width
+        else:
+            low, mean, high = ends(np.array(values), (-1.0, 1.0) if sign else SHARE)
+        texts = [f"{value:{sign}.3f}".replace("-", "−") for value in (mean, low, high)]
+        if high - low < 1e-9:
+            return f"{texts[0]} (all)"
+        return "{} ({}{}{})".format(*texts[:2], " to " if sign else "–", texts[2])
+
+    def ends(values, bounds):
+        interval = crossed_interval(values, bounds)
+        return interval.low, interval.mean, interval.high
+
+    runs = {arm: [run for run in raw["runs"] if run["arm"] == arm] for arm in ("fr3e", "grpo", "fixed")}
+    assert [run["seed"] for run in runs["fr3e"]] == [0, 1, 2]
+    table = rows_of(report, "ones: arms at equal generated tokens")
+    for arm, of_arm in runs.items():
+        final = [at(run, 500, by_prompts(pass_at_1)) for run in of_arm]
+        spent = [run["evaluations"][-1]["generated_tokens"] for run in of_arm]
+        assert table[arm][0] == summary([area(run) for run in of_arm])
+        assert table[arm][2] == summary(final)
+        if arm != "grpo":
+            difference = [area(run) - area(other) for run, other in zip(of_arm, runs["grpo"], strict=True)]
+            assert table[arm][1] == summary(difference, "+")
+        course = rows_of(report, "pass@1 along the run")[arm]
+        assert course == [
+            summary([at(run, tokens, by_prompts(pass_at_1)) for run in of_arm]) for tokens in (0, 250, 500)
+        ]
+        signal = rows_of(report, "What the batches taught")[arm]
+        shares = [sum(b["signal"] for b in run["batches"]) / len(run["batches"]) for run in of_arm]
+        within_bounds = mean_interval(shares, SHARE)
+        assert signal[3] == f"{within_bounds.mean:.3f} ({within_bounds.low:.3f}–{within_bounds.high:.3f})"
+        costs = rows_of(report, "What a run cost")[arm]
+        assert costs[3] == f"{sum(spent) / 3:,.0f}"
+        diversity = rows_of(report, "Diversity")[arm]
+        for cell, measure in ((1, itemgetter("entropy")), (3, by_prompts(pass_at_2)), (5, distinct)):
+            assert diversity[cell] == summary([at(run, 500, measure) for run in of_arm])
+    assert "python -m benchmarks compare --config x.yaml" in report
+    # A policy that does not learn stays what it was
+    assert {pass_at_1(e) for run in runs["fixed"] for e in run["evaluations"]} == {
+        pass_at_1(runs["grpo"][0]["evaluations"][0])
+    }
+
+
+@pytest.mark.plots
+def test_plots():
+    base = UNTUNED | {"num_prompts": 4}
+    run(base=base, learning_rates=[1e-3, 1e-2], tuning_seeds=[7], seeds=[0, 1], arms={"fr3e": FR3E, "grpo": GRPO})
+    report = Path("out/report.md").read_text()
+    for name in "accuracy seconds rates entropy best_of_k distinct length batches_reward batches_differing".split():
+        svg = Path(f"out/plots/{name}.svg").read_bytes()
+        assert len(svg) > 10_000 and f"(plots/{name}.svg)" in report
+
+
+def test_policies_are_kept(tmp_path):
+    """Of each run the one that was evaluated last: the same completions of the same seed."""
+    heldout = Ones().examples("heldout", HELDOUT_SEED, 6)
+    settings = BASE | {"max_steps": 1}
+    for result in run()["runs"]:
+        path = Path(f"out/policies/{result['arm']}-rate0.001-prompts4-updates1-seed0")
+        trainer = make_trainer(settings, path, Ones(), tmp_path, seed=0)
+        assert evaluate(trainer, Ones(), heldout, 4, 512).rewards == result["evaluations"][-1]["rewards"]
+    assert len(list(Path("out/policies").iterdir())) == 2
+    run(output_dir="none", keep_policies=False, arms={"grpo": GRPO})
+    assert not Path("none/policies").exists()
+
+
+def test_verdict_names_what_wins():
+    """A policy that learns against one that does not."""
+    arms = {"still": GRPO | {"learning_rate": 0.0}, "learns": GRPO | {"num_generations": 8, "learning_rate": 1e-2}}
+    run(arms=arms, reference="still", seeds=[0, 1, 2], generated_tokens=2500, num_heldout=16)
+    report = Path("out/report.md").read_text()
+    assert report.splitlines()[2].startswith("**`learns` is ahead of `still` by +")
+    # Where it came and the other did not
+    raw = json.loads(Path("out/results.json").read_text())
+    curves = [
+        (
+            [e["generated_tokens"] for e in result["evaluations"]],
+            [sum(map(sum, e["rewards"])) / 64 for e in result["evaluations"]],
+        )
+        for result in raw["runs"]
+        if result["arm"] == "learns"
+    ]
+    end = sum(interpolate(tokens, levels, 2500) for tokens, levels in curves) / 3
+    start = curves[0][1][0]
+    tokens = [first_reached(*points, start + 0.75 * (end - start)) for points in curves]
+    verdict = rows_of(report, "ones: arms")
+    num_reached = sum(amount < float("inf") for amount in tokens)
+    assert verdict["learns"][3] == (f"{num_reached} of 3 runs" if num_reached < 3 else "3 runs")
+    assert verdict["still"][3] == "0 of 3 runs"
+    # The report is made anew, without a run, for another reference
+    raw = run(arms=arms, reference="learns", seeds=[0, 1, 2], generated_tokens=2500, num_heldout=16)
+    assert len(raw["runs"]) == 6
+    assert Path("out/report.md").read_text().splitlines()[2] == report.splitlines()[2]
+    assert rows_of(Path("out/report.md").read_text(), "ones: arms")["still"][1].startswith("−")
+
+
+# Tuning, sizes
+
+
+def mean_along(result, end):
+    """Mean of pass@1 along a run of so many tokens, by the trapezes between its evaluations."""
+    points = [(e["generated_tokens"], sum(map(sum, e["rewards"])) / 24) for e in result["evaluations"]]
+    (x0, y0), (x1, y1) = points[-2:]
+    points[-1] = (end, y0 + (y1 - y0) * (end - x0) / (x1 - x0))
+    return sum((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in itertools.pairwise(points)) / end
+
+
+def test_both_sides_are_tuned_alike(tuning_tokens=150):
+    """In the same grid: all of it with two seeds, the best of each arm with three, by the mean along whole runs."""
+    grid = {"learning_rates": [0.0, 1e-2], "tokens_per_batch": [30, 70], "num_iterations": [1, 2]}
+    tuning = {"tuning_seeds": [7, 8, 9], "tuning_finalists": 2, "tuning_tokens": tuning_tokens}
+    arms = {"fr3e": FR3E, "own": GRPO | {"num_iterations": 1}}
+    raw = run(base=UNTUNED, arms=arms, reference="own", generated_tokens=300, **grid, **tuning)
+    table = rows_of(Path("out/report.md").read_text(), "Tuning")
+    for arm in arms:
+        screened = {}
+        for result in raw["screening"]:
+            if result["arm"] == arm:
+                assert result["amount"] == tuning_tokens
+                screened.setdefault(point_of(result), {})[result["seed"]] = mean_along(result, tuning_tokens)
+        assert all(of_point.keys() == {7, 8} for of_point in screened.values())
+        rates, sizes, updates = (set(values) for values in zip(*screened, strict=True))
+        assert rates == {0.0, 1e-2} and len(sizes) == 2 and updates == ({1} if arm == "own" else {1, 2})
+        assert screened.keys() == set(itertools.product(rates, sizes, updates))
+        scores = {point: sum(of_point.values()) / 2 for point, of_point in screened.items()}
+        finalists = sorted(sorted(scores), key=lambda point: -scores[point])[:2]  # of two alike, the lower values
+        means = dict.fromkeys(finalists, 0.0)
+        for result in raw["tuning"]:
+            if result["arm"] == arm:
+                assert result["amount"] == 300
+                means[point_of(result)] += mean_along(result, 300) / 3
+        assert means.keys() == set(finalists)
+        (result,) = (result for result in raw["runs"] if result["arm"] == arm)
+        assert point_of(result) == max(finalists, key=lambda point: means[point])
+        for rate, cell in zip((0.0, 1e-2), table[arm], strict=False):
+            best = max(score for point, score in scores.items() if point[0] == rate)
+            assert cell == (f"**{best:.3f}**" if rate == point_of(result)[0] else f"{best:.3f}")
+    assert len(raw["tuning"]) == 2 * 2 * 3
+
+
+def point_of(result):
+    return tuple(result["settings"][name] for name in TUNED)
+
+
+@pytest.mark.parametrize("arm", [GRPO, FR3E], ids=["grpo", "fr3e"])
+def test_several_updates_of_a_batch(arm):
+    """Each goes through the loss, the later ones are clipped, and the bench counts one batch."""
+    (result,) = run(arms={"arm": arm}, reference="arm", num_iterations=3, num_evals=1)["runs"]
+    settings = BASE | arm | {"num_prompts": 64, "num_iterations": 3, "learning_rate": 0.1}
+    logged = {"max_steps": 3, "logging_steps": 1}
+    trainer = make_trainer(settings, Path(model_on_disk()), Ones(), Path("trainer"), seed=0, **logged)
+    trainer.train()
+    clipped = [log["clip_ratio/region_mean"] for log in trainer.state.log_history if "clip_ratio/region_mean" in log]
+    assert trainer.costs.batches == 1 and trainer.batches[0]["reward"] > 0
+    assert clipped[0] == 0 < min(clipped[1:])
+    end = result["evaluations"][-1]
+    assert end["batches"] == len(result["batches"]) and end["training_rows"] == 16 * end["batches"]
+
+
+@pytest.mark.parametrize(("schedule", "warmup"), [("linear", 0.25), ("cosine", 0)])
+def test_the_rate_falls_with_the_budget(schedule, warmup, monkeypatch):
+    """From its full value to nothing, by the share of the tokens that were spent before a batch."""
+    rates = []
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    def watched(*args, **kwargs):
+        trainer = make_trainer(*args, **kwargs)
+        trainer.add_callback(Watch())
+        return trainer
+
+    monkeypatch.setattr("benchmarks.runs.make_trainer", watched)
+    scheduled = {"lr_scheduler_type": schedule, "warmup_steps": warmup, "num_iterations": 2}
+    (result,) = run(arms={"grpo": GRPO | scheduled})["runs"]
+    expected = []
+    for spent in [0, *(batch["generated_tokens"] for batch in result["batches"][:-1])]:
+        share = spent / 500
+        left = {
+            "linear": min(share / warmup, (1 - share) / (1 - warmup)) if warmup else 1 - share,
+            "cosine": 0.5 + 0.5 * math.cos(math.pi * share),
+            "constant": 1,
+        }
+        expected += 2 * [1e-3 * left[schedule]]
+    assert len(expected) > 8 and rates == pytest.approx(expected, abs=1e-10)
+
+
+def test_plan(capsys):
+    """Runs and tokens of each stage, before anything is run; hours by what two batches and an evaluation take."""
+    grid = {"learning_rates": [1e-3, 3e-3, 1e-2], "tokens_per_batch": 300, "tuning_tokens": 100, "tuning_finalists": 2}
+    base = UNTUNED | {"num_iterations": 3}
+    settings = {"base": base, "arms": {"fr3e": FR3E, "grpo": GRPO}, "tuning_seeds": [7, 8, 9], "seeds": [0, 1]}
+    args = arguments(**settings, **grid, plan=True)
+    compare(args, "compare")
+    told = capsys.readouterr().err
+    assert all(f"Measuring what two batches of {arm} take\n" in told for arm in ("fr3e", "grpo"))
+    lines = told[told.index("Plan: ") :].splitlines()  # the libraries may warn before
+    # 2 arms: 3 rates × 2 seeds of 100 tokens; 2 finalists × 3 seeds, and 2 seeds, of 500
+    assert lines[0].startswith("Plan: 9,200 generated tokens, ")
+    assert [line.partition(" tokens")[0] for line in lines[1:]] == [
+        "  screening: 12 runs of 100 generated",
+        "  finalists: 12 runs of 500 generated",
+        "  runs: 4 runs of 500 generated",
+    ]
+    assert not list(Path("out").glob("*/*.json"))
+    probes = json.loads(Path("out/probes.json").read_text())
+    assert min(min(probed.values()) for probed in probes.values()) > 0
+    # A token takes 1 + 2 · 0.5 seconds with three updates. Runs of 100 tokens have two evaluations, and others three
+    for probed in probes.values():
+        probed |= {"batch": 1.0, "update": 0.5, "evaluation": 90.0}
+    Path("out/probes.json").write_text(json.dumps(probes))
+    compare(args, "compare")
+    hours = [line.rpartition(", with")[0] or line for line in capsys.readouterr().err.splitlines()]
+    assert [float(line.split(", ")[-1].removesuffix(" hours of one worker")) for line in hours] == [6.9, 1.3, 4.2, 1.4]
+
+
+def test_where_runs_are(monkeypatch, capsys):
+    """The time left is by what this call has done."""
+    clock = SimpleNamespace(seconds=0.0, monotonic=lambda: clock.seconds)
+    monkeypatch.setattr("benchmarks.worker.time", clock)
+    progress = Progress("screening", {"cut": 1000.0, "new": 1000.0}, "tokens", set())
+    progress.update("cut", Place(spent=800, spent_before=800, step=8, pass_at_1=0.5))
+    clock.seconds = 60.0
+    progress.update("cut", Place(spent=900, spent_before=800, step=9, pass_at_1=0.5))
+    clock.seconds = 70.0  # less than a minute later
+    progress.update("cut", Place(spent=950, spent_before=800, step=10, pass_at_1=0.5))
+    clock.seconds = 100.0
+    progress.finish("cut")
+    assert capsys.readouterr().err.splitlines() == [
+        # 100 tokens a minute, and 1,100 are left
+        "screening [0/2] cut: step 9, 900 of 1,000 tokens, pass@1 0.500, after 1:00, about 11:00 left",
+        "screening [1/2] cut after 1:40, about 8:20 left",
+    ]
+
+
+def test_batches_of_equal_tokens():
+    base = UNTUNED | {"learning_rate": 1e-3}
+    arms = {"fr3e": FR3E | {"num_generations": 8}, "grpo": GRPO, "given": GRPO | {"num_prompts": 3}}
+    raw = run(base=base, arms=arms, tokens_per_batch=600, generated_tokens=2000, num_evals=1)
+    for result in raw["runs"]:
+        tokens = result["batches"][-1]["generated_tokens"] / len(result["batches"])
+        if result["arm"] == "given":
+            assert result["settings"]["num_prompts"] == 3
+        else:
+            assert tokens == pytest.approx(600, rel=0.15)
+
+
+# Interrupted
+
+
+def children_of(process):
+    return [child for child in psutil.Process(process.pid).children(recursive=True) if child.is_running()]
+
+
+def weights_in(output_dir):
+    return {path.parent.name: path.read_bytes() for path in Path(output_dir).glob("policies/*/model.safetensors")}
+
+
+def test_killed_comparison_goes_on_as_the_uncut_one(monkeypatch):
+    """Each run from its last evaluation, at a random moment after the second one, to the same weights."""
+    arms = {"fr3e": FR3E | {"lr_scheduler_type": "linear"}, "grpo": GRPO | {"num_iterations": 2}}
+    settings = {"arms": arms, "generated_tokens": 3000, "num_evals": 5}
+    uncut = run(output_dir="uncut", **settings)
+
+    command = {
+        name: value for name, value in vars(arguments(output_dir="cut", **settings)).items() if value is not None
+    }
+    Path("config.yaml").write_text(yaml.safe_dump(command))
+    script = [
+        sys.executable,
+        SCRIPT,
+        "--config",
+        "config.yaml",
+        "--num_workers",
+        "2",
+    ]
+    process = subprocess.Popen(script, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while len(list(Path("cut").glob("under_way/*/*/measured.json"))) < 2 and not list(Path("cut").glob("runs/*.json")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    time.sleep(random.random())
+    workers = children_of(process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    psutil.wait_procs(workers, timeout=20)
+    assert not [worker for worker in workers if worker.is_running()]  # none goes on by itself
+
+    finished = {path: path.stat().st_mtime_ns for path in Path("cut").glob("runs/*.json")}
+    num_saved = {}  # evaluations, of each run that goes on
+    for path in Path("cut").glob("under_way/*/*/measured.json"):
+        name = path.parent.parent.name
+        if not Path(f"cut/runs/{name.removeprefix('runs-')}.json").exists():
+            num_saved[name] = max(num_saved.get(name, 0), len(json.loads(path.read_text())["evaluations"]))
+    assert all(number >= 2 for number in num_saved.values())
+    for name in num_saved:  # as if it had been cut while it wrote the next
+        Path(f"cut/under_way/{name}/checkpoint-999").mkdir()
+    # For those who look at it, the curve so far
+    for curve in Path("cut").glob("under_way/*/curve.jsonl"):
+        lines = [json.loads(line) for line in curve.read_text().splitlines()]
+        assert lines[0]["generated_tokens"] == 0 and all("pass@4" in line for line in lines)
+    # They are as results are: not of other arguments
+    with pytest.raises(ValueError, match="generated_tokens was 3000 and is 4000"):
+        run(output_dir="cut", **settings | {"generated_tokens": 4000})
+    evaluated = []
+    monkeypatch.setattr("benchmarks.runs.evaluate", lambda *args: evaluated.append(args) or evaluate(*args))
+    resumed = run(output_dir="cut", **settings)
+    assert len(evaluated) == 6 * (2 - len(finished)) - sum(num_saved.values())
+    assert without_times(resumed) == without_times(uncut)
+    assert weights_in("cut") == weights_in("uncut") and len(weights_in("cut")) == 2
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished  # not run again
+    assert not list(Path("cut/under_way").iterdir())
+
+
+def test_two_comparisons_at_once(tmp_path):
+    """The second is refused while the first, a process of its own, is under way; then it goes on from its runs."""
+    settings = {"seeds": [0, 1], "arms": {"grpo": GRPO}, "generated_tokens": 1500}
+    given = vars(arguments(output_dir="shared", **settings))
+    command = {name: value for name, value in given.items() if value is not None}
+    Path("config.yaml").write_text(yaml.safe_dump(command))
+    script = [sys.executable, SCRIPT, "--config", "config.yaml"]
+    first = subprocess.Popen(script, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while not Path("shared/arguments.json").exists():
+        assert first.poll() is None
+        time.sleep(0.02)
+    before = Path("shared/arguments.json").read_text()
+    Path("other.yaml").write_text(yaml.safe_dump(command | {"generated_tokens": 400}))
+    with pytest.raises(UsageError, match=f"'shared' is in use by process {first.pid} on .*another output_dir"):
+        main(["--config", "other.yaml"])
+    assert Path("shared/arguments.json").read_text() == before
+    first.kill()
+    first.wait()
+    raw = run(output_dir="shared", **settings)  # what died holds nothing
+    assert {result["amount"] for result in raw["runs"]} == {1500}
+
+
+def test_other_arguments_for_the_same_directory():
+    run(arms={"grpo": GRPO}, generated_tokens=100)
+    with pytest.raises(ValueError, match=r"generated_tokens was 100 and is 200\. Use another"):
+        run(arms={"grpo": GRPO}, generated_tokens=200)
+    with pytest.raises(ValueError, match=r"arms\.grpo was"):
+        run(arms={"grpo": GRPO | {"num_generations": 8}}, generated_tokens=100)
+    # What no finished run depends on may change
+    raw = run(arms={"grpo": GRPO, "fr3e": FR3E}, generated_tokens=100, seeds=[0, 1], pass_at=[4])
+    assert len(raw["runs"]) == 4
+    raw = run(arms={"grpo": GRPO, "fr3e": FR3E}, generated_tokens=100, seeds=[0, 1], only=["grpo"])
+    assert {result["arm"] for result in raw["runs"]} == {"grpo"} and len(raw["runs"]) == 2
+
+
+# Several comparisons
+
+
+def write_results(name, **means):
+    """Of runs with one mean of pass@1 all along, by arm and seed."""
+    runs = [
+        {
+            "arm": arm,
+            "seed": seed,
+            "cost": "generated_tokens",
+            "amount": 10,
+            "evaluations": [{"generated_tokens": spent, "rewards": [[mean]]} for spent in (0, 10)],
+        }
+        for arm, of_arm in means.items()
+        for seed, mean in enumerate(of_arm)
+    ]
+    Path(name).mkdir()
+    Path(name, "results.json").write_text(json.dumps({"runs": runs}))
+
+
+@pytest.mark.plots
+def test_reports_anew_from_what_is_kept(monkeypatch, capsys):
+    """The same files as the run wrote, but for what completions and trees look like; the same pooled figures."""
+    settings = {"base": UNTUNED | {"num_prompts": 4}, "learning_rates": [1e-3, 1e-2], "tuning_seeds": [7, 8, 9]}
+    raw = run(**settings, tuning_finalists=2, tuning_tokens=200, seeds=[0, 1, 2], num_evals=4, output_dir="chain")
+    kept = Path("runs/other.jsonl.gz")
+    kept.parent.mkdir()
+    kept.write_bytes(Path("chain/kept.jsonl.gz").read_bytes())
+    # A package of later makes no difference: what is told is what the runs were made with
+    monkeypatch.setattr("benchmarks.report.revision", lambda: {"fr3e-trl": "9.9"})
+    cli.main(["pooled", str(kept), "--reference", "grpo", "--reports", "reports"])
+    from_file = capsys.readouterr().out
+    written = {path.name: path.read_text() for path in Path("chain").rglob("*.svg")}
+    assert written and {path.name: path.read_text() for path in Path("reports").rglob("*.svg")} == written
+    beside = ". Every run is in `results.json`, and its curve in `kept.jsonl.gz`."
+    assert Path("reports/other/report.md").read_text() == Path("chain/report.md").read_text().replace(beside, ".")
+    cli.main(["pooled", "chain", "--reference", "grpo"])
+    assert capsys.readouterr().out == from_file.replace("other", "chain")
+    # By hand, from its lines
+    head, *lines = map(json.loads, gzip.decompress(kept.read_bytes()).splitlines())
+    assert head["arms"]["grpo"]["learning_rate"] in (1e-3, 1e-2) and head["arguments"]["task"] == "ones"
+    of_runs = [line for line in lines if "stage" not in line]
+    assert len(of_runs) == 6 and {line["stage"] for line in lines if "stage" in line} == {"screening", "tuning"}
+    for line, result in zip(of_runs, raw["runs"], strict=True):
+        assert (line["arm"], line["seed"]) == (result["arm"], result["seed"])
+        tokens = [evaluation["generated_tokens"] for evaluation in result["evaluations"]]
+        assert line["evaluations"]["generated_tokens"] == tokens
+        rates = [sum(map(sum, evaluation["rewards"])) / 24 for evaluation in result["evaluations"]]
+        assert line["pass@1"] == pytest.approx(rates, abs=1e-6)
+        assert line["mean"] == pytest.approx(mean_along(result, 500), abs=1e-6)
+        assert line["revision"]["trl"] and line["revision"] == result["revision"]
+
+
+def kept_lines(directory):
+    """What is kept of a comparison, but for where it ran and how long it took."""
+    head, *lines = map(json.loads, gzip.decompress(Path(directory, "kept.jsonl.gz").read_bytes()).splitlines())
+    for line in lines:
+        line.pop("evaluation_seconds", None)
+        line.get("evaluations", {}).pop("seconds", None)
+    return head["arms"], head["tokens_per_prompt"], lines
+
+
+def test_further_seeds_and_arms_are_added_to_what_is_kept():
+    """In another directory it comes to what all at once comes to, and runs nothing again that is kept."""
+    settings = {
+        "base": UNTUNED,
+        "arms": {"grpo": GRPO, "fr3e": FR3E},
+        "learning_rates": [1e-3, 1e-2],
+        "tokens_per_batch": 300,
+        "tuning_seeds": [7, 8],
+        "tuning_finalists": 1,
+        "tuning_tokens": 200,
+    }
+    run(**settings, seeds=[0, 1], output_dir="whole")
+    run(**settings, seeds=[0], only=["grpo"], output_dir="first")
+    Path("first/kept.jsonl.gz").rename("ones.jsonl.gz")
+    Path("second").mkdir()
+    Path("second/probes.json").write_text('{"grpo": {"tokens_per_prompt": 7.0}}')  # batches stay as kept
+    run(**settings, seeds=[0, 1], kept="ones.jsonl.gz", output_dir="second")
+    assert kept_lines("second") == kept_lines("whole")
+    executed = [
+        (result["arm"], result["seed"])
+        for result in map(json.loads, (path.read_text() for path in Path("second").glob("*/*.json")))
+        if "batches" in result
+    ]
+    assert sorted(executed) == [("fr3e", seed) for seed in (0, 1, 7, 7, 8, 8)] + [("grpo", 1)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"generated_tokens": 400}, r"is of another comparison: generated_tokens was 100 and is 400\."),
+        ({"arms": {"grpo": GRPO | {"beta": 0.1}}}, r"is of another comparison: arms\.grpo was .* and is .*beta"),
+        ({"kept": "nowhere.gz"}, r"kept='nowhere\.gz' is no file\. Name the kept\.jsonl\.gz of a comparison\."),
+    ],
+)
+def test_kept_file_of_another_comparison(overrides, message):
+    settings = {"arms": {"grpo": GRPO}, "generated_tokens": 100}
+    run(**settings, output_dir="first")
+    with pytest.raises(UsageError, match=message):
+        run(**settings | {"kept": "first/kept.jsonl.gz"} | overrides, output_dir="second")
+    assert not Path("second").exists()
+
+
+def test_runs_from_another_policy_are_not_taken_for_this_one():
+    """Of one name, elsewhere or trained on; or from the task's own."""
+    policy, name = Path(model_on_disk()), "a/policy"
+    shutil.copytree(policy, name)
+    settings = {"arms": {"grpo": GRPO}, "generated_tokens": 100}
+    run(**settings, policy=name, output_dir="first")
+    os.utime(next(Path(name).glob("*.safetensors")))
+    with pytest.raises(UsageError, match="has results of other arguments: weights was "):
+        run(**settings, policy=name, output_dir="first")
+    head, *lines = gzip.decompress(Path("first/kept.jsonl.gz").read_bytes()).decode().splitlines()
+    head = json.loads(head)
+    head["arguments"]["policy"] = None
+    Path("own.jsonl.gz").write_bytes(gzip.compress("\n".join([json.dumps(head), *lines]).encode()))
+    with pytest.raises(UsageError, match="has runs from the task's own policy, and policy='a/policy' is another"):
+        run(**settings, policy=name, kept="own.jsonl.gz", output_dir="second")
+
+
+def test_runs_that_begin_elsewhere_than_kept_ones_are_told_of_at_once(capsys):
+    """As with a policy of one name that another machine made. One line says so, before the hours of all runs."""
+    settings = {"arms": {"grpo": GRPO}, "generated_tokens": 100}
+    run(**settings, output_dir="first")
+    run(**settings, output_dir="second", seeds=[0, 1], kept="first/kept.jsonl.gz")
+    assert "Runs begin at" not in capsys.readouterr().err
+    head, line = map(json.loads, gzip.decompress(Path("first/kept.jsonl.gz").read_bytes()).decode().splitlines())
+    best = max(head["rewards_of_a_prompt"], key=lambda code: sum(head["rewards_of_a_prompt"][code]))
+    line["rewards"][0] = best * (len(line["rewards"][0]) // len(best))
+    Path("other.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, [head, line])).encode()))
+    run(**settings, output_dir="third", seeds=[0, 1, 2], kept="other.jsonl.gz")
+    warning = r"^Warning: Runs begin at pass@1 of 0\.\d{4} to [01]\.\d{4}: .* or another policy\.$"
+    told = capsys.readouterr().err
+    first = re.search(warning, told, re.MULTILINE)
+    assert first and told.count("Runs begin at") == 1
+    assert "runs [1/2]" not in told[: first.start()]
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("cut.jsonl.gz", gzip.compress(b'{"arms": {')),
+        ("one/results.json", b'{"runs": ['),
+        ("one/results.json", b"[]"),
+        ("one/results.json", b'{"runs": [{}]}'),
+    ],
+)
+def test_files_that_are_damaged(path, content, capsys):
+    Path("one").mkdir()
+    Path(path).write_bytes(content)
+    with pytest.raises(SystemExit):
+        cli.main(["pooled", path if path.endswith("gz") else "one"])
+    assert f"python -m benchmarks pooled: error: {path} is damaged" in capsys.readouterr().err
+
+
+def test_a_run_that_is_damaged_or_of_another_comparison():
+    settings = {"arms": {"grpo": GRPO}, "generated_tokens": 100}
+    run(**settings)
+    (path,) = Path("out/runs").glob("*.json")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UsageError, match=r"out/runs/grpo.* is damaged"):
+        run(**settings)
+    path.write_bytes(whole.replace(b'"amount": 100', b'"amount": 99'))
+    with pytest.raises(UsageError, match=r"out/runs/grpo.*amount was 99 and is 100"):
+        run(**settings)
+
+
+def test_pooled_differences(capsys):
+    """tree − grpo: .1 and .3, and .2 with the one seed that both have."""
+    write_results("one", grpo_4=[0.5, 0.5], grpo_8=[0.1, 0.1], tree=[0.6, 0.8])
+    write_results("two", grpo_8=[0.4], tree=[0.6, 0.9], other=[0.5])
+    cli.main(["pooled", "one", "two"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "reference: grpo_4 on one, grpo_8 on two"
+    assert lines[1].startswith("grpo_8: −0.267 ± ") and lines[1].endswith(" pooled, ahead in 0 of 3")
+    # Means of −.4 and 0: a standard deviation of .2828 over two comparisons, and t = 12.706
+    assert lines[2] == "    over the 2 comparisons: −0.200 ± 2.541"
+    # A standard deviation of .1 over three pairs, and t = 4.303
+    first, over, *last = lines[5:]
+    assert [first, *last] == [
+        "tree: +0.200 ± 0.248 pooled, ahead in 3 of 3",
+        "    one: +0.200 ± 1.271",
+        "    two: +0.200",
+    ]
+    assert over == "    over the 2 comparisons: +0.200 ± 0.000"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere has no results.json. Run `compare` with output_dir=nowhere first."),
+        (["one", "--reference", "prior_4"], "--reference prior_4: one has the arms grpo_4."),
+    ],
+)
+def test_pooled_differences_that_cannot_be(arguments, message, capsys):
+    write_results("one", grpo_4=[0.5])
+    with pytest.raises(SystemExit):
+        cli.main(["pooled", *arguments])
+    assert f"python -m benchmarks pooled: error: {message}" in capsys.readouterr().err
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"task": "twos"}, "task='twos' must be one of .*ones"),
+        ({"reference": "dapo"}, "reference='dapo' must be one of the arms: fr3e, grpo"),
+        ({"only": ["grpo", "dapo"]}, r"only=\['grpo', 'dapo'\] names 'dapo'\. The arms are fr3e, grpo"),
+        ({"pass_at": [8]}, r"pass_at=\[8\] must be from 1 to num_samples=4"),
+        ({"arms": {"grpo": {"trainer": "ppo"}}}, "Arm 'grpo': trainer='ppo' must be one of fr3e, grpo"),
+        ({"arms": {"grpo": GRPO | FR3E}}, "Arm 'grpo': There is no setting 'num_anchors' for trainer='grpo'.*FR3E's"),
+        ({"arms": {"grpo": {"num_anchor": 1}}}, "no setting 'num_anchor' .* Did you mean num_anchors"),
+        ({"arms": {"grpo": {"num_anchors": 2}}}, "Arm 'grpo': num_anchors=2 does not fit num_generations=4"),
+        (
+            {"arms": {"grpo": GRPO | {"lr_scheduler_type": "inverse_sqrt"}}},
+            "'inverse_sqrt' must be one of constant, constant_with_warmup, linear, cosine",
+        ),
+        ({"arms": {"grpo": {"per_device_train_batch_size": 5}}}, "=5 must divide the 16 rows of a generation batch"),
+        ({"arms": {"a/b": GRPO}, "reference": "a/b"}, "name is a file's too"),
+        ({"base": {k: v for k, v in BASE.items() if k != "epsilon_high"}}, "epsilon_high is not set.*defaults differ"),
+        ({"base": {k: v for k, v in BASE.items() if k != "num_prompts"}}, "num_prompts is not set"),
+        ({"learning_rates": [1e-3]}, r"learning_rates=\[0.001\] are to be tried, and the base has a learning_rate"),
+        ({"tokens_per_batch": 100}, "tokens_per_batch=100 are to be tried, and the base has a num_prompts"),
+        ({"num_iterations": [0]}, "num_iterations=0 must be a whole number of at least 1"),
+        ({"tuning_seeds": [0]}, "must have none in common"),
+        ({"base": "nothing"}, "'nothing' must be a mapping"),
+        ({"arms": {}}, "arms is empty"),
+        ({"policy": "no/such"}, "policy='no/such' must be the directory of a model"),
+        ({"seeds": [-1]}, "seeds=-1 must be a whole number of at least 0"),
+        ({"base": UNTUNED, "learning_rates": [1e-3, 1e-3]}, r"learning_rates=\[0.001, 0.001\] has a value twice"),
+        ({"base": UNTUNED, "learning_rates": [-1e-3]}, "learning_rates=-0.001 must be a number of at least 0"),
+        ({"pass_at": [0]}, "pass_at=0 must be a whole number of at least 1"),
+        ({"arms": {"grpo": GRPO | {"num_prompts": 65}}}, "num_prompts=65 must be at most num_train_examples=64"),
+        ({"arms": {"grpo": GRPO | {"steps_per_generation": 5}}}, "steps_per_generation=5 must divide the 16 rows"),
+        (
+            {"arms": {"grpo": GRPO | {"steps_per_generation": 2, "per_device_train_batch_size": 4}}},
+            "=4 times steps_per_generation=2 must be the 16 rows",
+        ),
+        ({"arms": {"grpo": GRPO | {"num_prompts": 0}}}, "Arm 'grpo': num_prompts=0 must be a whole number of at least"),
+        ({"arms": {"grpo": GRPO | {"learning_rate": -1e-3}}}, "learning_rate=-0.001 must be a number of at least 0"),
+        (
+            {"arms": {"grpo": GRPO | {"warmup_steps": 0.1}}},
+            r"warmup_steps=0\.1 is a share of the steps.*a number of steps",
+        ),
+        (
+            {"arms": {"grpo": GRPO | {"lr_scheduler_type": "linear", "warmup_steps": 10}}},
+            "warmup_steps=10 is a number of steps, and lr_scheduler_type='linear' goes by the share",
+        ),
+        ({"arms": {"grpo": GRPO | {"max_steps": 9}}}, "max_steps=9 cannot end a run.*generated_tokens"),
+        ({"task": "chain", "policy": None, "use_peft": True}, "use_peft=True is of a task of your own.*task='chain'"),
+        ({"task": "chain", "policy": None, "reward_funcs": ["x"]}, r"reward_funcs=\['x'\] is of a task of your own"),
+    ],
+)
+def test_arguments_that_cannot_be(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        arguments(**overrides)
+
+
+@pytest.mark.parametrize("value", [0, 1.5, True])
+@pytest.mark.parametrize("name", "generated_tokens tuning_finalists num_samples num_workers".split())
+def test_counts_that_cannot_be(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value} must be a whole number of at least 1"):
+        arguments(**{name: value})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "bench").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configurations(path):
+    text = path.read_text()
+    assert f"#     python -m benchmarks compare --config recipes/bench/{path.name}" in text
+    (args,) = RecipeParser([CompareArguments]).parse_args_and_config(["--config", str(path), "--seeds", "5", "6"])
+    assert args.seeds == [5, 6]
+    assert args.output_dir == f"outputs/bench/{path.stem.removeprefix('compare_')}"
+    if "extends: shared/families.yaml" not in text:
+        return
+    kinds = {
+        (settings.get("trainer", args.base["trainer"]), settings.get("num_anchors")) for settings in args.arms.values()
+    }
+    assert {("grpo", None), ("fr3e", 0), ("fr3e", 3)} <= kinds
+
+
+def test_arguments_of_the_command_line():
+    config = {name: value for name, value in vars(arguments()).items() if value is not None}
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    command = ["--config", "config.yaml", "--arms", '{"grpo": {"trainer": "grpo", "learning_rate": "1e-2"}}']
+    (args,) = RecipeParser([CompareArguments]).parse_args_and_config([*command, "--seeds", "3", "4"])
+    assert args.arms == {"grpo": {"trainer": "grpo", "learning_rate": 0.01}}
+    assert args.seeds == [3, 4]

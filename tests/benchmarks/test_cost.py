@@ -1,0 +1,139 @@
+"""`python -m benchmarks cost`: its commands, with sizes that take seconds."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from factory import make_trainer
+from models import model_on_disk
+from peft import LoraConfig
+from transformers import GenerationMixin, set_seed
+
+import benchmarks.__main__ as cli
+from benchmarks.cost import stopwatch
+from benchmarks.cost.stopwatch import MethodStopwatch, peak_memory
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def cells(output, name):
+    """Of the row of that name in a table."""
+    (row,) = [line for line in output.splitlines() if re.match(rf"│ +{name} +│", line)]
+    return [cell.strip() for cell in row.strip("│").split("│")][1:]
+
+
+class Work:
+    """Takes a second in each method, by a clock of its own."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def step(self):
+        self.now += 1
+        self.loss()
+        self.log_probs()
+        self.now += 1
+
+    def loss(self):
+        self.now += 1
+        self.log_probs()
+
+    def log_probs(self):
+        self.now += 1
+
+
+def test_each_moment_counts_once(monkeypatch):
+    work, stopwatch = Work(monkeypatch), MethodStopwatch()
+    original = Work.step
+    with stopwatch.times([(Work, "step", "TRL"), (Work, "loss", "loss"), (Work, "log_probs", "log-probs")]):
+        work.step()
+        work.now += 10  # between steps
+        work.step()
+    # A step takes 5 s: 2 of its own, 2 in the loss with its forward pass, 1 in a forward pass beside it
+    expected = {"TRL": 4.0, "loss": 4.0, "log-probs": 2.0, "generation": 0.0, "rewards": 0.0, "FR3E": 0.0}
+    assert stopwatch.seconds == expected
+    assert str(stopwatch) == "loss 40%, TRL 40%, log-probs 20%, generation 0%, rewards 0%, FR3E 0%"
+    assert Work.step is original
+
+
+@pytest.mark.parametrize("settings", ["{}", '{"anchor_threshold": 0.1, "credit": "tree"}'])
+def test_step(settings, capsys):
+    generate = GenerationMixin.generate
+    sizes = ["--num_turns=1", "--num_steps=2", "--num_prompts=4", "--num_generations=4", "--max_completion_length=8"]
+    cli.main(["cost", "step", f"--policy={model_on_disk()}", f"--settings={settings}", *sizes])
+    output, progress = capsys.readouterr()
+    assert re.findall(r"turn \d of 2, after \d+ min", progress) == [f"turn {i} of 2, after 0 min" for i in (1, 2)]
+    assert "steps of each: 2, with 4 prompts x 4 rows" in output
+    assert "FR3E: 1 base trajectories and 3 anchors a prompt" in output
+    ratio, _, fr3e, grpo, shared = map(float, cells(output, "generated tokens per row"))
+    assert 0 < fr3e < min(grpo, shared) <= 8  # a prefix is not generated again
+    assert ratio == pytest.approx(fr3e / grpo, abs=0.01)
+    # No row of this policy is right: of rows that teach nothing one is forwarded, and the ratio is 0.00
+    assert min(map(float, cells(output, "peak memory, MiB")[2:])) > 0
+    for trainer, of_method in (("FR3E", True), ("GRPO", False)):
+        shares = [float(cell.rstrip("%")) for cell in cells(output, trainer)]
+        assert sum(shares) == pytest.approx(100, abs=0.4)
+        generation, log_probs, _, loss, method, rest = shares
+        assert min(generation, loss, rest) > 0
+        assert log_probs == 0  # generation tells them
+        assert (method > 0) == of_method
+    assert GenerationMixin.generate is generate
+
+
+def test_step_of_a_task_of_ones_own(tmp_path, capsys):
+    own = [f"--dataset_name={RECIPES / 'smoke.jsonl'}", f"--reward_funcs={RECIPES / 'smoke_reward.py'}:answer_reward"]
+    sizes = ["--num_turns=1", "--num_steps=1", "--num_prompts=2", "--num_generations=4", "--max_completion_length=8"]
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join((RECIPES / "smoke.jsonl").read_text().splitlines()[:3]))
+    own[0] = f"--dataset_name={few}"
+    policy = RECIPES.parent / "examples" / "demo_policy"
+    full = ["--min_completion_length=8", "--dtype=bfloat16", "--use_peft"]
+    cli.main(["cost", "step", f"--model_name_or_path={policy}", *own, *sizes, *full])
+    output = capsys.readouterr().out
+    assert "steps of each: 1, with 2 prompts x 4 rows" in output
+    assert float(cells(output, "generated tokens per row")[3]) == 8
+    with pytest.raises(SystemExit):
+        cli.main(["cost", "step", f"--model_name_or_path={policy}", *own, *sizes, "--min_completion_length=9"])
+    assert "min_completion_length=9 is above max_completion_length=8" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["cost", "step", *own, *sizes])
+    assert "model_name_or_path is not set" in capsys.readouterr().err
+
+
+def test_bookkeeping(capsys):
+    told = []
+    for num_tokens in (50, 500):
+        sizes = ["--num_prompts=4", "--num_rows=8", f"--num_tokens={num_tokens}", "--num_processes=2"]
+        cli.main(["cost", "bookkeeping", *sizes])
+        output = capsys.readouterr().out
+        assert f"4 prompts x 8 rows x {num_tokens} tokens" in output and "2 processes" in output
+        told.append(float(cells(output, "gathered from all, MiB")[0]))
+    assert told[0] == told[1]  # lengths, positions and rewards: nothing that grows with the tokens
+
+
+@pytest.mark.parametrize(
+    "argument", ["--num_turns=0", "--num_steps=-1", "--num_prompts=x", "--max_completion_length=0"]
+)
+def test_sizes_that_cannot_be(argument, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["cost", "step", argument])
+    assert f"python -m benchmarks cost step: error: argument {argument.partition('=')[0]}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("peft_config", [None, LoraConfig(target_modules="all-linear")], ids=["whole", "lora"])
+def test_memory_is_the_same_however_often_it_is_read(peft_config, monkeypatch, capfd):
+    peaks, readings = [], []
+    end = stopwatch._Allocations.end
+    monkeypatch.setattr(stopwatch._Allocations, "end", lambda self: readings.append(self) or end(self))
+    for number in (2, 2, 10**9):
+        monkeypatch.setattr(stopwatch, "FORWARDS_PROFILED", number)
+        trainer = make_trainer(max_completion_length=12, seed=1, peft_config=peft_config)
+        set_seed(1)
+        peaks.append(peak_memory(trainer))
+    assert len(readings) > 12  # also while it generates
+    assert readings[-1] is not readings[-2]  # once in the last step, at its end
+    _, *peaks = peaks  # the first in a process has what is made once
+    assert peaks[0] == peaks[1] > 1e5
+    assert "profiler" not in "".join(capfd.readouterr())  # of each reading

