@@ -19,7 +19,7 @@ from fr3e_trl.commands.data import model_argument
 from fr3e_trl.commands.train import set_model_init
 from fr3e_trl.commands.usage import usage_errors
 from fr3e_trl.fr3e_config import FR3EConfig
-from fr3e_trl.trl_adapter.decoding import contiguous_at_head
+from fr3e_trl.generation.decoding import contiguous_at_head
 
 from .measures import MeasuredFR3ETrainer, MeasuredGRPOTrainer
 from .own_task import OwnTask

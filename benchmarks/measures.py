@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from fr3e_trl.fr3e_trainer import FR3ETrainer
+from fr3e_trl.logs import last_metric, last_rewards
 from fr3e_trl.method.tree import Tree
 from fr3e_trl.prefix_sharing import without_cudnn
-from fr3e_trl.trainer import FR3ETrainer
-from fr3e_trl.trl_adapter.logs import last_metric, last_rewards
-from fr3e_trl.trl_adapter.resume import ExactResume
+from fr3e_trl.resume import ExactResume
 
 
 @dataclass

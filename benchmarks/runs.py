@@ -16,8 +16,8 @@ import transformers
 from fr3e_trl.commands.outputs import as_json, damaged, read_object, write_json
 from fr3e_trl.commands.revision import revision
 from fr3e_trl.commands.usage import UsageError
-from fr3e_trl.page.record import write_whole
-from fr3e_trl.trl_adapter.resume import checkpoints
+from fr3e_trl.resume import checkpoints
+from fr3e_trl.tree_log.record import write_whole
 
 from .arms import FALLING, make_trainer
 from .evaluation import evaluate

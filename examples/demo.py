@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.commands.completions import complete, texts_of
-from fr3e_trl.display import render_tree
 from fr3e_trl.method.tree import Tree
+from fr3e_trl.tree_log.display import render_tree
 
 MAX_COMPLETION_LENGTH = 64  # tokens; a worked solution takes up to 58
 HELDOUT_SEED = 2507  # whatever the run's seed: every run is measured on the same problems

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.commands.completions import complete, sampling_config, texts_of
-from fr3e_trl.display import render_tree
 from fr3e_trl.rewards import math_reward
+from fr3e_trl.tree_log.display import render_tree
 
 sys.path.append(str(Path(__file__).parents[1]))  # the clone, for its benchmarks
 

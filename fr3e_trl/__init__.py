@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .fr3e_config import FR3EConfig
+    from .fr3e_trainer import FR3ETrainer
     from .method.sampling import Sample, Sampler, SamplingRequest
-    from .trainer import FR3ETrainer
 
 __all__ = ["FR3EConfig", "FR3ETrainer", "Sample", "Sampler", "SamplingRequest"]
 

@@ -15,7 +15,7 @@ from transformers import ProgressCallback, TrainerState, TrainingArguments
 from trl import GRPOTrainer
 
 from .fr3e_config import FR3EConfig
-from .page.record import FOLDER, METRICS, PAGE, evaluated, is_number
+from .tree_log.record import FOLDER, METRICS, PAGE, evaluated, is_number
 
 VALUE = "fr3e/value/S0"
 

@@ -11,8 +11,8 @@ import torch
 from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
+from .compat import own_rows
 from .method.rows import Row, token_credit
-from .trl_adapter.setup import own_rows
 
 # Losses that TRL divides by all tokens in the loss, of the batch or of a micro-batch. It divides the others by the rows
 PER_TOKEN = ("dapo", "cispo", "vespo", "bnpo")

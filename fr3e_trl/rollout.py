@@ -13,8 +13,11 @@ from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 
 from .callbacks import Stopwatch
+from .checks import check_all_or_none, check_images, check_prompts, check_tokens
+from .compat import is_sharded, sharding, tokenizer_of
 from .generation.context import CompletionBudget
 from .generation.tools import EnvironmentFailure, Instance, ToolCallingSampler
+from .images import NO_PROMPT, prompt_of
 from .method.anchors import next_threshold
 from .method.credit import CREDIT_RULES
 from .method.credit.prior import prompt_key
@@ -24,12 +27,9 @@ from .method.plan import Plan
 from .method.rows import Row, RowSharding, rows_of
 from .method.sampling import Sampler, images_of
 from .method.tree import Dialogue, Score, TokenIds, Tree, as_ids
+from .policy_logps import token_statistics
 from .processes import in_every_process, in_step
 from .tool_loop import instances_of_trl, new_instances
-from .trl_adapter.checks import check_all_or_none, check_images, check_prompts, check_tokens
-from .trl_adapter.images import NO_PROMPT, prompt_of
-from .trl_adapter.logprobs import token_statistics
-from .trl_adapter.setup import is_sharded, sharding, tokenizer_of
 
 R = TypeVar("R")
 

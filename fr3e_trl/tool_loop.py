@@ -8,10 +8,10 @@ from typing import Any
 from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
 
+from .compat import tokenizer_of
 from .generation.time_limit import limited
 from .generation.tools import Instance, ToolDicts, TurnWriter
-from .trl_adapter.images import NO_PROMPT, prompt_of
-from .trl_adapter.setup import tokenizer_of
+from .images import NO_PROMPT, prompt_of
 
 
 class TRLToolLoop:

@@ -15,11 +15,11 @@ import numpy as np
 from test_images import by_hand, dialogue_by_hand, look_at_picture, make_tool_trainer, make_trainer, parity
 from tool_policy import look
 
-import fr3e_trl.trainer
+import fr3e_trl.fr3e_trainer
 from fr3e_trl import FR3ETrainer
+from fr3e_trl.compat import own_rows
+from fr3e_trl.images import multimodal_of
 from fr3e_trl.method.sampling import images_of
-from fr3e_trl.trl_adapter.images import multimodal_of
-from fr3e_trl.trl_adapter.setup import own_rows
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -31,8 +31,8 @@ def main(output: Path, settings: dict) -> None:
     else:
         trainer = make_trainer("qwen2_5_vl", FR3ETrainer, **{"reward_funcs": parity, "learning_rate": 0.0} | settings)
     rows = []
-    assemble = fr3e_trl.trainer.assemble
-    fr3e_trl.trainer.assemble = lambda trainer, batch_rows, *args: (
+    assemble = fr3e_trl.fr3e_trainer.assemble
+    fr3e_trl.fr3e_trainer.assemble = lambda trainer, batch_rows, *args: (
         rows.extend(own_rows(trainer, batch_rows)) or assemble(trainer, batch_rows, *args)
     )
     trainer.train()

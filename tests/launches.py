@@ -19,7 +19,13 @@ from swift import read_metadata_once
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["accelerate.commands.launch", "datasets", "peft", "transformers.models.qwen3.modeling_qwen3", "fr3e_trl.trainer"]
+    [
+        "accelerate.commands.launch",
+        "datasets",
+        "peft",
+        "transformers.models.qwen3.modeling_qwen3",
+        "fr3e_trl.fr3e_trainer",
+    ]
 )
 
 SCRIPT = Path(__file__).with_name("processes_train.py")

@@ -12,7 +12,7 @@ from factory import make_trainer
 from models import make_dataset, make_model, make_tokenizer
 from peft import LoraConfig
 
-from fr3e_trl.trl_adapter.checks import warn_of_timeouts
+from fr3e_trl.checks import warn_of_timeouts
 
 # Prompts
 

@@ -5,8 +5,8 @@ import math
 import pytest
 from models import make_tokenizer
 
-from fr3e_trl.display import WIDTH, _shorten, render_tree
 from fr3e_trl.method.tree import Rollout, Score, Tree, as_ids
+from fr3e_trl.tree_log.display import WIDTH, _shorten, render_tree
 
 pytestmark = pytest.mark.fast
 

@@ -20,11 +20,11 @@ from trees import plain, rollouts_of
 
 from fr3e_trl.commands.completions import complete, sampling_config
 from fr3e_trl.generation import generate
+from fr3e_trl.generation.decoding import GenerateSteps
 from fr3e_trl.generation.generate import GenerateSampler
 from fr3e_trl.generation.vllm import NUM_LOGPROBS, entropies_of
 from fr3e_trl.method.anchors import AboveThreshold, eligible_positions
 from fr3e_trl.method.sampling import Branching, SamplingRequest
-from fr3e_trl.trl_adapter.decoding import GenerateSteps
 
 PAD, EOS = 0, 1
 

@@ -39,13 +39,12 @@ from vision_models import (
     vision_model_on_disk,
 )
 
-from fr3e_trl import FR3ETrainer
+from fr3e_trl import FR3ETrainer, checks, old_logps
+from fr3e_trl.checks import obstacle_to_images, obstacle_to_tool_images
 from fr3e_trl.generation.generate import _initial_width
 from fr3e_trl.generation.vllm import VLLMColocateSampler
 from fr3e_trl.method.sampling import SamplingRequest, images_of
-from fr3e_trl.trl_adapter import checks, old_logprobs
-from fr3e_trl.trl_adapter.checks import obstacle_to_images, obstacle_to_tool_images
-from fr3e_trl.trl_adapter.samplers import make_sampler
+from fr3e_trl.samplers import make_sampler
 
 FORMS = ["image", "images", "parts"]
 
@@ -254,7 +253,7 @@ def test_rows_keep_their_images_when_they_are_shuffled_split_and_rejected(family
 @pytest.fixture
 def knows_nothing(monkeypatch):
     """Have trainers not take generation's word for how likely tokens were."""
-    monkeypatch.setattr(old_logprobs, "in_float32", lambda trainer: False)
+    monkeypatch.setattr(old_logps, "in_float32", lambda trainer: False)
 
 
 class KeepsLeftovers(Recorder):

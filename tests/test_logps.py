@@ -11,8 +11,8 @@ from transformers import set_seed
 from vision_models import FAMILIES, make_image_dataset
 
 from fr3e_trl import logps
+from fr3e_trl.images import images_in, select_rows
 from fr3e_trl.logps import Softmax, score, tile_logps, truncated_logps
-from fr3e_trl.trl_adapter.images import images_in, select_rows
 
 SOFTMAXES = [Softmax(), Softmax(temperature=0.7, scale=0.25), Softmax(temperature=1.3, scale=2.0, softcap=3.0)]
 

@@ -20,11 +20,11 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fr3e_trl.commands.cli import main
-from fr3e_trl.display import token_texts
-from fr3e_trl.page.callback import report
-from fr3e_trl.page.page import CHARTS, MAX_POINTS, MAX_TREES, charts, make_page
-from fr3e_trl.page.record import MAX_TREES as MAX_TREES_OF_STEP
-from fr3e_trl.page.record import (
+from fr3e_trl.tree_log.callback import report
+from fr3e_trl.tree_log.display import token_texts
+from fr3e_trl.tree_log.page import CHARTS, MAX_POINTS, MAX_TREES, charts, make_page
+from fr3e_trl.tree_log.record import MAX_TREES as MAX_TREES_OF_STEP
+from fr3e_trl.tree_log.record import (
     METRICS,
     append_log,
     logged_steps,

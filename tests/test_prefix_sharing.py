@@ -22,9 +22,9 @@ from transformers import set_seed
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl import logps as own_logps
+from fr3e_trl.policy_logps import padded as padded_rows
 from fr3e_trl.prefix_sharing import forward, keep_together, numbered
 from fr3e_trl.prefix_sharing.trie import fold
-from fr3e_trl.trl_adapter.prompts import padded as padded_rows
 
 SIZES = TINY | {"vocab_size": 64}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from launches import launch
 
 from fr3e_trl.method.rows import RowSharding
-from fr3e_trl.page.record import read_step
+from fr3e_trl.tree_log.record import read_step
 
 DEEPSPEED = pytest.mark.skipif(not is_deepspeed_available(), reason="deepspeed is not installed: see the Makefile")
 

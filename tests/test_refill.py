@@ -14,11 +14,11 @@ from transformers import TrainerCallback, set_seed
 from trees import rollouts_of
 from trl.trainer.utils import RepeatSampler
 
-import fr3e_trl.trainer
+import fr3e_trl.fr3e_trainer
 from fr3e_trl.method.refill import PromptStream, fill_batch, num_to_draw
 from fr3e_trl.method.rows import Row, token_credit
 from fr3e_trl.method.tree import Rollout
-from fr3e_trl.page.record import read_step
+from fr3e_trl.tree_log.record import read_step
 
 
 def hopeful(prompts, completions, **kwargs):
@@ -144,7 +144,7 @@ def test_rows_that_are_left_over():
 def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from(monkeypatch):
     trainer = make_trainer(make_prompts(200, 60), max_refills=12, max_steps=6, anchor_threshold=1.0)
     kept = []
-    score_leftovers = fr3e_trl.trainer.score_leftovers
+    score_leftovers = fr3e_trl.fr3e_trainer.score_leftovers
 
     def record(trainer, rows, *rest):
         with torch.no_grad():
@@ -157,7 +157,7 @@ def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from(mo
             }
         )
 
-    monkeypatch.setattr(fr3e_trl.trainer, "score_leftovers", record)
+    monkeypatch.setattr(fr3e_trl.fr3e_trainer, "score_leftovers", record)
     set_seed(1)
     trainer.train()
     num_seen, factors = 0, defaultdict(list)

@@ -23,7 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 from trl import GRPOTrainer
 
 from fr3e_trl import FR3ETrainer
-from fr3e_trl.trl_adapter.resume import last_complete_checkpoint, save_before
+from fr3e_trl.resume import last_complete_checkpoint, save_before
 
 SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 8, "learning_rate": 1e-2}
 REJECTING = {"num_anchors": 3, "value_prior_strength": 0.0}  # of two rollouts, where their rewards are equal

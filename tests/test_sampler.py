@@ -20,7 +20,7 @@ from fr3e_trl.generation.vllm import RequestQueue
 from fr3e_trl.generation.vllm_server import ServerFault, in_parallel
 from fr3e_trl.method.anchors import AboveThreshold
 from fr3e_trl.method.sampling import Branching
-from fr3e_trl.trl_adapter.samplers import make_sampler
+from fr3e_trl.samplers import make_sampler
 
 
 class Digits:

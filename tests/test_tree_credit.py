@@ -15,10 +15,9 @@ from recorder import Recorder
 from test_processes import same, trees_of, weights_of
 from transformers import set_seed
 
-import fr3e_trl.trainer
+import fr3e_trl.fr3e_trainer
 from benchmarks.measures import MeasuredFR3ETrainer
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.display import render_tree
 from fr3e_trl.method.anchors import AboveThreshold, even_shares, next_threshold, uncertainty
 from fr3e_trl.method.credit import credit_rows
 from fr3e_trl.method.credit.tree import TREE_LOSSES, paths_of
@@ -26,7 +25,8 @@ from fr3e_trl.method.refill import row_from, state_of
 from fr3e_trl.method.rows import RowSharding, rows_of, token_credit
 from fr3e_trl.method.sampling import Sample
 from fr3e_trl.method.tree import Rollout, Score, Tree
-from fr3e_trl.trl_adapter.old_logprobs import score_leftovers
+from fr3e_trl.old_logps import score_leftovers
+from fr3e_trl.tree_log.display import render_tree
 
 NAN = math.nan
 DEFAULTS = {
@@ -514,7 +514,7 @@ def test_left_over_rows_keep_their_credit(monkeypatch):
             tokens = (*row.prompt_ids, *row.completion_ids)
             kept[-1][tokens].append(token_credit([row], len(row.completion_ids))[1, 0].tolist())
 
-    monkeypatch.setattr(fr3e_trl.trainer, "score_leftovers", keep)
+    monkeypatch.setattr(fr3e_trl.fr3e_trainer, "score_leftovers", keep)
     trainer = train(**REFILL)
     num_reused = sum(entry.get("fr3e/refill/reused", 0) for entry in trainer.state.log_history)
     found = 0

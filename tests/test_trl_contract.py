@@ -18,6 +18,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from fr3e_trl.trl_adapter.names import METHODS, NAMES
 from models import make_model, make_tokenizer
 from packaging.version import Version
 from transformers import PreTrainedModel
@@ -28,8 +29,7 @@ from trl.trainer.utils import add_fused_lm_head, split_pixel_values_by_grid, uns
 
 import fr3e_trl
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.trl_adapter.images import OF_IMAGES
-from fr3e_trl.trl_adapter.names import METHODS, NAMES
+from fr3e_trl.images import OF_IMAGES
 
 PACKAGE = Path(fr3e_trl.__file__).parent
 ADAPTER = PACKAGE / "trl_adapter"

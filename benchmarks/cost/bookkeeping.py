@@ -30,8 +30,8 @@ from fr3e_trl.method.explore import explore
 from fr3e_trl.method.rows import Row, RowSharding, rows_of
 from fr3e_trl.method.sampling import Sample, SamplingRequest
 from fr3e_trl.method.tree import Score, TokenIds, Tree
+from fr3e_trl.policy_logps import pad
 from fr3e_trl.processes import in_every_process
-from fr3e_trl.trl_adapter.prompts import pad
 
 from .common import make_parser, make_table
 

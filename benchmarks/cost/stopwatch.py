@@ -15,9 +15,9 @@ from trl import GRPOTrainer
 
 from fr3e_trl import rollout
 from fr3e_trl.callbacks import Stopwatch
+from fr3e_trl.fr3e_trainer import FR3ETrainer
+from fr3e_trl.generation import decoding
 from fr3e_trl.generation.generate import GenerateSampler
-from fr3e_trl.trainer import FR3ETrainer
-from fr3e_trl.trl_adapter import decoding
 
 # Of a step's time: see `step.py`
 PARTS = ["generation", "log-probs", "rewards", "loss", "FR3E", "TRL"]

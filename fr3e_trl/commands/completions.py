@@ -8,8 +8,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase, TrainerState
 from trl import is_conversational
 
-from ..trl_adapter.checks import NEUTRAL
-from ..trl_adapter.decoding import contiguous_at_head
+from ..checks import NEUTRAL
+from ..generation.decoding import contiguous_at_head
 
 
 @dataclass(frozen=True)

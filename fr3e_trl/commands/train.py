@@ -25,13 +25,13 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from ..callbacks import show
+from ..checks import check_dataset
 from ..fr3e_config import FR3EConfig
+from ..fr3e_trainer import FR3ETrainer
 from ..generation.vllm_weights import end_engine
-from ..page.callback import ends_no_run
-from ..page.record import METRICS, append_log, write_logs
-from ..trainer import FR3ETrainer
-from ..trl_adapter.checks import check_dataset
-from ..trl_adapter.resume import TRAINER_STATE_FILE, checkpoints, is_complete, last_complete_checkpoint
+from ..resume import TRAINER_STATE_FILE, checkpoints, is_complete, last_complete_checkpoint
+from ..tree_log.callback import ends_no_run
+from ..tree_log.record import METRICS, append_log, write_logs
 from .data import (
     FR3EScriptArguments,
     check_reward_columns,

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ..page.page import MAX_TREES, make_page
-from ..page.record import FOLDER, PAGE, logged_steps
+from ..tree_log.page import MAX_TREES, make_page
+from ..tree_log.record import FOLDER, PAGE, logged_steps
 from .usage import Parser, UsageError
 
 

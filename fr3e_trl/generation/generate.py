@@ -34,7 +34,7 @@ ImageInputs = Callable[[list[Any], list[list[Any]], torch.Tensor, list[int]], di
 
 
 class DecodingSteps(Protocol):
-    """What a decoding loop of one's own takes from transformers' `generate`; see `trl_adapter/decoding.py`."""
+    """What a decoding loop of one's own takes from transformers' `generate`; see `decoding.py`."""
 
     def run(self, model: Any, loop: Callable[..., torch.Tensor], inputs: dict[str, Any]) -> torch.Tensor:
         """Have `generate` prepare everything from `inputs`, call `loop` in the place of its own, and return its ids."""

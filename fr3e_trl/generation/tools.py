@@ -27,7 +27,7 @@ TurnWriter = Callable[[list[Any], list[list[Any]]], list[list[int]]]
 
 
 class ToolLoop(Protocol):
-    """TRL's loop, which calls tools; see `trl_adapter/tools.py`."""
+    """TRL's loop, which calls tools; see `tool_loop.py`."""
 
     accelerator: Any
     eos_token_id: int

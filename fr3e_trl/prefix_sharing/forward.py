@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from trl import GRPOTrainer
 
+from ..compat import computed_in
 from ..logps import Truncation
+from ..policy_logps import score
 from ..processes import in_every_process
-from ..trl_adapter.logprobs import score
-from ..trl_adapter.setup import computed_in
 from . import probe
 from .trie import fold
 

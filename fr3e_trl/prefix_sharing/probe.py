@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..generation.context import context_length
+from ..generation.decoding import unchanged
 from ..generation.growing_probe import name_of, tolerance, usual_tokens, without_dropout
-from ..trl_adapter.decoding import unchanged
 from .attention import share
 from .trie import Trie, fold
 

@@ -38,13 +38,13 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
+from ...compat import computed_in
 from ...fr3e_config import FR3EConfig
+from ...fr3e_trainer import FR3ETrainer
 from ...generation.growing_probe import tolerance
 from ...generation.vllm_server import VLLMServer
 from ...prefix_sharing import obstacle_by_design, obstacle_to_sharing, probe, without_cudnn
 from ...processes import in_every_process
-from ...trainer import FR3ETrainer
-from ...trl_adapter.setup import computed_in
 from ..revision import revision
 from .command import Setup
 from .runner import NotRun, Wrong

@@ -63,7 +63,7 @@ from .rule import Credit, CreditRule, RowCredit, StateCredit, batch_std
 
 # Losses for advantages of tokens. "grpo" and "sapo" take the mean over a row's own tokens, in which those of a short
 # branch weigh more than those of the prefix that it left
-TREE_LOSSES = ("dapo", "bnpo", "dr_grpo", "cispo", "luspo", "vespo")
+TREE_LOSSES = ("dapo", "bnpo", "dr_grpo", "cispo", "luspo", "vespo", "grpo", "sapo")
 
 
 class TreeCredit(CreditRule):
@@ -72,7 +72,7 @@ class TreeCredit(CreditRule):
     requires: ClassVar[Mapping[str, Sequence[Any]]] = {
         "loss_type": TREE_LOSSES,
         "importance_sampling_level": ("token",),
-        "scale_rewards": ("none",),
+        "scale_rewards": ("none", "batch"),
         "multi_objective_aggregation": ("sum_then_normalize",),
         "reuse_base": (True,),
         "base_selection": ("all",),

@@ -21,16 +21,26 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from . import model_card, prefix_sharing
+from . import checks, images, model_card, policy_logps, prefix_sharing, resume
 from .callbacks import Console, Stopwatch, take_over
+from .compat import (
+    check_trl,
+    is_sharded,
+    model_name,
+    own_rows,
+    sharding,
+    tokenizer_of,
+)
 from .credit_to_batch import mask_dropped, set_credit, upgrade_batch, weigh_dropped
 from .fr3e_config import FR3EConfig
+from .generation import decoding
 from .generation.context import CompletionBudget, context_length
 from .generation.sampler import InStepSampler, OwnSampler
 from .generation.tools import EnvironmentFailure, ToolCallingSampler
 from .generation.vllm_server import VLLMServerError
 from .generation.vllm_weights import awake_engine, set_up_vllm, without_vllm
 from .logps import Truncation
+from .logs import log_metrics, mark_empty, note_evaluation
 from .method.credit import CREDIT_RULES, credit_rows
 from .method.credit.prior import ValueTracker, track_values
 from .method.metrics import tree_metrics
@@ -38,27 +48,16 @@ from .method.refill import Refill, hand_over
 from .method.rows import Row
 from .method.sampling import Sampler
 from .method.tree import TokenIds, Tree
-from .page.callback import TreeLog
+from .old_logps import OldLogprobs, VLLMCorrection, old_logps_of, score_leftovers
 from .processes import in_every_process
 from .rollout import Explorer, StepRollouts, longest_prompt
+from .samplers import make_sampler
 from .tool_loop import TRLToolLoop, limited_tools
-from .trl_adapter import checks, decoding, images, logprobs, resume
-from .trl_adapter.logs import log_metrics, mark_empty, note_evaluation
-from .trl_adapter.old_logprobs import OldLogprobs, VLLMCorrection, old_logps_of, score_leftovers
-from .trl_adapter.samplers import make_sampler
-from .trl_adapter.setup import (
-    EnvironmentFactory,
-    RewardFunc,
-    RolloutFunc,
-    is_sharded,
-    model_name,
-    own_rows,
-    sharding,
-    tokenizer_of,
-)
+from .tree_log.callback import TreeLog
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
+    from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 
 
 class FR3ETrainer(resume.ExactResume):
@@ -137,7 +136,7 @@ class FR3ETrainer(resume.ExactResume):
     _explorer: Explorer | None = None  # grows the trees of a step; None while TRL sets up, and for plain GRPO
     _tool_loop: TRLToolLoop | None = None
     _tree_log: TreeLog | None = None
-    _rollout_func: RolloutFunc | None = None
+    _rollout_func: "RolloutFunc | None" = None
     _masks_truncated: bool = False
 
     # Within a step, and None or empty between steps
@@ -151,7 +150,7 @@ class FR3ETrainer(resume.ExactResume):
     def __init__(
         self,
         model: "str | PreTrainedModel | PeftModel",
-        reward_funcs: RewardFunc | list[RewardFunc] | None = None,
+        reward_funcs: "RewardFunc | list[RewardFunc] | None" = None,
         args: GRPOConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Any = None,
@@ -162,8 +161,8 @@ class FR3ETrainer(resume.ExactResume):
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: "PeftConfig | None" = None,
         tools: list[Callable[..., Any]] | None = None,
-        rollout_func: RolloutFunc | None = None,
-        environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
+        rollout_func: "RolloutFunc | None" = None,
+        environment_factory: "EnvironmentFactory | dict[str, EnvironmentFactory] | None" = None,
         *,
         sampler: "Callable[[FR3ETrainer], Sampler] | None" = None,
     ):
@@ -171,6 +170,7 @@ class FR3ETrainer(resume.ExactResume):
             args = FR3EConfig(f"{model_name(model)}-FR3E")
         elif not isinstance(args, FR3EConfig):
             args = FR3EConfig.from_grpo(args)
+        check_trl()
         args.resolve().warn()
         if sampler is not None:
             checks.check_sampler(sampler, args)
@@ -315,12 +315,12 @@ class FR3ETrainer(resume.ExactResume):
         return inputs
 
     @property
-    def rollout_func(self) -> RolloutFunc | None:
+    def rollout_func(self) -> "RolloutFunc | None":
         """What TRL generates by: trees in a training step, else what it was given."""
         return self._hand_over if self.is_exploring else self._rollout_func
 
     @rollout_func.setter
-    def rollout_func(self, rollout_func: RolloutFunc | None) -> None:
+    def rollout_func(self, rollout_func: "RolloutFunc | None") -> None:
         self._rollout_func = rollout_func
 
     def _hand_over(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
@@ -532,7 +532,7 @@ class FR3ETrainer(resume.ExactResume):
         if self.shares_prefixes:
             return prefix_sharing.logps_and_entropies(self, *rows, loss_mask, *args, truncation=truncation, **kwargs)
         if truncation is not None:
-            return logprobs.truncated_logps(self, *rows, truncation, *args, **kwargs)
+            return policy_logps.truncated_logps(self, *rows, truncation, *args, **kwargs)
         if loss_mask is None:
             return super()._get_per_token_logps_and_entropies(*rows, *args, **kwargs)
         kept = loss_mask.any(1)
@@ -623,8 +623,8 @@ class FR3ETrainer(resume.ExactResume):
     def token_statistics(
         self, prompt_ids: list[TokenIds], completion_ids: list[TokenIds], multimodal: list[Any] | None = None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Log-probs and entropies of completions under the policy; see [`~trl_adapter.logprobs.token_statistics`]."""
-        return logprobs.token_statistics(self, prompt_ids, completion_ids, multimodal)
+        """Log-probs and entropies of completions under the policy; see [`~policy_logps.token_statistics`]."""
+        return policy_logps.token_statistics(self, prompt_ids, completion_ids, multimodal)
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None):
         """Write TRL's model card, and have it tell what was trained, on what, how, and what came of it."""

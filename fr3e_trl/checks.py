@@ -16,9 +16,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import is_async_callable
 
-from ..fr3e_config import FR3EConfig
-from ..method.credit import CREDIT_RULES
-from .setup import is_sharded, tokenizer_of
+from .compat import is_sharded, tokenizer_of
+from .fr3e_config import FR3EConfig
+from .method.credit import CREDIT_RULES
 
 logger = logging.getLogger(__name__)
 

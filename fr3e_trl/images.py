@@ -6,9 +6,9 @@ import torch
 from trl.data_utils import apply_chat_template, prepare_multimodal_messages
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from ..method.sampling import images_of
-from ..method.tree import TokenIds
 from .checks import IMAGE_COLUMNS
+from .method.sampling import images_of
+from .method.tree import TokenIds
 
 # What says of each token whether it is text
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")

@@ -13,12 +13,12 @@ from accelerate.utils import gather_object
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from trl import GRPOTrainer
 
-from ..generation.context import knows_padding
-from ..logps import Truncation
-from ..method.rows import Row
+from .compat import in_float32, is_sharded, own_rows
+from .generation.context import knows_padding
 from .images import images_in, multimodal_of, select_rows
-from .logprobs import token_statistics
-from .setup import in_float32, is_sharded, own_rows
+from .logps import Truncation
+from .method.rows import Row
+from .policy_logps import token_statistics
 
 # Divergence of vLLM's samples from the policy, in nats a token, that rounding and quantization may amount to
 MAX_DIVERGENCE = 1.0

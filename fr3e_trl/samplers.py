@@ -5,14 +5,14 @@ from typing import Any
 
 from trl.extras.profiling import profiling_context
 
-from ..generation.continuous_batching import ContinuousBatchingSampler
-from ..generation.generate import GenerateSampler
-from ..generation.sampler import InStepSampler
-from ..generation.vllm import VLLMColocateSampler, VLLMServerSampler
-from ..method.sampling import Sampler
-from .decoding import GenerateSteps, generation_model
+from .compat import computed_in, is_sharded
+from .generation.continuous_batching import ContinuousBatchingSampler
+from .generation.decoding import GenerateSteps, generation_model
+from .generation.generate import GenerateSampler
+from .generation.sampler import InStepSampler
+from .generation.vllm import VLLMColocateSampler, VLLMServerSampler
 from .images import image_inputs
-from .setup import computed_in, is_sharded
+from .method.sampling import Sampler
 
 
 def make_sampler(trainer: Any) -> Sampler:

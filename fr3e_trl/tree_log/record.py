@@ -50,9 +50,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ..display import token_texts
 from ..method.rows import Row
 from ..method.tree import Rollout, TokenIds, Tree
+from ..tree_log.display import token_texts
 
 FOLDER = "trees"
 METRICS = "metrics.jsonl"

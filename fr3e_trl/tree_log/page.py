@@ -57,7 +57,7 @@ def make_page(run: Path, output: Path, steps: list[int] | None = None) -> int:
         "isModulated": any(state["modulation"] not in (None, 1) for tree in trees for state in tree["states"]),
         "charts": charts(read_metrics(run)),
     }
-    environment = jinja2.Environment(loader=jinja2.PackageLoader("fr3e_trl.page", "."), autoescape=True)
+    environment = jinja2.Environment(loader=jinja2.PackageLoader("fr3e_trl.tree_log", "."), autoescape=True)
     page = environment.get_template("page.html").render(
         title=Path(os.path.abspath(run)).name, index=index, trees=[_packed(tree) for tree in trees]
     )

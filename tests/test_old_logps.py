@@ -23,9 +23,8 @@ from transformers import (
     set_seed,
 )
 
-from fr3e_trl import FR3ETrainer, logps
+from fr3e_trl import FR3ETrainer, logps, old_logps
 from fr3e_trl import trainer as fr3e_trainer
-from fr3e_trl.trl_adapter import old_logprobs
 
 TRUNCATED = {"min_p": 0.05, "top_k": 12, "top_p": 0.9}
 ERROR = 0.02  # of the engine's log-probs, in nats a token
@@ -202,7 +201,7 @@ def test_rows_left_out_are_not_passed_forward():
         lambda module, args, kwargs: num_passed.append(len(kwargs["input_ids"])), with_kwargs=True
     )
     found = torch.full((6, 5), 7.0)
-    old_logprobs.fill_in(trainer, found, input_ids, torch.ones_like(input_ids), wanted)
+    old_logps.fill_in(trainer, found, input_ids, torch.ones_like(input_ids), wanted)
     assert num_passed == [2, 2]
     for of_row, ids, is_wanted in zip(found, input_ids.tolist(), wanted, strict=True):
         expected = logprobs(trainer, ids[:4], ids[4:], 1.0) if is_wanted else [7.0] * 5
@@ -237,8 +236,8 @@ def test_logits_of_a_truncated_distribution_are_few_at_a_time(monkeypatch):
     found = torch.zeros(4, 100)
     assert trainer.shares_prefixes  # by a trial, which has logits of its own
     with Logits(5_000, trainer.model.parameters()) as logits:
-        truncation = old_logprobs._warpers(trainer)
-        old_logprobs.fill_in(trainer, found, input_ids, torch.ones_like(input_ids), [True] * 4, truncation)
+        truncation = old_logps._warpers(trainer)
+        old_logps.fill_in(trainer, found, input_ids, torch.ones_like(input_ids), [True] * 4, truncation)
     assert 20_000 <= logits.most <= 6 * 20_000
     for of_row, ids in zip(found, input_ids.tolist(), strict=True):
         expected = torch.tensor(logprobs(trainer, ids[:4], ids[4:], 1.0, **TRUNCATED))

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from transformers import PreTrainedTokenizerBase
 
-from .method.tree import Rollout, State, TokenIds, Tree
+from ..method.tree import Rollout, State, TokenIds, Tree
 
 WIDTH = 100  # columns of a line
 SEGMENT = 160  # characters shown between two anchors

@@ -7,13 +7,13 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 from trl import GRPOTrainer
+from trl.trainer.utils import pad
 
-from .. import logps
-from ..logps import Softmax, Truncation
-from ..method.tree import TokenIds
+from . import logps
+from .compat import is_sharded
 from .images import image_kwargs, select_rows
-from .prompts import padded
-from .setup import is_sharded
+from .logps import Softmax, Truncation
+from .method.tree import TokenIds
 
 
 @torch.no_grad()
@@ -120,3 +120,14 @@ def truncated_logps(
         inputs |= {"input_ids": input_ids[rows], "attention_mask": attention_mask[rows]}
         scored.append(score(trainer, model, inputs, targets[rows], truncation)[0])
     return torch.cat(scored)[:, -logits_to_keep - 1 : -1], None, None
+
+
+def padded(
+    trainer: GRPOTrainer, prompt_ids: list[TokenIds], completion_ids: list[TokenIds]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask, (B, T), prompts padded on the left and completions on the right, as by TRL."""
+    sides = [(prompt_ids, "left"), (completion_ids, "right")]
+    pad_id = trainer._tokenizer.pad_token_id
+    input_ids = [pad([torch.as_tensor(ids, dtype=torch.long) for ids in rows], pad_id, side) for rows, side in sides]
+    mask = [pad([torch.ones(len(ids), dtype=torch.long) for ids in rows], 0, side) for rows, side in sides]
+    return torch.cat(input_ids, 1).to(trainer.accelerator.device), torch.cat(mask, 1).to(trainer.accelerator.device)

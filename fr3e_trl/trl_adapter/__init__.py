@@ -1,1 +1,0 @@
-"""The one folder that knows private names of TRL, accelerate and transformers."""
