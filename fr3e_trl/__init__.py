@@ -28,7 +28,7 @@ for _name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
 # Imported when they are asked for: they take seconds, which `fr3e --help` need not
 _MODULES = {
     "FR3EConfig": "fr3e_config",
-    "FR3ETrainer": "trainer",
+    "FR3ETrainer": "fr3e_trainer",
     **dict.fromkeys(("Sample", "Sampler", "SamplingRequest"), "method.sampling"),
 }
 

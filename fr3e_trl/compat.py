@@ -2,10 +2,11 @@
 What is relied on in TRL: the methods that are overridden, and how a trainer is set up.
 
 [`check_trl`] looks whether the installed TRL has these methods when a trainer is made. No version number is compared.
-tests/trl_names.py lists every name that the package relies on.
+`python tests/test_trl_contract.py` lists every name that the package relies on.
 """
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +20,8 @@ from .method.rows import RowSharding
 if TYPE_CHECKING:
     from peft import PeftModel
 
+logger = logging.getLogger(__name__)
+
 Rows = TypeVar("Rows", bound=Sequence[Any] | torch.Tensor)
 
 # Methods that are overridden, and the arguments that the overrides take by name, in order
@@ -28,37 +31,51 @@ OVERRIDDEN: Mapping[str, str] = {
     "_generate_single_turn": "prompt_ids images",
     "_tool_call_loop": "prompts prompt_ids completion_ids completions logprobs",
     "_calculate_rewards": "inputs prompts completions completion_ids_list",
+    "_prepare_inputs": "generation_batch",
     "_compute_loss": "model inputs",
     "_get_per_token_logps_and_entropies": "model input_ids attention_mask logits_to_keep",
-    "_prepare_inputs": "generation_batch",
-    "_get_train_sampler": "",
     "_init_training_state": "max_steps num_update_steps_per_epoch num_train_epochs",
     "_save_rng_state": "output_dir",
     "_load_rng_state": "checkpoint",
-    "_load_from_checkpoint": "resume_from_checkpoint model",
-    "_load_best_model": "",
-    "_issue_warnings_after_load": "load_result",
     "create_model_card": "model_name dataset_name tags",
+}
+
+# Others, and what is off where they are gone, or take other arguments
+OPTIONAL: Mapping[str, tuple[str, str]] = {
+    "_get_train_sampler": ("", "the order of the data in later epochs of a resumed run"),
+    "_load_from_checkpoint": ("resume_from_checkpoint model", "resuming weights that are saved under other names"),
+    "_load_best_model": ("", "loading the best weights where they are saved under other names"),
+    "_issue_warnings_after_load": ("load_result", "resuming weights that are saved under other names"),
 }
 
 
 def check_trl(trainer: type[GRPOTrainer] = GRPOTrainer) -> None:
     """
-    Check that TRL's methods are where the overrides expect them.
+    Check that TRL's methods are where the overrides expect them. A warning says what is off for lack of one.
 
     Raises:
-        ImportError: A method has moved, or takes other arguments. It names the method, TRL's version and what to do.
+        ImportError: A method that nothing works without has moved, or takes other arguments.
     """
     for name, arguments in OVERRIDDEN.items():
-        expected, method = arguments.split(), getattr(trainer, name, None)
-        found = [] if method is None else list(inspect.signature(method).parameters)[1:]
-        if method is None or found[: len(expected)] != expected:
-            has = "is gone" if method is None else f"takes ({', '.join(found)})"
+        if (what := _difference(trainer, name, arguments.split())) is not None:
             raise ImportError(
-                f"TRL {trl.__version__} does not fit this version of fr3e_trl: GRPOTrainer.{name} {has}, and must take "
-                f"({', '.join(expected)}) first. Upgrade fr3e_trl, or install an earlier TRL: pip install "
-                f"'trl<{trl.__version__}'."
+                f"TRL {trl.__version__} does not fit this version of fr3e_trl: GRPOTrainer.{name} {what}. Upgrade "
+                f"fr3e_trl, or install an earlier TRL: pip install 'trl<{trl.__version__}'."
             )
+    for name, (arguments, feature) in OPTIONAL.items():
+        if (what := _difference(trainer, name, arguments.split())) is not None:
+            logger.warning("%s is off: GRPOTrainer.%s of TRL %s %s.", feature, name, trl.__version__, what)
+
+
+def _difference(trainer: type[GRPOTrainer], name: str, expected: list[str]) -> str | None:
+    """How a method differs from what is expected of it, if it does."""
+    method = getattr(trainer, name, None)
+    if method is None:
+        return "is gone"
+    found = list(inspect.signature(method).parameters)[1:]
+    if found[: len(expected)] == expected:
+        return None
+    return f"takes ({', '.join(found)}), and must take ({', '.join(expected)}) first"
 
 
 def model_source(model: "str | PreTrainedModel | PeftModel") -> str:

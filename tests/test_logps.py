@@ -6,7 +6,7 @@ import torch
 import transformers
 from models import TINY, make_model
 from test_images import FORM_OF, train
-from test_old_logprobs import Logits
+from test_old_logps import Logits
 from transformers import set_seed
 from vision_models import FAMILIES, make_image_dataset
 

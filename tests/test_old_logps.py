@@ -23,8 +23,7 @@ from transformers import (
     set_seed,
 )
 
-from fr3e_trl import FR3ETrainer, logps, old_logps
-from fr3e_trl import trainer as fr3e_trainer
+from fr3e_trl import FR3ETrainer, fr3e_trainer, logps, old_logps
 
 TRUNCATED = {"min_p": 0.05, "top_k": 12, "top_p": 0.9}
 ERROR = 0.02  # of the engine's log-probs, in nats a token

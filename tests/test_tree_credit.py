@@ -7,7 +7,7 @@ from dataclasses import replace
 import factory
 import pytest
 import torch
-from factory import graded
+from factory import graded, rollouts_of
 from launches import launch
 from models import CPU, make_dataset, make_tokenizer
 from processes_train import FakeSampler
@@ -22,7 +22,7 @@ from fr3e_trl.method.anchors import AboveThreshold, even_shares, next_threshold,
 from fr3e_trl.method.credit import credit_rows
 from fr3e_trl.method.credit.tree import TREE_LOSSES, paths_of
 from fr3e_trl.method.refill import row_from, state_of
-from fr3e_trl.method.rows import RowSharding, rows_of, token_credit
+from fr3e_trl.method.rows import Row, RowSharding, rows_of, token_credit
 from fr3e_trl.method.sampling import Sample
 from fr3e_trl.method.tree import Rollout, Score, Tree
 from fr3e_trl.old_logps import score_leftovers
@@ -136,18 +136,18 @@ def test_the_batch_has_the_advantages_of_the_definition(reward_func, num_anchors
     assert len(trainer.batches) == 2
     for batch, trees in trainer.batches:
         naive = naive_credit(trees, num_anchors, strength, num_rollouts=6 // num_anchors)
-        expected = torch.zeros_like(batch["advantages"])
+        expected = torch.zeros_like(batch["advantages"])  # but for the factor of what the loss is divided by
         assert batch["advantages"].shape == batch["completion_ids"].shape and len(naive) == 32
         for i, (position, tokens) in enumerate(naive):
             values = [advantage * (scale if advantage < 0 else 1) for _, advantage in tokens]
             expected[i, position : position + len(values)] = torch.tensor(values)
-        torch.testing.assert_close(batch["advantages"], expected, atol=1e-5, rtol=1e-5)
         in_loss = [row.abs().max().item() > 1e-6 for row in expected]
         assert batch["in_loss"].tolist() == in_loss
         in_loss = [tokens for (_, tokens), inside in zip(naive, in_loss, strict=True) if inside]
         counted = sum(n for tokens in in_loss for n, _ in tokens)
         assert batch["num_items_in_batch"] == sum(map(len, in_loss)) < counted
-        assert batch["tokens_per_counted"].item() == pytest.approx(sum(map(len, in_loss)) / counted)
+        expected *= sum(map(len, in_loss)) / counted
+        torch.testing.assert_close(batch["advantages"], expected, atol=1e-5, rtol=1e-5)
         num_short += sum(len(tree.states[0].rollouts) > 2 for tree in trees)
         num_unscorable += sum(math.isnan(r.score.reward) for tree in trees for s in tree.states for r in s.rollouts)
         num_rejected += 32 - len(in_loss)
@@ -383,6 +383,11 @@ def test_anchors_of_a_run_are_the_first_above_the_threshold(credit):
 # The loss
 
 
+def rows_of_trees(trees):
+    """The rows of a batch, without what a trainer's process knows of them."""
+    return [Row(rollout, 0, prefix_ids=state.prefix_ids) for _, state, rollout in rollouts_of(trees)]
+
+
 class KeepsGradients(Recorder):
     """Keeps the gradient of each step."""
 
@@ -399,12 +404,12 @@ def test_every_loss_takes_advantages_of_tokens(loss_type):
     whole = train(KeepsGradients, FakeSampler(), loss_type=loss_type, max_steps=1, optim="sgd", learning_rate=1.0)
     (batch, _) = whole.batches[0]
     mask = batch["completion_mask"] * batch["tool_mask"]
-    weighted = batch["advantages"] * mask
-    num_rows = len(batch["in_loss"])
-    divisor = {"dr_grpo": num_rows * 10, "luspo": num_rows}.get(
-        loss_type, batch["num_items_in_batch"] / batch["tokens_per_counted"]
-    )
-    expected = -(weighted.sum() / divisor).item()
+    credit, num_rows = torch.from_numpy(token_credit(rows_of_trees(whole.trees), mask.size(1))), len(batch["in_loss"])
+    weights, advantages = credit * mask
+    counted = {"dr_grpo": num_rows * 10, "luspo": num_rows, "grpo": num_rows, "sapo": num_rows}
+    if loss_type == "sapo":  # 4 sigmoid(0) / temperature
+        advantages = torch.where(advantages > 0, advantages * 2 / 1.0, advantages * 2 / 1.05)
+    expected = -(advantages.sum() / counted.get(loss_type, weights.sum())).item()
     if loss_type in ("cispo", "vespo"):  # of log-probabilities, which a ratio of 1 leaves in
         assert math.isfinite(whole.state.log_history[0]["loss"])
     else:

@@ -1,211 +1,153 @@
 """
-What FR3E relies on in TRL, transformers and PyTorch, by name: the table in `trl_adapter/names.py`.
+What FR3E relies on in TRL, transformers and accelerate: the names, and how TRL behaves.
 
-When a new version of TRL is tried, this fails first and says what moved. What a name cannot say, how TRL behaves, is
-tested after the table.
+    python tests/test_trl_contract.py    # prints every private or undocumented name, and the files that use it
+
+When a new version of TRL is tried, this fails first and says what moved.
 """
 
 import ast
-import functools
-import importlib
 import inspect
-import textwrap
+import logging
+from collections import defaultdict
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import trl
 from datasets import Dataset
-from fr3e_trl.trl_adapter.names import METHODS, NAMES
 from models import make_model, make_tokenizer
-from packaging.version import Version
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer import grpo_trainer
 from trl.trainer.utils import add_fused_lm_head, split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 import fr3e_trl
 from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.compat import OPTIONAL, OVERRIDDEN, check_trl
 from fr3e_trl.images import OF_IMAGES
+from fr3e_trl.resume import ExactResume
 
 PACKAGE = Path(fr3e_trl.__file__).parent
-ADAPTER = PACKAGE / "trl_adapter"
-SHARING = PACKAGE / "prefix_sharing"
 
-# The permanent overrides, which no file but the trainer's has
-OVERRIDES = {
-    *("_generate_and_score_completions", "_prepare_inputs"),
-    *("_compute_loss", "_get_per_token_logps_and_entropies"),
-}
-# Private by their names, and documented: of named tuples, of the standard library, of users' environments
-PUBLIC = {"_replace", "_asdict", "_fields", "_exit", "_fork", "_actions", "_option_string_actions"}
 # Modules that may be imported anywhere: what their libraries document
-DOCUMENTED = {"trl", "trl.rewards", "accelerate", "accelerate.utils", "transformers", "transformers.utils"}
+DOCUMENTED = {"trl", "trl.rewards", "trl.data_utils", "accelerate", "accelerate.utils", "transformers"}
 
 
 def parameters(function) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def resolved(path):
-    """What a dotted path leads to: an attribute of a module, or of a class in one."""
-    parts = path.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:length]))
-        except ImportError:
-            continue
-        for name in parts[length:]:
-            found = getattr(found, name)
-        return found
-    raise AssertionError(f"{path} does not begin with a module")
+# The names
 
 
-@functools.cache
-def assigned(cls) -> set[str]:
-    """Attributes that methods of a class and its bases give to `self`."""
-    names = set()
-    for base in cls.__mro__[:-1]:
-        names |= set(vars(base))
-        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
-                names.add(node.attr)
-            # As `nn.Module` does it
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-                names |= {
-                    arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
-                }
-    return names
+def relied_on() -> dict[str, set[str]]:
+    """Names that other libraries do not document, and the files that use them."""
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    own = {
+        name
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        for name in (
+            [node.name]
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            else [node.attr]
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+            else [node.id]
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            else []
+        )
+    }
+    of_instances = private_attributes(GRPOTrainer, Trainer)
+    theirs = {*dir(GRPOTrainer), *dir(VLLMGeneration), *of_instances, *private_attributes(VLLMGeneration)}
+    found = defaultdict(set)
+    for path, tree in trees.items():
+        file = str(path.relative_to(PACKAGE))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module not in DOCUMENTED:
+                if node.module.split(".")[0] in ("trl", "accelerate"):
+                    for name in node.names:
+                        found[f"{node.module}.{name.name}"].add(file)
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                is_theirs = node.attr in theirs and (node.attr not in own or node.attr in of_instances)
+                if is_theirs:
+                    found[node.attr].add(file)
+    for name in (*OVERRIDDEN, *OPTIONAL):
+        if name.startswith("_"):
+            found[name].add("compat.py")
+    return dict(found)
 
 
-@pytest.mark.parametrize("name", NAMES, ids=lambda name: name.path)
-def test_a_name_is_there_and_takes_what_it_took(name):
-    if name.of_instances:
-        owner, _, attribute = name.path.rpartition(".")
-        assert attribute in assigned(resolved(owner))
-        return
-    found = resolved(name.path)
-    if name.takes is None:
-        return
-    wanted = name.takes.split()
-    assert parameters(found) == wanted if name.exactly else set(wanted) <= set(parameters(found))
+def private_attributes(*classes) -> set[str]:
+    """Private attributes that methods of classes give to `self`."""
+    return {
+        node.attr
+        for cls in classes
+        for node in ast.walk(ast.parse(Path(inspect.getfile(cls)).read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr.startswith("_")
+    }
+
+
+def test_few_names_are_relied_on():
+    assert len(relied_on()) <= 60, "\n".join(sorted(relied_on()))
+
+
+def test_every_override_is_checked():
+    """And says what it changes."""
+    overridden = {
+        name: method
+        for cls in (FR3ETrainer, ExactResume)
+        for name, method in vars(cls).items()
+        if inspect.isfunction(method) and hasattr(GRPOTrainer, name)
+    }
+    assert overridden.keys() - {"__init__", "train"} == OVERRIDDEN.keys() | OPTIONAL.keys()
+    for name, method in overridden.items():
+        if name.startswith("_") and name != "__init__":
+            assert inspect.getdoc(method).startswith("The only change")
+    assert FR3ETrainer.__bases__ == (ExactResume,) and ExactResume.__bases__ == (GRPOTrainer,)
+
+
+def test_this_trl_fits(caplog):
+    check_trl()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_a_method_that_has_moved_is_named(name):
+    """In a copy of TRL's trainer in which one overridden method takes something else, or is gone."""
+
+    class Moved(GRPOTrainer):
+        pass
+
+    setattr(Moved, name, lambda self, something_else: None)
+    with pytest.raises(ImportError, match=rf"GRPOTrainer.{name} takes \(something_else\).*pip install 'trl<"):
+        check_trl(Moved)
+    setattr(Moved, name, None)
+    with pytest.raises(ImportError, match=f"GRPOTrainer.{name} is gone"):
+        check_trl(Moved)
+
+
+def test_the_trainer_is_not_made_with_another_trl(monkeypatch):
+    monkeypatch.setattr(GRPOTrainer, "_generate", lambda self, batch: None)
+    with pytest.raises(ImportError, match=r"_generate takes \(batch\), and must take \(prompts\) first"):
+        train(FR3ETrainer, per_device_train_batch_size=8)
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_without_an_optional_name_a_line_says_what_is_off(name, monkeypatch, caplog):
+    """And training goes on."""
+    without = type(
+        "Without", (), {other: getattr(GRPOTrainer, other) for other in (*OVERRIDDEN, *OPTIONAL) if other != name}
+    )
+    with caplog.at_level(logging.WARNING):
+        check_trl(without)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(OPTIONAL[name][1]) and f"GRPOTrainer.{name}" in record.getMessage()
 
 
 def test_what_trl_scores_images_by_is_what_a_batch_has_of_them():
     assert set(OF_IMAGES) <= set(parameters(GRPOTrainer._get_per_token_logps_and_entropies))
-
-
-# No name is missing
-
-
-IN_TABLE = {name.name for name in NAMES}
-# Methods of trainers and of TRL's vLLM: a class that defines one may override it
-OF_TRAINERS = {name.name for name in METHODS if not name.path.startswith("transformers.GenerationMixin")}
-
-
-@functools.cache
-def own_names() -> set[str]:
-    """Private names that the package defines."""
-    return set().union(*(defined(ast.parse(path.read_text())) for path in PACKAGE.rglob("*.py")))
-
-
-def defined(tree) -> set[str]:
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
-            names.add(node.attr)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-    return names
-
-
-def is_self(node) -> bool:
-    return isinstance(node, ast.Name) and node.id in ("self", "cls")
-
-
-def is_private(name) -> bool:
-    return name.startswith("_") and not name.startswith("__") and name != "_"
-
-
-def touched(tree) -> set[str]:
-    """Private attributes that a module touches, those that it overrides, and what it overrides for a call."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            names.add(node.attr)
-        elif isinstance(node, ast.ClassDef):
-            names |= {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "overridden":
-            names |= {keyword.arg for keyword in node.keywords if keyword.arg}
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("attr"):
-            names |= {arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)}
-        elif isinstance(node, ast.Constant) and node.value in IN_TABLE:
-            names.add(node.value)
-    return {name for name in names if is_private(name) and name.isidentifier()} - PUBLIC
-
-
-def overridden_names(tree) -> set[str]:
-    """What is overridden for a call, private or not."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    calls = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "overridden"]
-    return {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
-
-
-def imported(tree) -> set[str]:
-    """Dotted paths that a module imports from undocumented modules of TRL, transformers and accelerate."""
-    paths = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            if node.module.split(".")[0] in ("trl", "transformers", "accelerate") and node.module not in DOCUMENTED:
-                paths |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Import):
-            paths |= {alias.name for alias in node.names if alias.name.split(".")[0] == "trl" and "." in alias.name}
-    return paths
-
-
-# Where a module of the package that is not the adapter's may import from, beside what is documented
-ELSEWHERE: set[str] = set()
-
-
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_name_is_missing(path):
-    tree = ast.parse(path.read_text())
-    own = own_names() - IN_TABLE
-    if path.parent not in (ADAPTER, SHARING):
-        own |= defined(tree) - OF_TRAINERS
-    foreign = touched(tree) - own
-    if path.parent not in (ADAPTER, SHARING):
-        of_trainer = OVERRIDES | {"_buffered_inputs"}
-        assert foreign <= (of_trainer if path == PACKAGE / "trainer.py" else set())
-        assert imported(tree) <= ELSEWHERE and not overridden_names(tree)
-    elif path.name != "names.py":
-        file = path.name if path.parent == ADAPTER else f"../prefix_sharing/{path.name}"
-        of_file = {name.name for name in NAMES if file in name.used_in.split()}
-        assert foreign | overridden_names(tree) <= of_file | {"VLLMGeneration"}
-        assert imported(tree) <= {name.path for name in NAMES if file in name.used_in.split()}
-
-
-def test_files_that_the_table_names_use_what_it_says():
-    for name in NAMES:
-        for file in name.used_in.split():
-            if file.endswith(".py"):
-                assert name.name in (ADAPTER / file).read_text(), (name.path, file)
-
-
-def test_four_methods_are_overridden_for_good():
-    """The others are public, and documented, or those of this package."""
-    overridden = {
-        name for name in vars(FR3ETrainer) if callable(vars(FR3ETrainer)[name]) and hasattr(GRPOTrainer, name)
-    }
-    assert overridden - {"__init__"} == OVERRIDES | {"train", "create_model_card"}
-    for name in OVERRIDES:
-        assert inspect.getdoc(vars(FR3ETrainer)[name]).startswith("The only change is ")
-    assert FR3ETrainer.__bases__ == (GRPOTrainer,)
 
 
 def test_a_trainer_made_without_its_constructor_computes_a_loss():
@@ -243,16 +185,11 @@ CLIP_METRICS = [
 
 def test_nothing_is_left_on_a_trainer_that_has_trained():
     trainer = train(FR3ETrainer, per_device_train_batch_size=8, num_iterations=2, beta=0, max_steps=3)
-    private = {name.name for name in METHODS}
-    assert not private & vars(trainer).keys()
+    assert not {*OVERRIDDEN, *OPTIONAL} & vars(trainer).keys()
     assert not [name for name, value in vars(trainer).items() if inspect.ismethod(value) and value.__self__ is trainer]
 
 
-# The version, the constructor, and how TRL behaves
-
-
-def test_the_version_is_one_that_was_tried():
-    assert Version("1.16") <= Version(trl.__version__) < Version("1.17")
+# The constructor, and how TRL behaves
 
 
 def test_the_constructor_takes_what_grpo_trainer_takes():
@@ -269,32 +206,6 @@ def test_the_hooks_that_are_removed_have_a_name():
     model.enable_input_require_grads()
     hooks = [hook.__name__ for module in model.modules() for hook in module._forward_hooks.values()]
     assert "make_inputs_require_grads" in hooks
-
-
-def test_what_the_trainer_makes_for_vllm(monkeypatch):
-    """It looks its class up in its own module, and the names of what it passes are attributes that are read."""
-    made = {}
-
-    def make(**arguments):
-        made.update(arguments)
-        raise StopIteration
-
-    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", make)
-    with pytest.raises(StopIteration):
-        train(GRPOTrainer, use_vllm=True, vllm_mode="server", per_device_train_batch_size=8)
-    assert made.keys() <= set(parameters(VLLMGeneration.__init__))
-    assert {
-        *("model", "accelerator", "processing_class", "mode", "server_base_url", "server_host", "server_port"),
-        *("server_timeout", "enable_sleep_mode", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs"),
-    } <= made.keys()
-
-
-def test_rewards_are_gathered_by_a_name_of_trls_module(monkeypatch):
-    """The last step of `_calculate_rewards`, left out where each process scores as many completions as it has."""
-    gathered = []
-    monkeypatch.setattr(grpo_trainer, "gather", lambda tensor: gathered.append(tensor.shape) or tensor)
-    train(GRPOTrainer, per_device_train_batch_size=8, max_steps=1)
-    assert gathered == [(8, 1)]
 
 
 def test_images_that_are_end_to_end_are_split_by_rows_and_joined():
@@ -371,25 +282,6 @@ def test_what_a_batch_consists_of():
     assert "reward" in trainer.state.log_history[0]
 
 
-def test_the_methods_that_rows_take_the_place_of():
-    """What `_tokenize_prompts` and `_generate_single_turn` return is what a batch consists of."""
-
-    class Given(GRPOTrainer):
-        def _tokenize_prompts(self, prompts):
-            return [[5, 6]] * len(prompts), None, {}
-
-        def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations):
-            return [[7, 8, 1]] * len(prompt_ids), None
-
-        def _generate_and_score_completions(self, inputs):
-            batch = super()._generate_and_score_completions(inputs)
-            assert batch["prompt_ids"].tolist() == [[5, 6]] * 8
-            assert batch["completion_ids"].tolist() == [[7, 8, 1]] * 8
-            return batch
-
-    train(Given, per_device_train_batch_size=8, max_steps=1)
-
-
 def test_the_turns_of_a_dialogue_are_asked_for_by_its_prompts_list(monkeypatch):
     """A prompt's list, plus others: so each says whose it is, whatever is left out."""
 
@@ -450,3 +342,10 @@ def train(cls: type[GRPOTrainer], **settings) -> GRPOTrainer:
     )
     trainer.train()
     return trainer
+
+
+if __name__ == "__main__":
+    names = relied_on()
+    for name in sorted(names):
+        print(f"{name:60} {' '.join(sorted(names[name]))}")
+    print(f"{len(names)} names")

@@ -61,8 +61,8 @@ from ..tree import Tree
 from .prior import Prior, state_values
 from .rule import Credit, CreditRule, RowCredit, StateCredit, batch_std
 
-# Losses for advantages of tokens. "grpo" and "sapo" take the mean over a row's own tokens, in which those of a short
-# branch weigh more than those of the prefix that it left
+# Losses for advantages of tokens. Of "grpo" and "sapo", which take the mean over the tokens of a row before that over
+# rows, the plan's `length_normalized` tells
 TREE_LOSSES = ("dapo", "bnpo", "dr_grpo", "cispo", "luspo", "vespo", "grpo", "sapo")
 
 
