@@ -101,8 +101,9 @@ class Console(ProgressCallback):
         if state.is_world_process_zero:
             if state.global_step >= state.max_steps:
                 self.print(f"All {state.max_steps} steps are done. Raise max_steps or num_train_epochs to go on.")
-            meaning = "" if self.config.is_plain_grpo else f"reward: of completions sampled from the prompt ({VALUE}). "
-            self.print(f"{meaning}For TRL's dict of all metrics, set disable_tqdm=True.")
+            meaning = f"reward: mean over completions sampled from the prompt ({VALUE}). "
+            hint = "For TRL's dict of all metrics, set disable_tqdm=True."
+            self.print(hint if self.config.is_plain_grpo else meaning + hint)
 
     def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
         self.stopwatch.begin("update")  # and what else is neither generation nor rewards

@@ -20,10 +20,12 @@ def on_hub(dataset_name: str | None) -> str | None:
 def complete(path: Path, trainer: GRPOTrainer, dataset_name: str | None) -> None:
     """Add to TRL's card at `path` what was trained, how, and with what result. `trainer.args` is an [`FR3EConfig`]."""
     args, state, card = trainer.args, trainer.state, ModelCard.load(path)
+    assert isinstance(args, FR3EConfig) and args.generation_batch_size and args.num_generations
     own = [f for f in fields(FR3EConfig) if f.name not in GRPOConfig.__dataclass_fields__ and f.name != "log_trees"]
     group = trainer.optimizer.param_groups[0] if trainer.optimizer is not None else {}
     rows = {
-        "base model": shown(str(trainer.model.config.name_or_path)) or "made by the training script",
+        "base model": shown(getattr(getattr(trainer.model, "config", None), "name_or_path", ""))
+        or "made by the training script",
         "dataset": shown(dataset_name or ""),
         "rewards": ", ".join(trainer.reward_func_names),
         "generation batch": f"{args.generation_batch_size // args.num_generations} prompts × {args.num_generations}",

@@ -27,7 +27,7 @@ from fr3e_trl.commands.train import evaluation_command, make_parser, name_damage
 ROOT = Path(__file__).parent.parent
 STEP = r"step \d/\d  reward [\d.]+  length \d+  tokens [\d,]+  entropy [\d.]+  \d+ s left"
 DICT = "For TRL's dict of all metrics, set disable_tqdm=True."
-START = f"reward: of completions sampled from the prompt (fr3e/value/S0). {DICT}"
+START = f"reward: mean over completions sampled from the prompt (fr3e/value/S0). {DICT}"
 LINES = {"disable_tqdm": False}  # the other tests print all metrics
 EVALUATION = {
     "eval_dataset": make_dataset(4),
