@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from trl import ModelConfig
 
-from fr3e_trl.commands.counts import check_counts, check_distinct, check_lists, check_rate
+from benchmarks.counts import check_counts, check_distinct, check_lists, check_rate
 from fr3e_trl.commands.data import FR3EScriptArguments, check_reward_columns
 from fr3e_trl.commands.usage import usage_errors
 

@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from fr3e_trl.commands.counts import check_count, check_rate
+from benchmarks.counts import check_count, check_rate
 from fr3e_trl.commands.data import model_argument
 from fr3e_trl.commands.train import set_model_init
 from fr3e_trl.commands.usage import usage_errors

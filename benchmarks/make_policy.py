@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fr3e_trl.commands.counts import check_counts
+from benchmarks.counts import check_counts
 from fr3e_trl.commands.recipe import RecipeParser, parse_arguments
 
 from .arguments import option
