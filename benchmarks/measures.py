@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from fr3e_trl.fr3e_trainer import FR3ETrainer
-from fr3e_trl.logs import last_metric, last_rewards
 from fr3e_trl.method.tree import Tree
 from fr3e_trl.prefix_sharing import without_cudnn
 from fr3e_trl.resume import ExactResume
@@ -190,7 +189,7 @@ def _tree_tokens(trees: list[Tree]) -> tuple[int, int]:
 def _row_tokens(trainer: Any, batch: dict[str, torch.Tensor]) -> tuple[int, int]:
     """The same where every row is sampled from its prompt."""
     # Not from the completions' mask, which leaves out what is masked for being truncated
-    mean_length = last_metric(trainer, "completions/mean_length")
+    mean_length = trainer._metrics["train"]["completions/mean_length"][-1]
     prompt_lengths = batch["prompt_mask"].sum(1, keepdim=True)
     read = prompt_lengths.sum()
     if trainer.tools:  # the turns after the first, each from where a tool's answer ends
@@ -212,7 +211,7 @@ def _tree_rewards(trees: list[Tree]) -> tuple[list[list[float]], list[list[float
 
 def _group_rewards(trainer: Any) -> tuple[list[list[float]], list[list[float]]]:
     """The same of the last batch of a trainer that has no trees, by its one reward function."""
-    (rewards,) = last_rewards(trainer).values()
+    (rewards,) = {name: list(rewards) for name, rewards in trainer._logs["rewards"].items()}.values()
     size = trainer.num_generations
     groups = [
         [math.nan if reward is None else float(reward) for reward in rewards[start : start + size]]

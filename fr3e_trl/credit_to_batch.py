@@ -5,6 +5,7 @@ TRL's loss takes an advantage for each token, and stays as it is. What it divide
 made up for here, once, by a factor on the advantages.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,9 @@ from .method.rows import Row, token_credit
 
 # Losses that TRL divides by all tokens in the loss, of the batch or of a micro-batch. It divides the others by the rows
 PER_TOKEN = ("dapo", "cispo", "vespo", "bnpo")
+
+# Metrics that are means over the tokens of a micro-batch that are in the loss, beside clip_ratio/...
+OVER_TOKENS = {"entropy", "kl", "cispo_clip_ratio", "vespo/phi_seq_mean"}
 
 # Losses that are means over the tokens of a row before they are means over rows
 PER_ROW_MEAN = ("grpo", "sapo")
@@ -135,3 +139,19 @@ def weigh_dropped(trainer: GRPOTrainer, batch: dict[str, torch.Tensor]) -> None:
     if low is not None or high is not None:
         rest = rest.clamp(low, high)
     batch["importance_sampling_ratio"] = torch.where((ratio == 0) & (mask.sum(1, keepdim=True) > 0), rest, ratio)
+
+
+def mark_empty(metrics: dict[str, list[float]], is_end_of_update: bool) -> None:
+    """
+    Have a micro-batch without a token in the loss, in any process, count for no mean over tokens.
+
+    TRL logs 0 for it, which would count as much as the means of other micro-batches. It leaves NaN out. An update of
+    which no micro-batch has a token keeps the 0.
+    """
+    if metrics["entropy"][-1] != 0:  # another process has tokens
+        return
+    for name, values in metrics.items():
+        if name in OVER_TOKENS or name.startswith("clip_ratio/"):
+            values[-1] = math.nan
+            if is_end_of_update and all(map(math.isnan, values)):
+                values[-1] = 0.0

@@ -31,7 +31,7 @@ from .compat import (
     sharding,
     tokenizer_of,
 )
-from .credit_to_batch import mask_dropped, set_credit, upgrade_batch, weigh_dropped
+from .credit_to_batch import mark_empty, mask_dropped, set_credit, upgrade_batch, weigh_dropped
 from .fr3e_config import FR3EConfig
 from .generation import decoding
 from .generation.context import CompletionBudget, context_length
@@ -40,7 +40,6 @@ from .generation.tools import EnvironmentFailure, ToolCallingSampler
 from .generation.vllm_server import VLLMServerError
 from .generation.vllm_weights import awake_engine, set_up_vllm, without_vllm
 from .logps import Truncation
-from .logs import log_metrics, mark_empty, note_evaluation
 from .method.credit import CREDIT_RULES, credit_rows
 from .method.credit.prior import ValueTracker, track_values
 from .method.metrics import tree_metrics
@@ -206,7 +205,6 @@ class FR3ETrainer(resume.ExactResume):
         take_over(self, Console(args, self.stopwatch), callbacks)
         images.take_no_empty_images(self)
         self.share_prefixes(bool(args.share_prefixes))
-        self.evaluations: list[list[tuple[float, float]]] = []  # see `note_evaluation`
         if not args.is_plain_grpo:
             self.eos_token_ids = checks.ends_of(self)
             if not self.use_vllm:
@@ -276,10 +274,7 @@ class FR3ETrainer(resume.ExactResume):
         explorer = self._explorer
         if explorer is None or not self.is_exploring:
             batch = super()._generate_and_score_completions(inputs)
-            if not self.model.training:
-                note_evaluation(self)
-                return batch
-            return prefix_sharing.numbered(batch) if self.shares_prefixes else batch
+            return prefix_sharing.numbered(batch) if self.model.training and self.shares_prefixes else batch
         try:
             if self._refill is not None:
                 inputs = self._drawn_inputs()
@@ -455,7 +450,8 @@ class FR3ETrainer(resume.ExactResume):
             placed = {id(row) for row in rows}  # some may have found no place
             shown = [replace(row, in_loss=row.in_loss and id(row) in placed) for row in self._explored]
             self._tree_log.write(self.trees, shown, self.args, self.state.global_step + 1)
-        log_metrics(self, self._metrics_of_step(rows) | metrics)
+        for name, value in (self._metrics_of_step(rows) | metrics).items():
+            self._metrics["train"][name].append(value)  # TRL averages and logs them
         if self._refill is not None:
             score_leftovers(self, self._refill.leftovers, self.has_own_sampler)
         for rollout in (rollout for tree in self.trees for state in tree.states for rollout in state.rollouts):
