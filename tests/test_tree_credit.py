@@ -7,13 +7,14 @@ from dataclasses import replace
 import factory
 import pytest
 import torch
-from factory import graded, rollouts_of
+from factory import graded
 from launches import launch
 from models import CPU, make_dataset, make_tokenizer
 from processes_train import FakeSampler
 from recorder import Recorder
 from test_processes import same, trees_of, weights_of
 from transformers import set_seed
+from trees import rollouts_of
 
 import fr3e_trl.fr3e_trainer
 from benchmarks.measures import MeasuredFR3ETrainer

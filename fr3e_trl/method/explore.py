@@ -349,7 +349,8 @@ class _Exploration:
             if state.base is not None:
                 there = self.trees[i].bases[state.base].token_ids[state.position]
                 rollout.differs = bool(rollout.token_ids[0] != there)
-        self._score([row for row in rows if not row[2].score.rewards and row[2].copy_of is None])
+        # Copies too, which have their original's score: reward functions that look at whole groups get whole groups
+        self._score([row for row in rows if not row[2].score.rewards])
         return [RowReport(r.length, r.num_written, replace(r.score, logs={}), r.differs) for _, _, r in rows]
 
     def _slots(self) -> list[Slot]:
