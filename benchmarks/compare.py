@@ -153,7 +153,7 @@ class Comparison:
         What the comparison takes: runs, what they spend, and hours.
 
         Hours are by two batches of each arm and an evaluation, and take it that points with the most updates a batch
-        will win. Where arms were never measured, as without a grid, they are told with `plan` alone.
+        will win. They are not told where these were not measured, as without a grid, and with kept runs.
         """
         args = self.args
         grids = {
@@ -169,7 +169,7 @@ class Comparison:
             "runs": list(self.final_runs({arm: points[0] for arm, points in grids.items()})),
         }
         cost = COSTS[stages["runs"][0].cost]
-        if args.plan:
+        if args.plan and args.kept is None:
             for arm in grids:
                 self.probed(arm, with_seconds=True)
         probes = self.probes()

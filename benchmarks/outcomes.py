@@ -50,6 +50,16 @@ DRAWN = ("reward", "differing", "signal")
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a run is: what it has spent of its budget, and what of that an earlier call; steps; held-out pass@1."""
+
+    spent: float
+    spent_before: float
+    step: int
+    pass_at_1: float
+
+
+@dataclass(frozen=True)
 class Results:
     """
     All that a comparison found: the settings of each arm as it was run, with what was tuned, and the runs. `screening`

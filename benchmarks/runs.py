@@ -22,10 +22,9 @@ from fr3e_trl.tree_log.record import write_whole
 from .arms import FALLING, make_trainer
 from .evaluation import evaluate
 from .measures import Costs, now
-from .outcomes import pass_rate
+from .outcomes import Place, pass_rate
 from .own_task import OwnTask
 from .tasks import HELDOUT_SEED, Task
-from .worker import Place
 
 UNBOUNDED = 10**9  # steps: what is spent ends a run
 

@@ -14,14 +14,13 @@ import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fr3e_trl.commands.usage import ExplainedError, UsageError, explain
 
-from .outcomes import accuracies, told_apart
+from .outcomes import Place, accuracies, told_apart
 
 if TYPE_CHECKING:
     from .runs import Run
@@ -34,16 +33,6 @@ _reports: Any = None  # where to tell how far its run is
 
 def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run is: what it has spent of its budget, and what of that an earlier call; steps; held-out pass@1."""
-
-    spent: float
-    spent_before: float
-    step: int
-    pass_at_1: float
 
 
 class Progress:

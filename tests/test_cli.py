@@ -60,14 +60,13 @@ def test_unknown_subcommand(capsys):
 def test_missing_extra(monkeypatch, capsys):
     import benchmarks.__main__ as benchmarks
 
-    monkeypatch.setitem(sys.modules, "rich", None)
-    for name in ("compare", "progress"):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    for name in ("compare", "outcomes", "statistics"):
         monkeypatch.delitem(sys.modules, f"benchmarks.{name}", raising=False)
-    monkeypatch.delitem(sys.modules, "rich.console", raising=False)
     with pytest.raises(SystemExit) as ended:
         benchmarks.main(["compare"])
     assert ended.value.code == 2
-    assert "error: rich is missing. Install it with: pip install 'fr3e-trl[bench]'" in capsys.readouterr().err
+    assert "error: scipy is missing. Install it with: pip install 'fr3e-trl[bench]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments, shows", [([], False), (["--debug"], True)])

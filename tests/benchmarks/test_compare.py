@@ -32,7 +32,7 @@ from benchmarks.arms import make_config, make_trainer, whole_prompts
 from benchmarks.compare import compare, main
 from benchmarks.evaluation import evaluate
 from benchmarks.measures import batch_signal, sampled_prompts
-from benchmarks.outcomes import TUNED, has_collapsed
+from benchmarks.outcomes import TUNED, Place, has_collapsed
 from benchmarks.statistics import (
     SHARE,
     crossed_interval,
@@ -45,7 +45,7 @@ from benchmarks.statistics import (
     within,
 )
 from benchmarks.tasks import HELDOUT_SEED
-from benchmarks.worker import Place, Progress
+from benchmarks.worker import Progress
 from fr3e_trl.commands.recipe import RecipeParser
 from fr3e_trl.commands.statistics import best_of_k
 from fr3e_trl.commands.usage import UsageError
