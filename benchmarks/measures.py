@@ -85,7 +85,7 @@ class MeasuredMixin:
             {
                 "generated_tokens": self.costs.generated_tokens,
                 **sampled_prompts(*(_tree_rewards(trees) if trees else _group_rewards(self))),
-                **batch_signal(row_means(batch), in_loss),
+                **batch_signal(torch.tensor(list(self._logs["advantages"])[-len(in_loss) :]), in_loss),
             }
         )
 
@@ -137,15 +137,6 @@ def sampled_prompts(rewards: list[list[float]], of_prompts: list[list[float]]) -
         "reward": fmean(at_prompts) if at_prompts else math.nan,
         "differing": fmean(differing) if differing else math.nan,
     }
-
-
-def row_means(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Advantage of each row of a batch, (R,): its mean over the row's own tokens where these have advantages each."""
-    advantages = batch["advantages"]
-    if advantages.dim() == 1:
-        return advantages
-    mask = batch["completion_mask"] * batch["tool_mask"]
-    return (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def batch_signal(advantages: torch.Tensor, in_loss: torch.Tensor) -> dict[str, float]:

@@ -212,7 +212,7 @@ def test_what_trl_logs_of_completions_fits_the_rows():
     lengths = [len(state.prefix_ids + rollout.token_ids) for _, state, rollout in rollouts_of(trees)]
     assert entry["completions/mean_length"] == pytest.approx(sum(lengths) / 16)  # whole completions, prefix included
     num_copies = sum(rollout.copy_of is not None for _, _, rollout in rollouts_of(trees))
-    assert entry["seen"] == 16 - num_copies < 16  # one call, as by GRPO
+    assert entry["seen"] == 16 and num_copies > 0  # one call with whole groups, as by GRPO
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_what_trl_logs_of_completions_fits_the_rows():
     ids=["default", "asynchronous", "selected by score"],
 )
 def test_a_reward_function_sees_the_completions_of_a_prompt_in_one_call(settings, num_calls):
-    """As by GRPOTrainer, so that it may compare them: all that were sampled, without copies."""
+    """As by GRPOTrainer, so that it may compare them: whole groups, copies among them."""
     calls = []
 
     def compare(prompts, completions, **kwargs):
@@ -238,11 +238,21 @@ def test_a_reward_function_sees_the_completions_of_a_prompt_in_one_call(settings
         return
     ours, calls = calls, []
     train(GRPOTrainer, reward_funcs=reward, max_steps=2)
-    assert [list(dict.fromkeys(prompts)) for prompts in ours] == [list(dict.fromkeys(prompts)) for prompts in calls]
-    for prompts, (_, trees) in zip(ours, trainer.batches, strict=True):
-        texts = trainer.processing_class.batch_decode([tree.prompt_ids.tolist() for tree in trees])
-        num_sampled = [sum(r.copy_of is None for _, _, r in rollouts_of([tree])) for tree in trees]
-        assert prompts == [text for text, count in zip(texts, num_sampled, strict=True) for _ in range(count)]
+    assert ours == calls  # every prompt of a group is there
+    assert any(r.copy_of is not None for _, trees in trainer.batches for _, _, r in rollouts_of(trees))
+
+
+def test_a_reward_that_looks_at_whole_groups():
+    """As `rewards.view(-1, G)` does; also where trees are scored before the batch is whole, by groups."""
+
+    def best_of_group(completions, **kwargs):
+        lengths = torch.tensor([float(len(text)) for text in completions]).view(-1, 8)
+        return (lengths == lengths.max(1, keepdim=True).values).float().flatten().tolist()
+
+    for settings in ({}, {"max_refills": 1, "dataset": make_dataset(8)}):
+        trainer = train(reward_funcs=best_of_group, max_steps=3, **settings)
+        copies = [r for _, trees in trainer.batches for _, _, r in rollouts_of(trees) if r.copy_of is not None]
+        assert copies
 
 
 def test_what_reward_functions_log_is_a_mean_over_rows():
@@ -270,9 +280,8 @@ def test_every_completion_is_scored_once(settings):
     generated = Counter()
     for _, trees in trainer.batches:
         for tree in trees:
-            sampled = [(state, r) for _, state, r in rollouts_of([tree]) if r.copy_of is None]
-            rows = [state.prefix_ids + rollout.token_ids for state, rollout in sampled]
-            generated.update(tuple(ids) for ids in rows)  # but not what is thrown away
+            rows = [state.prefix_ids + rollout.token_ids for _, state, rollout in rollouts_of([tree])]
+            generated.update(tuple(ids) for ids in rows)  # copies too, but not what is thrown away
     assert scored == generated
 
 
@@ -785,7 +794,7 @@ def test_completions_stop_at_the_end_of_the_context():
 @pytest.mark.parametrize(
     ("reward", "error", "named"),
     [
-        (lambda completions, **kwargs: [1.0], ValueError, "returned 1 rewards, but 13 were expected"),
+        (lambda completions, **kwargs: [1.0], ValueError, "returned 1 rewards, but 16 were expected"),
         (lambda completions, **kwargs: ["right"] * len(completions), TypeError, "must be a number"),
         (lambda completions, **kwargs: [math.inf] * len(completions), ValueError, "returned inf"),
         (lambda completions, **kwargs: 1 / 0, ZeroDivisionError, "division"),

@@ -12,7 +12,8 @@ from transformers import GenerationMixin, set_seed
 
 import benchmarks.__main__ as cli
 from benchmarks.cost import stopwatch
-from benchmarks.cost.stopwatch import MethodStopwatch, peak_memory
+from benchmarks.cost.stopwatch import MethodStopwatch
+from fr3e_trl.commands.check.lines import peak_memory
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
