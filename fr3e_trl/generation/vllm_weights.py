@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from accelerate.utils import broadcast_object_list, is_peft_model
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import ProcessorMixin
 from trl import GRPOTrainer
@@ -22,6 +23,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..fr3e_config import FR3EConfig
 from ..processes import on_main_process, portable
 from .vllm_server import VLLMServer, VLLMServerError
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 logger = logging.getLogger(__name__)
 
@@ -375,7 +379,7 @@ def _remove(directories: list[Path]) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _merged(layer: Any) -> torch.Tensor:
+def _merged(layer: "LoraLayer") -> torch.Tensor:
     """A layer's weights with its adapter, of which the layer keeps nothing."""
     base = layer.get_base_layer().weight
     before = base.detach().clone()
@@ -386,7 +390,7 @@ def _merged(layer: Any) -> torch.Tensor:
     return merged
 
 
-def mergeable_layers(model: Any) -> dict[int, Any]:
+def mergeable_layers(model: nn.Module) -> dict[int, "LoraLayer"]:
     """The layers that have an adapter, by the address of their weights. None if one changes more than these."""
     if not is_peft_model(model):
         return {}
@@ -402,5 +406,5 @@ def mergeable_layers(model: Any) -> dict[int, Any]:
     return by_address if len(by_address) == len(layers) else {}
 
 
-def is_quantized(model: Any) -> bool:
+def is_quantized(model: nn.Module) -> bool:
     return getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
