@@ -251,6 +251,7 @@ class FR3ETrainer(resume.ExactResume):
         self._explorer = Explorer(
             self,
             self.args.plan,
+            lambda *completions: self.token_statistics(*completions),
             budget,
             self.stopwatch,
             obstacle_to_images,

@@ -22,12 +22,11 @@ from .method.anchors import next_threshold
 from .method.credit import CREDIT_RULES
 from .method.credit.prior import prompt_key
 from .method.credit.rollout import weighted_rewards
-from .method.explore import explore, own_bases
+from .method.explore import TokenStatistics, explore, own_bases
 from .method.plan import Plan
 from .method.rows import Row, RowSharding, rows_of
 from .method.sampling import Sampler, images_of
 from .method.tree import Dialogue, Score, TokenIds, Tree, as_ids
-from .policy_logps import token_statistics
 from .processes import in_every_process, in_step
 from .tool_loop import instances_of_trl, new_instances
 
@@ -124,6 +123,8 @@ class Explorer:
             Has the policy, the tokenizer, the tools and the reward functions.
         plan ([`Plan`]):
             How trees are grown.
+        token_statistics (`TokenStatistics`):
+            Gives log-probs and entropies of completions under the policy.
         budget ([`CompletionBudget`]):
             How many tokens a prompt's completions may have.
         stopwatch ([`Stopwatch`]):
@@ -146,6 +147,7 @@ class Explorer:
 
     trainer: GRPOTrainer
     plan: Plan
+    token_statistics: TokenStatistics
     budget: CompletionBudget
     stopwatch: Stopwatch
     obstacle_to_images: str | None
@@ -228,7 +230,7 @@ class Explorer:
                 replace(self.plan, temperature=self.trainer.temperature),
                 self.sampler,
                 lambda owners, *rest: self._score(trees, [examples[i] for i in owners], owners, *rest),
-                lambda *completions: token_statistics(self.trainer, *completions),
+                self.token_statistics,
                 (self.trainer.args.seed, self.trainer.state.global_step),
                 rows,
                 in_step if is_collective else in_every_process,

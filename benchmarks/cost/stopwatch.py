@@ -13,7 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from transformers import GenerationMixin
 from trl import GRPOTrainer
 
-from fr3e_trl import rollout
+from fr3e_trl import policy_logps, rollout
 from fr3e_trl.callbacks import Stopwatch
 from fr3e_trl.fr3e_trainer import FR3ETrainer
 from fr3e_trl.generation import decoding
@@ -38,7 +38,7 @@ TIMED: list[tuple[type | ModuleType, str, str]] = [
     (FR3ETrainer, "_compute_loss", "FR3E"),
     (FR3ETrainer, "_get_per_token_logps_and_entropies", "log-probs"),
     (GenerateSampler, "sample", "FR3E"),
-    (rollout, "token_statistics", "FR3E"),
+    (policy_logps, "token_statistics", "FR3E"),
 ]
 
 
