@@ -139,7 +139,7 @@ class FR3ETrainer(resume.ExactResume):
     _masks_truncated: bool = False
 
     # Within a step, and None or empty between steps
-    _inputs: Sequence[dict[str, Any]] = ()
+    _inputs: Sequence[dict[str, Any]] = ()  # until trees are grown from them
     _explored: list[Row]
     _rollouts: StepRollouts | None = None
     _old_logps: OldLogprobs | VLLMCorrection
@@ -287,6 +287,11 @@ class FR3ETrainer(resume.ExactResume):
         except Exception as error:
             if self._refill is not None:
                 self._refill.undo()  # a checkpoint that is saved now is of the step before
+            if self._inputs and self.environment_factories is not None:  # TRL resets these before it generates
+                failure = EnvironmentFailure(f"While rollouts were prepared: {type(error).__name__}: {error}")
+                if self.accelerator.num_processes == 1:  # others may not have failed
+                    resume.save_before(self, failure)
+                raise failure from error
             if isinstance(error, VLLMServerError | EnvironmentFailure) or error is explorer.refusal:
                 resume.save_before(self, error)
             raise
@@ -349,6 +354,7 @@ class FR3ETrainer(resume.ExactResume):
         own = sharding(self, num_rows).own
         # TRL repeats an example for its group, and deals out the repeats as it does the rows
         examples = {row // num_generations: example for row, example in zip(own, self._inputs, strict=True)}
+        self._inputs = ()
         of_trees: dict[int, list[Any]] = {i: [] for i in examples}
         for row, prompt in zip(own, prompts, strict=True):
             of_trees[row // num_generations].append(prompt)

@@ -15,9 +15,7 @@ import numpy as np
 from test_images import by_hand, dialogue_by_hand, look_at_picture, make_tool_trainer, make_trainer, parity
 from tool_policy import look
 
-import fr3e_trl.fr3e_trainer
 from fr3e_trl import FR3ETrainer
-from fr3e_trl.compat import own_rows
 from fr3e_trl.images import multimodal_of
 from fr3e_trl.method.sampling import images_of
 
@@ -31,10 +29,8 @@ def main(output: Path, settings: dict) -> None:
     else:
         trainer = make_trainer("qwen2_5_vl", FR3ETrainer, **{"reward_funcs": parity, "learning_rate": 0.0} | settings)
     rows = []
-    assemble = fr3e_trl.fr3e_trainer.assemble
-    fr3e_trl.fr3e_trainer.assemble = lambda trainer, batch_rows, *args: (
-        rows.extend(own_rows(trainer, batch_rows)) or assemble(trainer, batch_rows, *args)
-    )
+    give_credit = trainer._with_credit
+    trainer._with_credit = lambda batch: rows.extend(trainer._rollouts.own) or give_credit(batch)
     trainer.train()
     differences = []
     for row in rows:

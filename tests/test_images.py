@@ -225,7 +225,8 @@ class KeepsPasses(Recorder):
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
         output = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
         if torch.is_grad_enabled():
-            self.passes += zip(input_ids, attention_mask.bool(), output[0].detach(), strict=True)
+            rows = zip(input_ids, attention_mask.bool(), output[0].detach(), strict=True)
+            self.passes += [row for row in rows if row[-1].any()]  # others were skipped
         return output
 
 
@@ -526,13 +527,14 @@ def test_rows_keep_the_images_of_their_tools(with_images, knows_nothing):
         gradient_accumulation_steps=8,
         steps_per_generation=16,
     )
+    video = trainer._tokenizer.convert_tokens_to_ids("<|video_pad|>")
     with torch.no_grad():  # a video's token is written as often as a digit, which makes it no video
-        trainer.model.lm_head.weight[trainer._video_pad_token_id] = trainer.model.lm_head.weight[WORDS.index("7")]
+        trainer.model.lm_head.weight[video] = trainer.model.lm_head.weight[WORDS.index("7")]
     trainer.train()
     ((batch, trees),) = trainer.batches
     num_images = batch["num_images"]
     assert (0 in num_images) != with_images and len(set(num_images)) > 1
-    assert (batch["completion_ids"] == trainer._video_pad_token_id).any()
+    assert (batch["completion_ids"] == video).any()
     is_scored, sampled = (batch["completion_mask"] * batch["tool_mask"]).bool(), {}
     for row, (tree, state, rollout) in enumerate(rollouts_of(trees)):
         sampled[(*tree.prompt_ids, *state.prefix_ids, *rollout.token_ids)] = rollout

@@ -45,14 +45,14 @@ def forget():
 def explored(trainer):
     """The trees of each step of a training, and its batches."""
     steps = []
-    explore = trainer._explore_and_assemble
+    explore = trainer._generate_and_score_completions
 
     def record(inputs):
         batch = explore(inputs)
         steps.append((trainer.trees, batch))
         return batch
 
-    trainer._explore_and_assemble = record
+    trainer._generate_and_score_completions = record
     trainer.train()
     return steps
 
@@ -673,11 +673,10 @@ def test_what_a_tool_wrote_may_be_very_unlikely():
     """Its old log-prob, of below -88, is not taken for a ratio. TRL logs a NaN as 0, unless it is told otherwise."""
 
     class Unlikely(FR3ETrainer):
-        def _generate_and_score_completions(self, inputs):
-            batch = super()._generate_and_score_completions(inputs)
+        def _with_credit(self, batch):
             outside = batch["completion_mask"] * batch["tool_mask"] == 0
             batch["old_per_token_logps"] = batch["old_per_token_logps"].masked_fill(outside, -120.0)
-            return batch
+            return super()._with_credit(batch)
 
     trainer = make_trainer(Unlikely, num_iterations=2, max_steps=2, logging_nan_inf_filter=False)
     trainer.train()
