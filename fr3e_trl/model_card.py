@@ -33,7 +33,7 @@ def complete(path: Path, trainer: GRPOTrainer, dataset_name: str | None) -> None
         "weights of step": str((args.load_best_model_at_end and state.best_global_step) or ""),
         "learning rate": f"{group.get('initial_lr', args.learning_rate):g}",  # a resumed run keeps its own
         "seed": str(args.seed),
-        "FR3E": ", ".join(f"{f.name}={args.__dict__[f.name]!r}" for f in own if args.__dict__[f.name] != f.default),
+        "FR3E": ", ".join(f"{f.name}={getattr(args, f.name)!r}" for f in own if getattr(args, f.name) != f.default),
         "off": " ".join(args.parts_off()),
         **dict(changes(state.log_history)),
     }

@@ -190,13 +190,25 @@ def check_branches(tree, record, settings):
 
 
 def check_advantages(trees, advantages):
-    """Each row's, or under tree credit of each of its tokens, of which it has the mean."""
+    """
+    Each row's, or under tree credit of each of its tokens, of which it has the mean. Those of a batch have the factor
+    that makes up for what the loss is divided by.
+    """
     rollouts = [(s["position"], tree["rollouts"][k]) for tree in trees for s in tree["states"] for k in s["rollouts"]]
-    for (position, rollout), row in zip(rollouts, advantages, strict=True):
-        own = row[position : position + rollout["length"]].tolist() if row.dim() else [row.item()]
-        of_tokens = [a for length, _, a in rollout["credit"] for _ in range(length)] or [rollout["advantage"]]
-        assert np.allclose(own, of_tokens, rtol=1e-3, atol=1e-5)
-        assert close(rollout["advantage"], sum(own) / len(own))
+    expected = [
+        np.repeat([a for *_, a in rollout["credit"]], [n for n, *_ in rollout["credit"]])
+        if rollout["credit"]
+        else np.array([rollout["advantage"]])
+        for _, rollout in rollouts
+    ]
+    found = [
+        row[position : position + rollout["length"]].numpy() if row.dim() else np.array([row.item()])
+        for (position, rollout), row in zip(rollouts, advantages, strict=True)
+    ]
+    factor = np.abs(np.concatenate(found)).sum() / np.abs(np.concatenate(expected)).sum()
+    for (_, rollout), of_row, in_batch in zip(rollouts, expected, found, strict=True):
+        assert np.allclose(in_batch, factor * of_row, rtol=1e-3, atol=1e-5)
+        assert close(rollout["advantage"], of_row.mean())
 
 
 def check_rollout(rollout, record, tokenizer, is_row):
@@ -273,7 +285,7 @@ def test_steps_after_the_checkpoint_are_moved_aside(caplog):
         "step-4.json.gz",
     ]
     assert logged_steps(Path("run")) == [1, 2, 3]
-    assert "logged after step 2 is in run/trees-1 now" in caplog.text
+    assert "in run after step 2 were moved to run/trees-1" in caplog.text
 
 
 @pytest.mark.parametrize("failure", ["damaged log", "full disk", "directory"])
@@ -292,7 +304,7 @@ def test_what_is_shown_ends_no_run(failure, caplog):
     trainer.train(resume_from_checkpoint="run/checkpoint-2" if failure == "damaged log" else None)
     assert trainer.state.global_step == 3
     (told,) = [message for message in caplog.messages if "log_trees=1" in message]
-    assert "Training goes on" in told
+    assert "Training continues" in told
     assert {"damaged log": "step-1.json.gz", "full disk": "No space left", "directory": "run/trees"}[failure] in told
 
 
@@ -388,9 +400,9 @@ def test_bytes_that_are_no_character_are_shown_as_such():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["tree", "nowhere"], "nowhere has no folder 'trees'. Train with log_trees"),
-        (["tree", "run", "--steps", "2", "3"], "trees of step 3 were not logged. Those of these were: 2"),
-        (["tree", "run", "--output", "nowhere/page.html"], "Give another file by --output"),
+        (["tree", "nowhere"], "nowhere has no folder 'trees'. To log trees, train with log_trees"),
+        (["tree", "run", "--steps", "2", "3"], "trees of step 3 were not logged. Logged steps: 2"),
+        (["tree", "run", "--output", "nowhere/page.html"], "Use another file as --output"),
         (["tree"], "RUN_DIR"),
     ],
 )

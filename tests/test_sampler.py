@@ -177,7 +177,7 @@ def test_the_example(tmp_path):
     command = [sys.executable, EXAMPLE, "--max_steps=1", f"--output_dir={tmp_path}"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "value at the prompt" in result.stdout and (tmp_path / "model.safetensors").exists()
+    assert "fr3e/value/S0" in result.stdout and (tmp_path / "model.safetensors").exists()
 
 
 def test_branches_are_asked_for_before_further_base_trajectories():
