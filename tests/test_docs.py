@@ -1,5 +1,6 @@
 """The documentation says what the code has, all of it, and nothing else."""
 
+import configparser
 import contextlib
 import functools
 import io
@@ -16,13 +17,14 @@ from benchmarks.results import contrast, families, language
 from fr3e_trl import FR3EConfig
 from fr3e_trl.commands import cli
 from fr3e_trl.commands.options import read_recipe
+from fr3e_trl.compat import OPTIONAL, OVERRIDDEN
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 README_LINES = 150
 COLUMNS = 120
-WORDS = 25  # of a sentence, in the cell of a table too
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -140,45 +142,6 @@ def lines_outside_code(page: Path) -> list[str]:
     return lines
 
 
-def sentences(page: Path) -> list[str]:
-    """The sentences of a page's paragraphs, items and headings, and of its tables' cells. Code counts as one word."""
-    blocks = [""]
-    for line in lines_outside_code(page):
-        if line.startswith("|"):
-            blocks += [*re.split(r"(?<!\\)\|", line), ""]
-        elif not line.strip() or re.match(r"#+ |\s*([-*]|\d+\.) ", line):
-            blocks.append(line)
-        else:
-            blocks[-1] += " " + line
-    found = []
-    for block in blocks:
-        block = re.sub(r"^\s*(#+|[-*]|\d+\.) ", "", block)
-        block = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", block)
-        block = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]+`", "CODE", block)).replace("**", "")
-        found += re.split(r"(?<=[.!?])[)*\"”]*\s+(?=[(*\"“]*[A-Z0-9αβκ])", block)
-    return found
-
-
-def words(sentence: str) -> list[str]:
-    return [word for word in sentence.split() if re.search(r"\w", word)]
-
-
-@each_page
-def test_sentences_are_short(page):
-    longest = max(sentences(page), key=lambda sentence: len(words(sentence)))
-    assert len(words(longest)) <= WORDS, f"{len(words(longest))} words: {longest}"
-
-
-def test_what_a_sentence_is(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# Title\n\nOne, with `some code` and\n[a link](to). Two: 1.5 units!\n\n- Three\n  goes on.\n- Four\n\n"
-        "```text\nNo sentence.\n```\n\n| five | six. Seven |\n|---|---|\n"
-    )
-    counts = [len(words(sentence)) for sentence in sentences(page)]
-    assert [count for count in counts if count] == [1, 6, 3, 3, 1, 1, 1, 1]
-
-
 @each_page
 def test_lines_are_short(page):
     """But for tables, code and addresses."""
@@ -219,10 +182,49 @@ def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) <= README_LINES
 
 
-def test_contributing_names_every_file_that_it_has_a_table_of():
-    """Of the folders whose files it lists one by one."""
-    contributing = (ROOT / "CONTRIBUTING.md").read_text()
-    package = ROOT / "fr3e_trl"
-    files = [path for folder in ("method", "generation", "trl_adapter") for path in (package / folder).rglob("*.py")]
-    names = {str(path.relative_to(package)) for path in files if path.name != "__init__.py"}
-    assert names <= set(re.findall(r"`([\w/]+\.py)`", contributing))
+# Where what a page names in backquotes may lie
+FOLDERS = [ROOT, ROOT / "fr3e_trl", ROOT / "tests"]
+NAMED = r"(?<![\w/.{])(?:[\w.-]+/)+(?:[\w.-]+\.(?:py|md|yaml|yml|html|jsonl|json|gz|png))?(?![\w*{/])"
+
+
+@each_page
+def test_files_and_folders_that_are_named_exist(page):
+    """But for what a run writes, what a user has, and what an earlier revision had."""
+    for line in page.read_text().splitlines():
+        if re.search(r"\brevision\b|`[0-9a-f]{7}`", line):
+            continue
+        for code in re.findall(r"`([^`]+)`", line):
+            for name in re.findall(NAMED, code):
+                has_gap = re.search("[A-Z]{4,}", name)
+                if not has_gap and any((folder / name.split("/")[0]).is_dir() for folder in FOLDERS):
+                    assert any((folder / name).exists() for folder in FOLDERS), f"{name}: {line}"
+
+
+def test_what_make_is_asked_for_exists():
+    """In the pages, and in what CI runs."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for page in [*PAGES, ROOT / ".ci" / "run", *(ROOT / ".github" / "workflows").iterdir()]:
+        for words in re.findall(r"(?:^|`|run: )make ([a-z][a-z -]*)", page.read_text(), flags=re.MULTILINE):
+            named = [word for word in words.split() if not word.startswith("-")]
+            assert set(named) <= targets, (page.name, words)
+
+
+def setup_layers() -> list[str]:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    return config["importlinter:contract:layers"]["layers"].split("\n")[1:]
+
+
+def test_contributing_has_the_layers_and_every_room():
+    text = CONTRIBUTING.read_text()
+    layers = [layer.replace(" | ", ", ") for layer in setup_layers()]
+    assert "\n".join(layers) in text
+    for path in (ROOT / "fr3e_trl").iterdir():
+        if path.suffix == ".py" and path.name != "__init__.py":
+            assert f"`{path.name}`" in text
+        elif path.is_dir() and (path / "__init__.py").exists():
+            assert f"`{path.name}/`" in text
+
+
+def test_contributing_names_every_override():
+    assert {*OVERRIDDEN, *OPTIONAL} <= set(re.findall(r"`(\w+)`", CONTRIBUTING.read_text()))

@@ -1,1 +1,1 @@
-"""What FR3E costs: of a step, of its own bookkeeping, of several processes, of a vLLM server."""
+"""What a step costs, and FR3E's own bookkeeping."""

@@ -1,1 +1,1 @@
-"""What the commands share, and the commands `fr3e train` and `fr3e eval`."""
+"""What `fr3e` runs: train, eval, check, init and tree, and what these share."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks compare` with a task of the tests, run as a script: python tests/bench_task.py ARGUMENTS."""
+"""`python -m benchmarks compare` with a task of the tests, run as a script with its arguments."""
 
 import sys
 from dataclasses import dataclass
