@@ -15,10 +15,10 @@ import torch
 from accelerate.utils import broadcast_object_list, is_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import ProcessorMixin
-from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ..compat import TypedTrainer
 from ..fr3e_config import FR3EConfig
 from ..processes import on_main_process, portable
 from .vllm_server import VLLMServer, VLLMServerError
@@ -42,7 +42,7 @@ def without_vllm(args: FR3EConfig) -> Iterator[None]:
         args.use_vllm = use_vllm
 
 
-def set_up_vllm(trainer: GRPOTrainer, args: FR3EConfig) -> None:
+def set_up_vllm(trainer: TypedTrainer, args: FR3EConfig) -> None:
     """
     Set up vLLM as the constructor of `GRPOTrainer` does, but through [`FR3EVLLMGeneration`].
 
@@ -79,7 +79,7 @@ def set_up_vllm(trainer: GRPOTrainer, args: FR3EConfig) -> None:
 
 
 @contextmanager
-def awake_engine(trainer: GRPOTrainer, timed: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
+def awake_engine(trainer: TypedTrainer, timed: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
     """
     Have vLLM ready with the policy's weights; one that may sleep wakes up for as long. Without vLLM, nothing.
 
@@ -108,7 +108,7 @@ def awake_engine(trainer: GRPOTrainer, timed: Callable[[str], AbstractContextMan
             generation._llm_weights_sleeping = True
 
 
-def end_engine(trainer: GRPOTrainer) -> None:
+def end_engine(trainer: TypedTrainer) -> None:
     """End an engine in this process, while the groups of processes are there that it ends by."""
     if trainer.use_vllm and trainer.vllm_mode == "colocate":
         trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
@@ -140,6 +140,8 @@ class FR3EVLLMGeneration(VLLMGeneration):
         syncs_adapter (`bool`):
             Whether the adapter alone is sent.
     """
+
+    model: Any  # a model of transformers or PEFT, whose attributes `nn.Module` hides
 
     def __init__(self, *args: Any, fr3e_args: FR3EConfig, **kwargs: Any):
         self.fr3e_args = fr3e_args
@@ -393,7 +395,7 @@ def mergeable_layers(model: Any) -> dict[int, Any]:
     from peft.tuners.lora import LoraLayer, ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     for layer in layers:
         is_plain = isinstance(layer, LoraLayer) and not isinstance(layer, ParamWrapper)
         if not is_plain or any(layer.lora_bias.values()) or not hasattr(layer.get_base_layer(), "weight"):
