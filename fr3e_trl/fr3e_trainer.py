@@ -277,7 +277,7 @@ class FR3ETrainer(resume.ExactResume):
         if explorer is None or not self.is_exploring:
             batch = super()._generate_and_score_completions(inputs)
             if not self.model.training:
-                note_evaluation(self._metrics["eval"], self.evaluations)
+                note_evaluation(self)
                 return batch
             return prefix_sharing.numbered(batch) if self.shares_prefixes else batch
         try:
