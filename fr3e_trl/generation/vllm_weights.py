@@ -186,8 +186,8 @@ class FR3EVLLMGeneration(VLLMGeneration):
             return
         super().sync_weights()
         if self.mode == "server":
-            server = self.server  # the main process has it, and all end if it fails
-            on_main_process(self.accelerator, lambda: server.expect_no_restart())  # type: ignore[union-attr]
+            server: Any = self.server  # the main process has it, and all end if it fails
+            on_main_process(self.accelerator, lambda: server.expect_no_restart())
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The only change is that a failure of the server, which the main process asks, is raised in all processes."""
@@ -219,8 +219,8 @@ class FR3EVLLMGeneration(VLLMGeneration):
         """Longest prompt and completion together that vLLM takes, in tokens."""
         if self.mode == "colocate":
             return self.llm.llm_engine.model_config.max_model_len
-        config = None if self.server is None else self.server.config  # the main process has it
-        return on_main_process(self.accelerator, lambda: config["model_config"]["max_model_len"])  # type: ignore[index]
+        config: Any = None if self.server is None else self.server.config  # the main process has it
+        return on_main_process(self.accelerator, lambda: config["model_config"]["max_model_len"])
 
     def checked_context(self, model_context: int | None, prompt_length: int, max_completion_length: int) -> int | None:
         """
@@ -379,7 +379,7 @@ def _remove(directories: list[Path]) -> None:
 
 def _merged(layer: Any) -> torch.Tensor:
     """A layer's weights with its adapter, of which the layer keeps nothing."""
-    base = layer.get_base_layer().weight
+    base: Any = layer.get_base_layer().weight
     before = base.detach().clone()
     layer.merge()
     merged = base.detach().clone()  # vLLM may take it later
