@@ -299,7 +299,7 @@ WHERE_A_MODEL_IS = {"cache_dir", "gguf_file", "local_files_only", "revision", "s
 
 
 @contextmanager
-def classless_model(model: Any, args: FR3EConfig) -> Iterator[None]:
+def classless_model(model: object, args: FR3EConfig) -> Iterator[None]:
     """Where TRL fails on a name whose configuration does not say which class the model has, say that."""
     try:
         yield
@@ -314,7 +314,7 @@ def classless_model(model: Any, args: FR3EConfig) -> Iterator[None]:
         ) from None
 
 
-def check_model(model: Any) -> None:
+def check_model(model: object) -> None:
     """Refuse a model that cannot generate text from prompts alone."""
     model = getattr(model, "get_base_model", lambda: model)()
     name = type(model).__name__

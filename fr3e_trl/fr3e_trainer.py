@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from datasets import Dataset, IterableDataset
+from torch import nn
 from transformers import (
     BitsAndBytesConfig,
     PreTrainedModel,
@@ -496,7 +497,7 @@ class FR3ETrainer(resume.ExactResume):
     def mask_truncated_completions(self, mask: bool) -> None:
         self._masks_truncated = mask
 
-    def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """The only change is that nothing is computed of rows that have no token in the loss."""
         if not self.is_exploring:
             return super()._compute_loss(model, inputs)
@@ -512,7 +513,7 @@ class FR3ETrainer(resume.ExactResume):
 
     def _get_per_token_logps_and_entropies(
         self,
-        model: Any,
+        model: nn.Module,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         logits_to_keep: int,

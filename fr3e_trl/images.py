@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 from trl.data_utils import apply_chat_template, prepare_multimodal_messages
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
@@ -31,7 +32,7 @@ def take_no_empty_images(trainer: TypedTrainer) -> None:
             model.register_forward_pre_hook(_without_empty_images, with_kwargs=True)
 
 
-def _without_empty_images(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _without_empty_images(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Pass a model no images where TRL passes empty tensors."""
     grid = kwargs.get("image_grid_thw")
     if grid is not None and len(grid) == 0:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import gather_object, send_to_device
+from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig
@@ -193,7 +194,7 @@ class ExactResume(TypedTrainer):
     # The weights. transformers saves those of some models, of most that see, under other names than it looks for here,
     # and would go on from those that the run began with.
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """The only change is that weights are found that are saved under other names."""
         self._has_other_names = False
         super()._load_from_checkpoint(resume_from_checkpoint, model)
