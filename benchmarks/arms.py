@@ -12,7 +12,7 @@ import torch
 import yaml
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 from benchmarks.counts import check_count, check_rate
 from fr3e_trl.commands.data import model_argument
@@ -21,11 +21,11 @@ from fr3e_trl.commands.usage import usage_errors
 from fr3e_trl.fr3e_config import FR3EConfig
 from fr3e_trl.generation.decoding import contiguous_at_head
 
-from .measures import MeasuredFR3ETrainer, MeasuredGRPOTrainer
+from .measures import MeasuredFR3ETrainer, MeasuredGRPOTrainer, MeasuredTrainer
 from .own_task import OwnTask
 from .tasks import Task
 
-TRAINERS: dict[str, tuple[type[GRPOTrainer], type[GRPOConfig]]] = {
+TRAINERS: dict[str, tuple[type[MeasuredTrainer], type[GRPOConfig]]] = {
     "fr3e": (MeasuredFR3ETrainer, FR3EConfig),
     "grpo": (MeasuredGRPOTrainer, GRPOConfig),
 }
@@ -66,7 +66,7 @@ DISPUTED = ("epsilon_high", "scale_rewards")
 
 def make_trainer(
     settings: dict[str, Any], policy: Path, task: Task | OwnTask, output_dir: Path, seed: int, **overrides: Any
-) -> GRPOTrainer:
+) -> MeasuredTrainer:
     """
     The trainer of an arm: the real [`FR3ETrainer`] or [`~trl.GRPOTrainer`], with measurements taken.
 
@@ -87,7 +87,7 @@ def make_trainer(
     settings = DEFAULTS | limits | settings | overrides
     trainer_class, _ = TRAINERS[settings["trainer"]]
     config = make_config(settings, output_dir, seed)
-    arguments = {
+    arguments: dict[str, Any] = {
         "reward_funcs": task.reward,
         "args": config,
         "train_dataset": _train_examples(task, seed, settings["num_train_examples"]),

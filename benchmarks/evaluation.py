@@ -10,6 +10,7 @@ from transformers import GenerationConfig, LogitsProcessor
 
 from fr3e_trl.commands.completions import columns_of, complete, reward_arguments, sampling_config, texts_of
 from fr3e_trl.commands.usage import UsageError
+from fr3e_trl.compat import TypedTrainer, tokenizer_of
 from fr3e_trl.rollout import tokenized
 
 from .own_task import OwnTask
@@ -34,13 +35,15 @@ class Evaluation:
     num_unscored: int = 0
 
 
-def evaluate(trainer: Any, task: Task | OwnTask, heldout: Dataset, num_samples: int, batch_size: int) -> Evaluation:
+def evaluate(
+    trainer: TypedTrainer, task: Task | OwnTask, heldout: Dataset, num_samples: int, batch_size: int
+) -> Evaluation:
     """
     Measure the policy of a [`~trl.GRPOTrainer`], and leave no trace in its training.
 
     Of each held-out example, `num_samples` completions are sampled at temperature 1, `batch_size` at once, at least.
     """
-    model, tokenizer = trainer.model, trainer.processing_class
+    model, tokenizer = trainer.model, tokenizer_of(trainer)
     training = model.training
     model.eval()
     config = sampling_config(model, tokenizer, task.max_completion_length)
@@ -108,10 +111,14 @@ class _EntropyRecorder(LogitsProcessor):
 
 
 def _complete(
-    trainer: Any, task: Task | OwnTask, examples: list[dict[str, Any]], batch_size: int, config: GenerationConfig
+    trainer: TypedTrainer,
+    task: Task | OwnTask,
+    examples: list[dict[str, Any]],
+    batch_size: int,
+    config: GenerationConfig,
 ) -> _Completions:
     """A completion of each example, in order."""
-    model, tokenizer = trainer.model, trainer.processing_class
+    model, tokenizer = trainer.model, tokenizer_of(trainer)
     prompt_ids = tokenized(trainer, [example["prompt"] for example in examples])
     recorder = _EntropyRecorder()
     result = _Completions([], [])
@@ -126,7 +133,11 @@ def _complete(
 
 
 def _converse(
-    trainer: Any, task: Task | OwnTask, examples: list[dict[str, Any]], batch_size: int, config: GenerationConfig
+    trainer: TypedTrainer,
+    task: Task | OwnTask,
+    examples: list[dict[str, Any]],
+    batch_size: int,
+    config: GenerationConfig,
 ) -> _Completions:
     """The same in several turns, by TRL's own loop, whatever the trainer samples with when it trains."""
     settings = {
@@ -155,7 +166,7 @@ def _converse(
 
 
 def converse(
-    trainer: Any, prompts: list[Any], tools: dict[str, Any], **settings: Any
+    trainer: TypedTrainer, prompts: list[Any], tools: dict[str, Any], **settings: Any
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]], list[Any]]:
     """
     Have TRL complete prompts in several turns, by its own way to generate.

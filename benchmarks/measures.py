@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fr3e_trl.compat import TypedTrainer
 from fr3e_trl.fr3e_trainer import FR3ETrainer
 from fr3e_trl.method.tree import Tree
 from fr3e_trl.prefix_sharing import without_cudnn
@@ -119,6 +120,9 @@ class MeasuredFR3ETrainer(MeasuredMixin, FR3ETrainer):
     """[`FR3ETrainer`], measured."""
 
 
+MeasuredTrainer = MeasuredGRPOTrainer | MeasuredFR3ETrainer
+
+
 def sampled_prompts(rewards: list[list[float]], of_prompts: list[list[float]]) -> dict[str, float]:
     """
     Mean reward of what was sampled from the prompts themselves, and how often two rows of a prompt differ in reward.
@@ -177,7 +181,7 @@ def _tree_tokens(trees: list[Tree]) -> tuple[int, int]:
     return sampled, read
 
 
-def _row_tokens(trainer: Any, batch: dict[str, torch.Tensor]) -> tuple[int, int]:
+def _row_tokens(trainer: TypedTrainer, batch: dict[str, torch.Tensor]) -> tuple[int, int]:
     """The same where every row is sampled from its prompt."""
     # Not from the completions' mask, which leaves out what is masked for being truncated
     mean_length = trainer._metrics["train"]["completions/mean_length"][-1]
@@ -200,7 +204,7 @@ def _tree_rewards(trees: list[Tree]) -> tuple[list[list[float]], list[list[float
     return of_trees, [of_tree[0] for of_tree in of_states]
 
 
-def _group_rewards(trainer: Any) -> tuple[list[list[float]], list[list[float]]]:
+def _group_rewards(trainer: TypedTrainer) -> tuple[list[list[float]], list[list[float]]]:
     """The same of the last batch of a trainer that has no trees, by its one reward function."""
     (rewards,) = {name: list(rewards) for name, rewards in trainer._logs["rewards"].items()}.values()
     size = trainer.num_generations

@@ -10,7 +10,6 @@ from trl import get_peft_config, get_quantization_config
 
 from fr3e_trl.commands.data import (
     FORMATS,
-    FR3EScriptArguments,
     call_reward,
     data_files,
     digests,
@@ -40,7 +39,7 @@ class OwnTask:
     tools = ()
     max_tool_calling_iterations = None
 
-    def __init__(self, args: FR3EScriptArguments, num_heldout: int):
+    def __init__(self, args: Any, num_heldout: int):
         self.args = args
         self.num_heldout = num_heldout
 
@@ -71,12 +70,12 @@ class OwnTask:
         return [get_reward(name) for name in self.args.reward_funcs]
 
     @cached_property
-    def splits(self) -> dict[str, Dataset]:
+    def splits(self) -> dict[str, Any]:  # `Dataset`: there is no streaming
         """All examples for training, and all that are held out."""
         args = self.args
         assert isinstance(args.base, dict)
         template = args.base.get("chat_template_kwargs")
-        train = load_examples(args, args.dataset_train_split, self.tokenizer, template)
+        train: Any = load_examples(args, args.dataset_train_split, self.tokenizer, template)
         if not self.num_heldout:
             return {"train": train}
         if args.eval_dataset_name is not None or Path(args.dataset_name or "").suffix not in FORMATS:

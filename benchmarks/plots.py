@@ -168,7 +168,8 @@ def _draw_rates(results: Results) -> Plot:
 
 def _styles(results: Results) -> list[dict[str, Any]]:
     """A colour and a marker of each arm. The reference is dark."""
-    palette = pyplot.get_cmap("tab10").colors  # type: ignore[attr-defined]
+    colormap: Any = pyplot.get_cmap("tab10")
+    palette = colormap.colors
     styles, others = [], 0
     for arm in results.arms:
         if arm == results.arguments["reference"]:

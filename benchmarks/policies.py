@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from fr3e_trl.commands.outputs import check_directory, differing, read_object, write_json
@@ -147,5 +147,6 @@ def _make(task: Task, directory: Path) -> None:
             processing_class=tokenizer,
         )
         trainer.train()
+    assert isinstance(trainer.model, PreTrainedModel)
     trainer.model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

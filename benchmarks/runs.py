@@ -21,7 +21,7 @@ from fr3e_trl.tree_log.record import write_whole
 
 from .arms import FALLING, make_trainer
 from .evaluation import evaluate
-from .measures import Costs, now
+from .measures import Costs, MeasuredTrainer, now
 from .outcomes import Place, pass_rate
 from .own_task import OwnTask
 from .tasks import HELDOUT_SEED, Task
@@ -108,7 +108,7 @@ class Course(transformers.TrainerCallback):
     `report` is told where the run is, and `checkpoint` is what the trainer goes on from.
     """
 
-    def __init__(self, run: Run, trainer: Any, report: Report, checkpoint: Path | None):
+    def __init__(self, run: Run, trainer: MeasuredTrainer, report: Report, checkpoint: Path | None):
         self.run = run
         self.trainer = trainer
         self.report = report
@@ -167,6 +167,7 @@ class Course(transformers.TrainerCallback):
     def _set_learning_rate(self, share: float) -> None:
         """Have the schedule be where `share` of its steps are done: of `UNBOUNDED`, as the trainer has made it."""
         scheduler = self.trainer.lr_scheduler
+        assert scheduler is not None
         scheduler.last_epoch = int(min(share, 1) * UNBOUNDED) - 1
         scheduler.step()
 
@@ -200,7 +201,7 @@ def execute(run: Run, report: Report) -> None:
     """Train, from where the run was saved last if it was cut, and write what was measured to the run's file."""
     be_quiet()
     checkpoint = last_checkpoint(run)
-    trainer: Any = make_trainer(run.settings, Path(run.policy), run.task, run.under_way, run.seed, max_steps=UNBOUNDED)
+    trainer = make_trainer(run.settings, Path(run.policy), run.task, run.under_way, run.seed, max_steps=UNBOUNDED)
     course = Course(run, trainer, report, checkpoint)
     trainer.add_callback(course)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -223,7 +224,7 @@ def last_checkpoint(run: Run) -> Path | None:
     return complete[max(complete)] if complete else None
 
 
-def save_policy(trainer: Any, path: Path) -> None:
+def save_policy(trainer: MeasuredTrainer, path: Path) -> None:
     """Save what a run has trained, an adapter alone where it is one, whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     trainer.save_model(str(partial))
@@ -247,7 +248,7 @@ def probe(run: Run) -> dict[str, float]:
     if size is not None and num_prompts * settings["num_generations"] % size == 0:
         settings["per_device_train_batch_size"] = size  # of a large model, there may be no room for more
     with tempfile.TemporaryDirectory() as output_dir:
-        trainer: Any = make_trainer(
+        trainer = make_trainer(
             settings, Path(run.policy), run.task, Path(output_dir), HELDOUT_SEED, **PROBE, num_prompts=num_prompts
         )
         ends = StepEnds()

@@ -135,8 +135,9 @@ def main(script_args: AgentScriptArguments, training_args: FR3EConfig, model_arg
 
 def make_parser() -> TrlParser:
     """Parser of the script's arguments, from a configuration file (`--config`) and the command line."""
+    dataclasses: list[Any] = [AgentScriptArguments, FR3EConfig, ModelConfig]
     parser = TrlParser(
-        [AgentScriptArguments, FR3EConfig, ModelConfig],
+        dataclasses,
         description="Train an agent that looks things up before it answers: a small policy, or the model of "
         "--model_name_or_path. Defaults are for the small policy.",
     )

@@ -101,16 +101,16 @@ class Progress(TrainerCallback):
 
     trainer: FR3ETrainer
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.start = time.monotonic()
 
-    def on_step_end(self, args, state, control, processing_class, **kwargs):
+    def on_step_end(self, args: Any, state: Any, control: Any, processing_class: Any = None, **kwargs: Any) -> None:
         if state.global_step == 1:
             print("\nWhat FR3E explored of one problem in its first step:\n")
             print(render_tree(max(self.trainer.trees, key=spread), processing_class))
             print(TABLE_HEAD, flush=True)
 
-    def on_log(self, args, state, control, logs, **kwargs):
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "fr3e/value/S0" in logs:
             rescued = f"{logs['fr3e/prompts/rescued']:.0%}" if "fr3e/prompts/rescued" in logs else "-"
             print(

@@ -11,9 +11,10 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from demo import spread
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -33,7 +34,7 @@ FAMILY = FAMILIES["short"]
 SEED = 2507  # of the completions by which it is measured
 
 
-def measure(when: str, model, tokenizer, problems, num_samples: int) -> str:
+def measure(when: str, model: Any, tokenizer: Any, problems: Dataset, num_samples: int) -> str:
     """Print and return pass@1 and pass@k on held-out problems, sampled at temperature 1."""
     prompts = [
         tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in problems["prompt"]
@@ -59,7 +60,7 @@ class ShowTree(TrainerCallback):
 
     trainer: FR3ETrainer
 
-    def on_step_end(self, args, state, control, processing_class, **kwargs):
+    def on_step_end(self, args: Any, state: Any, control: Any, processing_class: Any = None, **kwargs: Any) -> None:
         if state.global_step == 1:
             print("\nWhat FR3E explored of one problem in its first step:\n")
             print(render_tree(max(self.trainer.trees, key=spread), processing_class), "\n", flush=True)

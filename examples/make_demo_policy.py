@@ -20,7 +20,7 @@ from typing import Any
 import reasoning_gym
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer
 
 POLICY_DIR = Path(__file__).parent / "demo_policy"
@@ -134,6 +134,7 @@ def main() -> None:
         processing_class=tokenizer,
     )
     trainer.train()
+    assert isinstance(trainer.model, PreTrainedModel)
     trainer.model.save_pretrained(options.output_dir)
     tokenizer.save_pretrained(options.output_dir)
 

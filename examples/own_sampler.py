@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from demo import MAX_COMPLETION_LENGTH, is_right, make_dataset
 from make_demo_policy import POLICY_DIR
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from fr3e_trl import FR3EConfig, FR3ETrainer, Sample, SamplingRequest
 
@@ -46,6 +46,8 @@ class MixtureSampler:
 
     def __init__(self, trainer: FR3ETrainer):
         self.trainer = trainer
+        assert isinstance(trainer.processing_class, PreTrainedTokenizerBase)
+        self.tokenizer = trainer.processing_class
         self.start = copy.deepcopy(trainer.model).eval()
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
@@ -55,9 +57,9 @@ class MixtureSampler:
 
     def draw(self, rows: list[SamplingRequest]) -> list[Sample]:
         """One sample for each row. All are generated to the largest budget, and cut at their own."""
-        device, eos_id = self.trainer.accelerator.device, self.trainer.processing_class.eos_token_id
+        device, eos_id = self.trainer.accelerator.device, self.tokenizer.eos_token_id
         prefixes = [{"input_ids": row.prefix_ids.tolist()} for row in rows]
-        inputs = self.trainer.processing_class.pad(prefixes, padding_side="left", return_tensors="pt").to(device)
+        inputs = self.tokenizer.pad(prefixes, padding_side="left", return_tensors="pt").to(device)
         temperatures = torch.tensor([[row.temperature] for row in rows], device=device)
         with self.trainer.generation_model() as model:
             output = model.generate(

@@ -12,8 +12,8 @@ from statistics import fmean
 from typing import Any
 
 from transformers import ProgressCallback, TrainerState, TrainingArguments
-from trl import GRPOTrainer
 
+from .compat import TypedTrainer
 from .fr3e_config import FR3EConfig
 from .tree_log.record import FOLDER, METRICS, PAGE, evaluated, is_number
 
@@ -152,7 +152,7 @@ class Console(ProgressCallback):
         say(line, print if self.training_bar is None else self.training_bar.write)
 
 
-def take_over(trainer: GRPOTrainer, console: Console, given: list[Any] | None) -> None:
+def take_over(trainer: TypedTrainer, console: Console, given: list[Any] | None) -> None:
     """Put the console in the place of transformers' own `ProgressCallback`. Those `given` by the user stay."""
     callbacks = trainer.callback_handler.callbacks
     places = [i for i, callback in enumerate(callbacks) if type(callback) is ProgressCallback]

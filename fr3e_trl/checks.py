@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import is_async_callable
 
-from .compat import is_sharded, tokenizer_of
+from .compat import TypedTrainer, is_sharded, tokenizer_of
 from .fr3e_config import FR3EConfig
 from .method.credit import CREDIT_RULES
 
@@ -119,7 +119,7 @@ def check_sampler(sampler: Any, args: FR3EConfig) -> None:
         )
 
 
-def refuse_unsupported_setup(trainer: Any) -> None:
+def refuse_unsupported_setup(trainer: TypedTrainer) -> None:
     """Refuse what shows only when TRL has set up the trainer: how its processes are sharded."""
     if trainer._dist.fsdp_version == 1:
         raise NotImplementedError(
@@ -141,9 +141,9 @@ def refuse_unsupported_setup(trainer: Any) -> None:
         )
 
 
-def ends_of(trainer: Any) -> list[int]:
+def ends_of(trainer: TypedTrainer) -> list[int]:
     """The tokens that end a completion: TRL's, and those that `generation_kwargs` add."""
-    given = trainer.args.generation_kwargs or {}
+    given: Any = trainer.args.generation_kwargs or {}
     added = [given.get("eos_token_id") or [], given.get("stop_token_ids") or []]
     lists = [[ids] if isinstance(ids, int) else ids for ids in added]
     return list(dict.fromkeys([*trainer.eos_token_ids, *chain.from_iterable(lists)]))
@@ -173,7 +173,7 @@ def _check_generation_config(of_model: Any, chosen: Any) -> None:
             )
 
 
-def obstacle_to_images(trainer: Any) -> str | None:
+def obstacle_to_images(trainer: TypedTrainer) -> str | None:
     """Why a trainer that TRL has set up cannot explore from prompts with images, and what to do; `None` if it can."""
     if not trainer._is_vlm:
         return (
@@ -198,7 +198,7 @@ def obstacle_to_images(trainer: Any) -> str | None:
     return None
 
 
-def obstacle_to_tool_images(trainer: Any) -> str | None:
+def obstacle_to_tool_images(trainer: TypedTrainer) -> str | None:
     """Why a trainer cannot explore where tools return images, and what to do; `None` if it can."""
     if obstacle := obstacle_to_images(trainer):
         return obstacle
@@ -210,6 +210,7 @@ def obstacle_to_tool_images(trainer: Any) -> str | None:
         )
     if trainer.use_vllm or trainer.has_own_sampler:
         return "only transformers' generate is told of them. Generate without vLLM and without sampler="
+    assert isinstance(trainer.args, FR3EConfig)
     if trainer.args.max_refills > 0:
         return "rows that are left over for the next step do not keep them. Set max_refills=0"
     takes_none = trainer.args.ddp_find_unused_parameters and not (
@@ -238,7 +239,7 @@ def warn_of_unscored_sampling(args: FR3EConfig) -> None:
         )
 
 
-def warn_of_float32_generation(trainer: Any) -> None:
+def warn_of_float32_generation(trainer: TypedTrainer) -> None:
     """Tell if an adapter's model generates in float32: `generate` of PEFT is not under the autocast of updates."""
     is_wide = trainer.model.dtype == torch.float32 and trainer.accelerator.mixed_precision != "no"
     if is_wide and is_peft_model(trainer.model) and not trainer.use_vllm:
@@ -298,7 +299,7 @@ WHERE_A_MODEL_IS = {"cache_dir", "gguf_file", "local_files_only", "revision", "s
 
 
 @contextmanager
-def classless_model(model: Any, args: FR3EConfig) -> Iterator[None]:
+def classless_model(model: object, args: FR3EConfig) -> Iterator[None]:
     """Where TRL fails on a name whose configuration does not say which class the model has, say that."""
     try:
         yield
@@ -313,7 +314,7 @@ def classless_model(model: Any, args: FR3EConfig) -> Iterator[None]:
         ) from None
 
 
-def check_model(model: Any) -> None:
+def check_model(model: object) -> None:
     """Refuse a model that cannot generate text from prompts alone."""
     model = getattr(model, "get_base_model", lambda: model)()
     name = type(model).__name__
@@ -326,7 +327,7 @@ def check_model(model: Any) -> None:
         raise ValueError(f"model is a {name}, which cannot generate text. {remedy}")
 
 
-def check_tokenizer(trainer: Any) -> None:
+def check_tokenizer(trainer: TypedTrainer) -> None:
     """Refuse a tokenizer that TRL has set up and that cannot end a completion, or whose own tokens the model lacks."""
     tokenizer = tokenizer_of(trainer)
     if None in trainer.eos_token_ids:
@@ -337,9 +338,10 @@ def check_tokenizer(trainer: Any) -> None:
     check_tokens(trainer, [tokenizer.eos_token_id, tokenizer.pad_token_id])
 
 
-def check_tokens(trainer: Any, token_ids: Iterable[int]) -> None:
+def check_tokens(trainer: TypedTrainer, token_ids: Iterable[int]) -> None:
     """Refuse tokens that the model has no embedding for. Those that a tokenizer has and nobody uses do no harm."""
-    num_embeddings, largest = trainer.model.get_input_embeddings().weight.shape[0], max(token_ids, default=-1)
+    weight: Any = trainer.model.get_input_embeddings().weight
+    num_embeddings, largest = weight.shape[0], max(token_ids, default=-1)
     if not is_sharded(trainer) and 0 < num_embeddings <= largest:
         tokenizer = tokenizer_of(trainer)
         raise ValueError(

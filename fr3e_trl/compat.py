@@ -12,13 +12,38 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import trl
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl import GRPOTrainer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from trl import GRPOConfig, GRPOTrainer
 
 from .method.rows import RowSharding
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from peft import PeftModel
+
+    class TypedTrainer(GRPOTrainer):
+        """[`~trl.GRPOTrainer`], with the types that attributes have once it is made."""
+
+        args: GRPOConfig
+        model: PreTrainedModel
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin
+        tools: list[Any]
+        train_dataset: Dataset  # or another that is iterable, if it is not indexed
+        num_generations: int
+        max_completion_length: int
+        chat_template_kwargs: dict[str, Any]
+        shuffle_dataset: bool
+        vllm_generation: Any  # `FR3EVLLMGeneration`, which has more than TRL's
+        has_own_sampler: bool  # of `FR3ETrainer` alone
+        # What TRL's constructor sets to `None` or to an empty list
+        environments: Any
+        environment_factories: Any
+        _batch_environments: Any
+        _buffered_inputs: Any
+        _image_pad_token_id: Any
+        _logs: dict[str, Any]
+else:
+    TypedTrainer = GRPOTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -88,33 +113,33 @@ def model_name(model: "str | PreTrainedModel | PeftModel") -> str:
     return model_source(model).split("/")[-1]
 
 
-def tokenizer_of(trainer: GRPOTrainer) -> PreTrainedTokenizerBase:
+def tokenizer_of(trainer: TypedTrainer) -> PreTrainedTokenizerBase:
     """The tokenizer, that of the processor if there is one."""
     return trainer._tokenizer
 
 
-def is_sharded(trainer: GRPOTrainer) -> bool:
+def is_sharded(trainer: TypedTrainer) -> bool:
     """Whether the policy's forward pass is a collective call, which all processes must make together."""
     return trainer._dist.is_fsdp or trainer._dist.is_zero3
 
 
-def in_float32(trainer: GRPOTrainer) -> bool:
+def in_float32(trainer: TypedTrainer) -> bool:
     """Whether two ways to compute the same agree to the rounding of float32."""
     return trainer.model.dtype == torch.float32 and trainer.accelerator.mixed_precision == "no"
 
 
-def computed_in(trainer: GRPOTrainer) -> torch.dtype:
+def computed_in(trainer: TypedTrainer) -> torch.dtype:
     """What the policy computes in."""
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return mixed.get(trainer.accelerator.mixed_precision, trainer.model.dtype)
 
 
-def sharding(trainer: GRPOTrainer, num_rows: int) -> RowSharding:
+def sharding(trainer: TypedTrainer, num_rows: int) -> RowSharding:
     """How rows are dealt out to the processes."""
     return RowSharding(num_rows, trainer.accelerator.num_processes, trainer.accelerator.process_index)
 
 
-def own_rows(trainer: GRPOTrainer, rows: Rows) -> Rows:
+def own_rows(trainer: TypedTrainer, rows: Rows) -> Rows:
     """This process's part of the rows of all."""
     own = sharding(trainer, len(rows)).own
     return rows[own.start : own.stop]  # type: ignore[return-value]

@@ -10,9 +10,8 @@ from dataclasses import replace
 
 import torch
 from accelerate.utils import gather_object
-from trl import GRPOTrainer
 
-from .compat import own_rows
+from .compat import TypedTrainer, own_rows
 from .method.rows import Row, token_credit
 
 # Losses that TRL divides by all tokens in the loss, of the batch or of a micro-batch. It divides the others by the rows
@@ -25,7 +24,7 @@ OVER_TOKENS = {"entropy", "kl", "cispo_clip_ratio", "vespo/phi_seq_mean"}
 PER_ROW_MEAN = ("grpo", "sapo")
 
 
-def set_credit(trainer: GRPOTrainer, batch: dict[str, torch.Tensor], rows: list[Row], by_token: bool) -> None:
+def set_credit(trainer: TypedTrainer, batch: dict[str, torch.Tensor], rows: list[Row], by_token: bool) -> None:
     """
     Replace TRL's advantages of a batch by the credit of its rows, and mask what is not learned from.
 
@@ -75,7 +74,7 @@ def set_credit(trainer: GRPOTrainer, batch: dict[str, torch.Tensor], rows: list[
     _count_rows(trainer, batch, len(rows) / in_loss.sum().clamp(min=1))
 
 
-def _count_rows(trainer: GRPOTrainer, batch: dict[str, torch.Tensor], rows_per_row_in_loss: torch.Tensor) -> None:
+def _count_rows(trainer: TypedTrainer, batch: dict[str, torch.Tensor], rows_per_row_in_loss: torch.Tensor) -> None:
     """Have means over rows be over those in the loss, and old log-probs be of the tokens in it."""
     if trainer.loss_type not in PER_TOKEN and batch["advantages"].dim() == 1:
         batch["advantages"] = batch["advantages"] * rows_per_row_in_loss
@@ -88,7 +87,7 @@ def _count_rows(trainer: GRPOTrainer, batch: dict[str, torch.Tensor], rows_per_r
         batch["old_per_token_logps"] = batch["old_per_token_logps"].masked_fill(mask == 0, 0)
 
 
-def upgrade_batch(trainer: GRPOTrainer, batch: dict[str, torch.Tensor]) -> None:
+def upgrade_batch(trainer: TypedTrainer, batch: dict[str, torch.Tensor]) -> None:
     """Bring a micro-batch of a checkpoint of version 0.1, whose loss did what the batch does now, to today's form."""
     if "num_rows_in_loss" not in batch:
         return
@@ -97,10 +96,11 @@ def upgrade_batch(trainer: GRPOTrainer, batch: dict[str, torch.Tensor]) -> None:
     batch.pop("rows_per_counted", None)
     if trainer.loss_type in PER_TOKEN and tokens_per_counted is not None:
         batch["advantages"] = batch["advantages"] * tokens_per_counted
+    assert trainer.args.generation_batch_size is not None
     _count_rows(trainer, batch, trainer.args.generation_batch_size / num_rows_in_loss.clamp(min=1))
 
 
-def mask_dropped(trainer: GRPOTrainer, batch: dict[str, torch.Tensor], rows: list[Row]) -> bool:
+def mask_dropped(trainer: TypedTrainer, batch: dict[str, torch.Tensor], rows: list[Row]) -> bool:
     """
     Mask the rollouts of rows that TRL's correction for vLLM drops as a whole, with `"sequence_mask"`. Those that an
     earlier step left over leave the loss.
@@ -129,7 +129,7 @@ def mask_dropped(trainer: GRPOTrainer, batch: dict[str, torch.Tensor], rows: lis
     return bool(dropped)
 
 
-def weigh_dropped(trainer: GRPOTrainer, batch: dict[str, torch.Tensor]) -> None:
+def weigh_dropped(trainer: TypedTrainer, batch: dict[str, torch.Tensor]) -> None:
     """Weigh the tokens that stay of rows that were dropped by the ratio of these tokens alone, within TRL's bounds."""
     ratio = batch["importance_sampling_ratio"]
     mask = batch["completion_mask"] * batch["tool_mask"]

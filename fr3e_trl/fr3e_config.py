@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Annotated, Any, NamedTuple, Self, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, cast, get_args
 
 from trl import GRPOConfig
 
@@ -358,7 +358,7 @@ class FR3EConfig(GRPOConfig):
         "`loss_type='cispo'`. With `num_anchors=0` it is `epsilon`. To clip symmetrically, set it to the value of "
         "`epsilon`.",
     )
-    scale_rewards: str | None = setting(
+    scale_rewards: str | None = setting(  # type: ignore[assignment]
         default=None,
         help="What advantages are divided by: 'none' for nothing, 'batch' for the rewards' deviation over the "
         "batch, or 'group' for that over the state. With a prior, 'group' normalises rewards over the prompt's rows "
@@ -372,10 +372,21 @@ class FR3EConfig(GRPOConfig):
         choices=["sum_then_normalize", "normalize_then_sum"],
     )
 
+    if TYPE_CHECKING:  # never `None` once a `GRPOConfig` is made
+        output_dir: str = ""
+        num_generations: int = 8
+        steps_per_generation: int = 1
+        generation_batch_size: int = 8
+        max_completion_length: int = 256
+        # Texts are read as JSON
+        generation_kwargs: dict[str, Any] | None = None
+        chat_template_kwargs: dict[str, Any] | None = None
+        model_init_kwargs: dict[str, Any] | None = None
+
     # The class of the configuration that this one was made from, if that was GRPO's
     _grpo_class = cast("type[GRPOConfig] | None", None)  # without an annotation, which would make it a field
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._read()
         _check(self._draft(), "given")
         super().__post_init__()

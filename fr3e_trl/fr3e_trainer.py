@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from datasets import Dataset, IterableDataset
+from torch import nn
 from transformers import (
     BitsAndBytesConfig,
     PreTrainedModel,
@@ -56,7 +57,7 @@ from .tree_log.callback import TreeLog
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
-    from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
+    from trl.trainer.grpo_trainer import EnvironmentFactory, RolloutFunc
 
 
 class FR3ETrainer(resume.ExactResume):
@@ -109,9 +110,9 @@ class FR3ETrainer(resume.ExactResume):
         ValueError: The configuration is impossible, or the dataset empty.
     """
 
-    _tag_names: ClassVar = ["trl", "fr3e"]
+    _tag_names: ClassVar = ["trl", "fr3e"]  # type: ignore[misc]
     _name = "FR3E"
-    _paper: ClassVar = {
+    _paper: ClassVar = {  # type: ignore[misc]
         "title": "First Return, Entropy-Eliciting Explore",
         "id": "2507.07017",
         # docstyle-ignore
@@ -149,7 +150,7 @@ class FR3ETrainer(resume.ExactResume):
     def __init__(
         self,
         model: "str | PreTrainedModel | PeftModel",
-        reward_funcs: "RewardFunc | list[RewardFunc] | None" = None,
+        reward_funcs: "str | PreTrainedModel | Callable[..., Any] | list[Any] | None" = None,
         args: GRPOConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Any = None,
@@ -499,7 +500,7 @@ class FR3ETrainer(resume.ExactResume):
     def mask_truncated_completions(self, mask: bool) -> None:
         self._masks_truncated = mask
 
-    def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """The only change is that nothing is computed of rows that have no token in the loss."""
         if not self.is_exploring:
             return super()._compute_loss(model, inputs)
@@ -515,7 +516,7 @@ class FR3ETrainer(resume.ExactResume):
 
     def _get_per_token_logps_and_entropies(
         self,
-        model: Any,
+        model: nn.Module,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         logits_to_keep: int,
@@ -548,6 +549,7 @@ class FR3ETrainer(resume.ExactResume):
         logps, entropies = (
             None if x is None else x.new_zeros(loss_mask.shape).masked_scatter(kept.unsqueeze(1), x) for x in scores
         )
+        assert logps is not None
         return logps, entropies, aux_loss
 
     @property
@@ -629,7 +631,9 @@ class FR3ETrainer(resume.ExactResume):
         """Log-probs and entropies of completions under the policy; see [`~policy_logps.token_statistics`]."""
         return policy_logps.token_statistics(self, prompt_ids, completion_ids, multimodal)
 
-    def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None):
+    def create_model_card(  # type: ignore[override]
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None
+    ) -> None:
         """Write TRL's model card, and have it tell what was trained, on what, how, and what came of it."""
         super().create_model_card(model_name, model_card.on_hub(dataset_name), tags)
         if not self.args.is_plain_grpo and self.is_world_process_zero():

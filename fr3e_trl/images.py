@@ -3,10 +3,12 @@
 from typing import Any
 
 import torch
+from torch import nn
 from trl.data_utils import apply_chat_template, prepare_multimodal_messages
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from .checks import IMAGE_COLUMNS
+from .compat import TypedTrainer
 from .method.sampling import images_of
 from .method.tree import TokenIds
 
@@ -23,14 +25,14 @@ OF_IMAGES = (
 NO_PROMPT = {"prompt": [{"role": "user", "content": ""}]}
 
 
-def take_no_empty_images(trainer: Any) -> None:
+def take_no_empty_images(trainer: TypedTrainer) -> None:
     """Have a trainer's models take rows without images, where other rows of the batch have some."""
     for model in (trainer.model, trainer.ref_model):
         if model is not None and trainer._is_vlm:
             model.register_forward_pre_hook(_without_empty_images, with_kwargs=True)
 
 
-def _without_empty_images(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _without_empty_images(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Pass a model no images where TRL passes empty tensors."""
     grid = kwargs.get("image_grid_thw")
     if grid is not None and len(grid) == 0:
@@ -38,7 +40,7 @@ def _without_empty_images(module: Any, args: Any, kwargs: dict[str, Any]) -> tup
     return args, kwargs
 
 
-def prompt_of(trainer: Any, example: dict[str, Any]) -> Any:
+def prompt_of(trainer: TypedTrainer, example: dict[str, Any]) -> Any:
     """The prompt of an example, with the images of its other columns in its messages: what TRL makes of it."""
     prompt, images = example["prompt"], example.get("images", [])
     if "images" not in example and "image" in example:
@@ -48,13 +50,13 @@ def prompt_of(trainer: Any, example: dict[str, Any]) -> Any:
     return prepare_multimodal_messages(prompt, images=images)
 
 
-def multimodal_of(trainer: Any, example: dict[str, Any]) -> list[dict[str, Any]] | None:
+def multimodal_of(trainer: TypedTrainer, example: dict[str, Any]) -> list[dict[str, Any]] | None:
     """The messages of an example's prompt, if there are images in them."""
     prompt = prompt_of(trainer, NO_PROMPT | example)
     return prompt if images_of(prompt) else None
 
 
-def with_images_in_prompt(trainer: Any, example: dict[str, Any]) -> dict[str, Any]:
+def with_images_in_prompt(trainer: TypedTrainer, example: dict[str, Any]) -> dict[str, Any]:
     """An example whose images are in its prompt alone, where TRL would put those of its columns a second time."""
     if not trainer._is_vlm:
         return NO_PROMPT | example
@@ -63,7 +65,11 @@ def with_images_in_prompt(trainer: Any, example: dict[str, Any]) -> dict[str, An
 
 
 def image_inputs(
-    trainer: Any, prompts: list[Any], tool_images: list[list[Any]], input_ids: torch.Tensor, prompt_ends: list[int]
+    trainer: TypedTrainer,
+    prompts: list[Any],
+    tool_images: list[list[Any]],
+    input_ids: torch.Tensor,
+    prompt_ends: list[int],
 ) -> dict[str, Any]:
     """
     What the model is called with for the images of rows, beside tokens.
@@ -111,7 +117,7 @@ def image_inputs(
 
 
 def image_kwargs(
-    trainer: Any, multimodal: list[Any], input_ids: torch.Tensor, completions: list[TokenIds]
+    trainer: TypedTrainer, multimodal: list[Any], input_ids: torch.Tensor, completions: list[TokenIds]
 ) -> dict[str, Any]:
     """What TRL scores log-probs with for the images of rows, which are passed to the model in one call."""
     prompts = [prompt for prompt in multimodal if prompt is not None]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import linear
+from transformers import PreTrainedConfig
 
 # Positions and tokens of the vocabulary in a tile: at most 2**25 logits, 128 MiB, exist two or three times over
 TILE_POSITIONS, TILE_VOCAB = 2**10, 2**15
@@ -48,7 +49,7 @@ class Softmax:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, config: Any, temperature: float) -> "Softmax":
+    def of(cls, config: PreTrainedConfig, temperature: float) -> "Softmax":
         """As a model computes its logits, by its config."""
         config = config.get_text_config()
         multipliers = [getattr(config, name, None) for name in MULTIPLIERS]

@@ -6,9 +6,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from huggingface_hub import ModelCard
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 from .callbacks import changes
+from .compat import TypedTrainer
 from .fr3e_config import FR3EConfig
 
 
@@ -17,7 +18,7 @@ def on_hub(dataset_name: str | None) -> str | None:
     return None if dataset_name is None or Path(dataset_name).exists() else dataset_name
 
 
-def complete(path: Path, trainer: GRPOTrainer, dataset_name: str | None) -> None:
+def complete(path: Path, trainer: TypedTrainer, dataset_name: str | None) -> None:
     """Add to TRL's card at `path` what was trained, how, and with what result. `trainer.args` is an [`FR3EConfig`]."""
     args, state, card = trainer.args, trainer.state, ModelCard.load(path)
     assert isinstance(args, FR3EConfig) and args.generation_batch_size and args.num_generations

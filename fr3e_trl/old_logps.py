@@ -6,14 +6,13 @@ from a truncated distribution, or by the policy of an earlier step.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-from trl import GRPOTrainer
 
-from .compat import in_float32, is_sharded, own_rows
+from .compat import TypedTrainer, in_float32, is_sharded, own_rows
 from .generation.context import knows_padding
 from .images import images_in, multimodal_of, select_rows
 from .logps import Truncation
@@ -24,7 +23,7 @@ from .policy_logps import token_statistics
 MAX_DIVERGENCE = 1.0
 
 
-def score_leftovers(trainer: GRPOTrainer, leftovers: list[Row], has_own_sampler: bool) -> None:
+def score_leftovers(trainer: TypedTrainer, leftovers: list[Row], has_own_sampler: bool) -> None:
     """Have rows for the next step know how likely they are under the policy as it is now."""
     for row in leftovers:
         row.is_left_over = True
@@ -44,7 +43,7 @@ def score_leftovers(trainer: GRPOTrainer, leftovers: list[Row], has_own_sampler:
         row.old_logprobs = logprobs.clone()
 
 
-def old_logps_of(trainer: GRPOTrainer, rows: list[Row], has_own_sampler: bool) -> "OldLogprobs | VLLMCorrection":
+def old_logps_of(trainer: TypedTrainer, rows: list[Row], has_own_sampler: bool) -> "OldLogprobs | VLLMCorrection":
     """The old log-probs of a batch of these rows, as the trainer is set up."""
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
         return VLLMCorrection(trainer, rows)
@@ -68,13 +67,14 @@ class OldLogprobs:
             Scores the old policy in the place of `_get_per_token_logps_and_entropies`. If `None`, TRL does.
     """
 
-    def __init__(self, trainer: GRPOTrainer, rows: list[Row], has_own_sampler: bool):
+    def __init__(self, trainer: TypedTrainer, rows: list[Row], has_own_sampler: bool):
         self.trainer = trainer
         self.rows = own_rows(trainer, rows)
         self.has_own_sampler = has_own_sampler
         self.known = _known(trainer, self.rows, has_own_sampler)
         self.has_leftovers = any(row.is_left_over for row in rows)
         args = trainer.args
+        assert args.steps_per_generation is not None
         # Where updates are of batches sampled before other updates, as TRL decides it
         is_scored = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) != 0
         is_known = all(logprobs is not None for logprobs in self.known)
@@ -117,7 +117,7 @@ class VLLMCorrection:
     Args, attributes: those of [`OldLogprobs`].
     """
 
-    def __init__(self, trainer: GRPOTrainer, rows: list[Row]):
+    def __init__(self, trainer: TypedTrainer, rows: list[Row]):
         self.trainer = trainer
         self.rows = own_rows(trainer, rows)
         self.is_truncated = trainer.top_p < 1 or trainer.top_k > 0 or bool(trainer.min_p)
@@ -151,7 +151,7 @@ class VLLMCorrection:
         return logprobs, None, None
 
 
-def _known(trainer: GRPOTrainer, rows: Sequence[Row], has_own_sampler: bool) -> list[torch.Tensor | None]:
+def _known(trainer: TypedTrainer, rows: Sequence[Row], has_own_sampler: bool) -> list[torch.Tensor | None]:
     """
     Log-probs of each row's tokens, of shape (L,), under the policy that it was sampled from, if they were told: by
     generation in float32, by a sampler of one's own, or for a row left over by the step before. 0 for a prefix, not in
@@ -171,7 +171,7 @@ def _known(trainer: GRPOTrainer, rows: Sequence[Row], has_own_sampler: bool) -> 
 
 @torch.no_grad()
 def fill_in(
-    trainer: GRPOTrainer,
+    trainer: TypedTrainer,
     logprobs: torch.Tensor,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
@@ -227,7 +227,7 @@ def _tokens(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]
     return input_ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
 
 
-def _warpers(trainer: GRPOTrainer) -> LogitsProcessorList:
+def _warpers(trainer: TypedTrainer) -> Truncation:
     """What vLLM truncates by, in its order."""
     warpers = LogitsProcessorList()
     if trainer.min_p:
@@ -236,10 +236,10 @@ def _warpers(trainer: GRPOTrainer) -> LogitsProcessorList:
         warpers.append(TopKLogitsWarper(trainer.top_k))
     if trainer.top_p < 1:
         warpers.append(TopPLogitsWarper(trainer.top_p))
-    return warpers
+    return cast(Truncation, warpers)
 
 
-def _check_same_policy(trainer: GRPOTrainer, batch: dict[str, torch.Tensor]) -> None:
+def _check_same_policy(trainer: TypedTrainer, batch: dict[str, torch.Tensor]) -> None:
     """Refuse samples of another model: of a server that was started with the wrong one, say."""
     difference = batch["sampling_per_token_logps"] - batch["old_per_token_logps"]
     mask = (batch["completion_mask"] * batch["tool_mask"]).bool() & difference.isfinite()

@@ -6,11 +6,10 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import nn
-from trl import GRPOTrainer
 from trl.trainer.utils import pad
 
 from . import logps
-from .compat import is_sharded
+from .compat import TypedTrainer, is_sharded
 from .images import image_kwargs, select_rows
 from .logps import Softmax, Truncation
 from .method.tree import TokenIds
@@ -18,7 +17,7 @@ from .method.tree import TokenIds
 
 @torch.no_grad()
 def token_statistics(
-    trainer: GRPOTrainer,
+    trainer: TypedTrainer,
     prompt_ids: list[TokenIds],
     completion_ids: list[TokenIds],
     multimodal: list[Any] | None = None,
@@ -65,7 +64,7 @@ def token_statistics(
 
 
 def score(
-    trainer: GRPOTrainer,
+    trainer: TypedTrainer,
     model: nn.Module,
     inputs: dict[str, Any],
     targets: torch.Tensor,
@@ -91,7 +90,7 @@ def score(
 
 
 def truncated_logps(
-    trainer: GRPOTrainer,
+    trainer: TypedTrainer,
     model: nn.Module,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
@@ -123,7 +122,7 @@ def truncated_logps(
 
 
 def padded(
-    trainer: GRPOTrainer, prompt_ids: list[TokenIds], completion_ids: list[TokenIds]
+    trainer: TypedTrainer, prompt_ids: list[TokenIds], completion_ids: list[TokenIds]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and attention mask, (B, T), prompts padded on the left and completions on the right, as by TRL."""
     sides = [(prompt_ids, "left"), (completion_ids, "right")]

@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import gather_object, send_to_device
+from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
+
+from .compat import TypedTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ DECISIVE = (
 NOT_DECISIVE = ("log_trees", "share_prefixes", "tool_timeout")
 
 
-class ExactResume(GRPOTrainer):
+class ExactResume(TypedTrainer):
     """
     A trainer whose checkpoints hold all that training goes on from, so that a resumed run is the run that was not cut.
 
@@ -84,7 +87,7 @@ class ExactResume(GRPOTrainer):
         run was killed is passed over. A run that goes on from a checkpoint is the run that was not cut.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
+            resume_from_checkpoint = last_complete_checkpoint(str(self.args.output_dir))
         self._update_began = None
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -127,6 +130,7 @@ class ExactResume(GRPOTrainer):
         torch.save(state | {"tables": tables}, _state_file(output_dir, self.args.process_index))
 
     def _state_of_step(self) -> dict[str, Any]:
+        assert self.args.steps_per_generation is not None
         is_batch_used_up = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
         has_tables = self.log_completions and self.is_world_process_zero() and not is_batch_used_up
         return {name: copy.deepcopy(getattr(self, name)) for name in STATE} | {
@@ -190,7 +194,7 @@ class ExactResume(GRPOTrainer):
     # The weights. transformers saves those of some models, of most that see, under other names than it looks for here,
     # and would go on from those that the run began with.
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """The only change is that weights are found that are saved under other names."""
         self._has_other_names = False
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -228,7 +232,7 @@ class NoteUpdates(TrainerCallback):
         self.trainer.begin_update()
 
 
-def _forget(trainer: GRPOTrainer) -> None:
+def _forget(trainer: TypedTrainer) -> None:
     """What an earlier run in this process left behind, which may have ended at any point."""
     trainer._step, trainer._buffered_inputs = 0, None
     trainer._entropy_window_stats, trainer._current_train_step_time = None, 0.0
@@ -238,7 +242,7 @@ def _forget(trainer: GRPOTrainer) -> None:
         trainer._last_loaded_step = -1  # its number of a step may be this run's too
 
 
-def _tables(trainer: GRPOTrainer) -> dict[str, Any]:
+def _tables(trainer: TypedTrainer) -> dict[str, Any]:
     """What `log_completions` shows of the batch, without images."""
     return {
         name: {key: list(values) for key, values in part.items()} if isinstance(part, dict) else list(part)
@@ -260,11 +264,11 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _sizes(trainer: GRPOTrainer) -> dict[str, int]:
+def _sizes(trainer: TypedTrainer) -> dict[str, int]:
     return {name: _plain(getattr(trainer.args, name)) for name in SIZES}
 
 
-def _settings(trainer: GRPOTrainer) -> dict[str, Any]:
+def _settings(trainer: TypedTrainer) -> dict[str, Any]:
     """What decides how a run goes on, beside the sizes, in plain values."""
     args = trainer.args
     names = [field.name for field in fields(args) if field.name not in GRPOConfig.__dataclass_fields__]
@@ -290,7 +294,7 @@ def _read_state(file: Path) -> dict[str, Any]:
     return state
 
 
-def _warn_of_settings(trainer: GRPOTrainer, saved: dict[str, Any]) -> bool:
+def _warn_of_settings(trainer: TypedTrainer, saved: dict[str, Any]) -> bool:
     """
     Name the settings that the checkpoint was saved with other values of, and what of it is kept.
 
@@ -324,12 +328,12 @@ def _warn_of_settings(trainer: GRPOTrainer, saved: dict[str, Any]) -> bool:
     return True
 
 
-def _warn(trainer: GRPOTrainer, message: str, *arguments: Any) -> None:
+def _warn(trainer: TypedTrainer, message: str, *arguments: Any) -> None:
     if trainer.accelerator.is_main_process:
         logger.warning(message, *arguments)
 
 
-def _begin_new_batch(trainer: GRPOTrainer, saved_sizes: dict[str, int]) -> None:
+def _begin_new_batch(trainer: TypedTrainer, saved_sizes: dict[str, int]) -> None:
     """Have the next step generate, from where transformers begins in the data, and say why."""
     trainer._step = 0  # counts within a batch: the new one has another length, or begins elsewhere in the data
     trainer._buffered_inputs = None
@@ -350,11 +354,11 @@ def _state_file(checkpoint: str, process_index: int) -> Path:
     return Path(checkpoint) / f"grpo_state_{process_index}.pt"
 
 
-def save_before(trainer: GRPOTrainer, error: Exception) -> None:
+def save_before(trainer: TypedTrainer, error: Exception) -> None:
     """Save a checkpoint of the last step before a run ends with `error`."""
     step = trainer.state.global_step
     if step > 0:
-        if not is_complete(Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"):
+        if not is_complete(Path(str(trainer.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"):
             trainer._save_checkpoint(trainer.model_wrapped, trial=None)
         error.add_note(
             f"Step {step}, the last that was trained, is saved in {trainer.args.output_dir}. When "

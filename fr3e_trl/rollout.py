@@ -8,13 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import gather_object
-from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 
 from .callbacks import Stopwatch
 from .checks import check_all_or_none, check_images, check_prompts, check_tokens
-from .compat import is_sharded, sharding, tokenizer_of
+from .compat import TypedTrainer, is_sharded, sharding, tokenizer_of
 from .generation.context import CompletionBudget
 from .generation.tools import EnvironmentFailure, Instance, ToolCallingSampler
 from .images import NO_PROMPT, prompt_of
@@ -145,7 +144,7 @@ class Explorer:
             The error of this step that an example has caused, in all processes.
     """
 
-    trainer: GRPOTrainer
+    trainer: TypedTrainer
     plan: Plan
     token_statistics: TokenStatistics
     budget: CompletionBudget
@@ -342,7 +341,7 @@ class Explorer:
         return scores
 
 
-def longest_prompt(trainer: GRPOTrainer, examples: list[dict[str, Any]]) -> int:
+def longest_prompt(trainer: TypedTrainer, examples: list[dict[str, Any]]) -> int:
     """Tokens of the longest prompt of examples, without what environments say."""
     if trainer.environment_factories is not None:
         trainer._batch_environments = [
@@ -351,13 +350,13 @@ def longest_prompt(trainer: GRPOTrainer, examples: list[dict[str, Any]]) -> int:
     return max(map(len, tokenized(trainer, [prompt_of(trainer, NO_PROMPT | example) for example in examples])))
 
 
-def tokenized(trainer: GRPOTrainer, prompts: list[Any]) -> list[list[int]]:
+def tokenized(trainer: TypedTrainer, prompts: list[Any]) -> list[list[int]]:
     """Token ids of prompts, standard or conversational."""
     return trainer._tokenize_prompts(prompts)[0] if prompts else []
 
 
 def score_now(
-    trainer: GRPOTrainer,
+    trainer: TypedTrainer,
     examples: list[dict[str, Any]],
     prompt_ids: list[TokenIds],
     completion_ids: list[TokenIds],
@@ -391,8 +390,8 @@ def score_now(
     rows = list(zip(examples, prompt_ids, completion_ids, dialogues, strict=True))
     if not rows:
         example = next(iter(trainer.train_dataset))
-        ids = tokenized(trainer, [prompt_of(trainer, example)])[0]
-        rows = [(example, as_ids(ids), as_ids(trainer.eos_token_ids[:1]), None)]
+        prompt = tokenized(trainer, [prompt_of(trainer, example)])[0]
+        rows = [(example, as_ids(prompt), as_ids(trainer.eos_token_ids[:1]), None)]
     rows += [rows[-1]] * (num_rows - len(rows))
     prompts = [prompt_of(trainer, example) for example, *_ in rows]
     ids = [of_row.tolist() for _, _, of_row, _ in rows]
@@ -412,7 +411,7 @@ def score_now(
 
 
 def decoded(
-    trainer: GRPOTrainer, prompts: list[Any], prompt_ids: list[list[int]], completion_ids: list[list[int]]
+    trainer: TypedTrainer, prompts: list[Any], prompt_ids: list[list[int]], completion_ids: list[list[int]]
 ) -> list[Any]:
     """Completions as reward functions receive them, the same as those that TRL decodes."""
     texts = trainer.processing_class.batch_decode

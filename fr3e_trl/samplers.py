@@ -1,11 +1,11 @@
 """The sampler that a trainer's settings ask for."""
 
 from functools import partial
-from typing import Any
 
 from trl.extras.profiling import profiling_context
 
-from .compat import computed_in, is_sharded
+from .compat import TypedTrainer, computed_in, is_sharded
+from .fr3e_config import FR3EConfig
 from .generation.continuous_batching import ContinuousBatchingSampler
 from .generation.decoding import GenerateSteps, generation_model
 from .generation.generate import GenerateSampler
@@ -15,7 +15,7 @@ from .images import image_inputs
 from .method.sampling import Sampler
 
 
-def make_sampler(trainer: Any) -> Sampler:
+def make_sampler(trainer: TypedTrainer) -> Sampler:
     """What draws a trainer's rollouts: vLLM, transformers' continuous batching, or its `generate`."""
     profiler = partial(profiling_context, trainer, "vLLM.generate")
     model = partial(generation_model, trainer)
@@ -24,6 +24,7 @@ def make_sampler(trainer: Any) -> Sampler:
         return VLLMServerSampler(trainer.vllm_generation, trainer.eos_token_ids, profiler)
     if trainer.use_vllm:
         return VLLMColocateSampler(trainer.vllm_generation, trainer.eos_token_ids, profiler)
+    assert isinstance(trainer.args, FR3EConfig)
     is_early = bool(trainer.args.num_anchors) and trainer.args.anchor_threshold is not None
     is_alone = not (trainer.use_transformers_continuous_batching or is_sharded(trainer) or trainer.tools)
     steps = GenerateSteps(in_step=is_sharded(trainer) and trainer.accelerator.num_processes > 1)

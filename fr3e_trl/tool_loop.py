@@ -5,10 +5,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
 
-from .compat import tokenizer_of
+from .compat import TypedTrainer, tokenizer_of
 from .generation.time_limit import limited
 from .generation.tools import Instance, ToolDicts, TurnWriter
 from .images import NO_PROMPT, prompt_of
@@ -33,7 +32,7 @@ class TRLToolLoop:
     """
 
     def __init__(
-        self, trainer: GRPOTrainer, obstacle_to_images: Callable[[], str | None], timeout: float | None = None
+        self, trainer: TypedTrainer, obstacle_to_images: Callable[[], str | None], timeout: float | None = None
     ):
         self.trainer = trainer
         self.obstacle_to_images = obstacle_to_images
@@ -71,7 +70,7 @@ class TRLToolLoop:
 
     def write(self, ids: list[Any], images: list[list[Any]] | None) -> list[list[int]]:
         """Write the next turns of dialogues, in the place of TRL's generation."""
-        tool_images = [of_row or [] for of_row in images or [None] * len(ids)]
+        tool_images = [of_row or [] for of_row in images or [[]] * len(ids)]
         if any(tool_images) and (obstacle := self.obstacle_to_images()):
             raise NotImplementedError(
                 f"A tool returned an image, and FR3ETrainer cannot explore from it here: {obstacle}. Or have the "
@@ -89,7 +88,7 @@ class TRLToolLoop:
 
 
 def limited_tools(
-    trainer: GRPOTrainer, tools: dict[str, Callable[..., Any]], seconds: float | None
+    trainer: TypedTrainer, tools: dict[str, Callable[..., Any]], seconds: float | None
 ) -> dict[str, Callable[..., Any]]:
     """Tools that fail where they take longer than they may."""
     if seconds is None:
@@ -103,7 +102,7 @@ def limited_tools(
     return {name: limited(name, tool, seconds, abandon) for name, tool in tools.items()}
 
 
-def instances_of_trl(trainer: GRPOTrainer, prompts: list[Any]) -> list[Instance]:
+def instances_of_trl(trainer: TypedTrainer, prompts: list[Any]) -> list[Instance]:
     """What TRL's step has set up for the rows of these prompts to call their tools in."""
     instances = []
     for k, ids in enumerate(trainer._tokenize_prompts(prompts)[0] if prompts else []):
@@ -115,7 +114,7 @@ def instances_of_trl(trainer: GRPOTrainer, prompts: list[Any]) -> list[Instance]
 
 
 def new_instances(
-    trainer: GRPOTrainer, examples: list[dict[str, Any]], in_use: Counter[str | None]
+    trainer: TypedTrainer, examples: list[dict[str, Any]], in_use: Counter[str | None]
 ) -> tuple[list[Any], list[Instance]]:
     """
     Set up what further rollouts call their tools in, as TRL's step does for those of its rows.
@@ -168,7 +167,7 @@ def _with_observation(prompt: list[dict[str, Any]], observation: Any) -> list[di
     return [*prompt[:-1], {**prompt[-1], "content": content + observation}]
 
 
-def _tools_of(trainer: GRPOTrainer, environment: Any) -> ToolDicts:
+def _tools_of(trainer: TypedTrainer, environment: Any) -> ToolDicts:
     """Functions and coroutine functions that a rollout calls: the trainer's, and the methods of its environment."""
     names = [
         name

@@ -27,6 +27,7 @@ from rich.console import Console
 
 from fr3e_trl.commands.check.lines import peak_memory
 from fr3e_trl.commands.usage import usage_errors
+from fr3e_trl.fr3e_config import FR3EConfig
 
 from ..arms import make_trainer, read_settings
 from ..runs import be_quiet
@@ -72,7 +73,9 @@ def main(argv: list[str]) -> None:
                 name: make_trainer(SETTINGS | settings | of_trainer, policy, task, Path(output_dir), seed=0)
                 for name, of_trainer in (TRAINERS | {"FR3E": TRAINERS["FR3E"] | options.settings}).items()
             }
-            longest = trainers["FR3E"].args.max_completion_length
+            config = trainers["FR3E"].args
+            assert isinstance(config, FR3EConfig)
+            longest = config.max_completion_length
             if (options.min_completion_length or 0) > longest:
                 raise ValueError(
                     f"min_completion_length={options.min_completion_length} is above max_completion_length={longest}."
@@ -80,7 +83,6 @@ def main(argv: list[str]) -> None:
         seconds, generated, updated = measure(trainers, followed(range(options.num_turns + 1), "turn"))
         num_steps = options.num_steps * options.num_turns
         num_rows = num_steps * options.num_prompts * options.num_generations
-        config = trainers["FR3E"].args
         print(f"steps of each: {num_steps}, with {options.num_prompts} prompts x {options.num_generations} rows")
         print(f"FR3E: {config.num_bases} base trajectories and {config.num_states - 1} anchors a prompt")
         print_ratios(

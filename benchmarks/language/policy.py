@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
@@ -92,5 +92,6 @@ def warm_up(family: Family, source: str, directory: Path, num_examples: int) -> 
             peft_config=LORA,
         )
         trainer.train()
+    assert isinstance(trainer.model, PeftModel)
     trainer.model.merge_and_unload().save_pretrained(directory)
     tokenizer.save_pretrained(directory)

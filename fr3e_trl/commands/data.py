@@ -249,7 +249,8 @@ def load_examples(
     with usage_errors(argument, remedy, DatasetsError, OSError, ValueError, StopIteration):
         check_lines(args, for_json=False)
         try:
-            dataset = load_dataset(**source, split=split, streaming=args.dataset_streaming)
+            dataset: Dataset | IterableDataset
+            dataset = load_dataset(**source, split=split, streaming=args.dataset_streaming)  # type: ignore[call-overload]
             next(iter(dataset), None)  # a streamed file is not read before
         except (DatasetsError, ValueError) as error:
             check_lines(args, for_json=True)
@@ -335,7 +336,7 @@ def test_split(args: FR3EScriptArguments) -> str:
 
 def source_of(args: FR3EScriptArguments) -> dict[str, Any]:
     """Where the dataset is, for `load_dataset`."""
-    path = Path(args.dataset_name)
+    path = Path(str(args.dataset_name))
     if path.suffix not in FORMATS:
         if path.is_file():
             raise UsageError(f"dataset_name={args.dataset_name!r} must end with one of {', '.join(FORMATS)}.")
@@ -416,8 +417,8 @@ def load_tokenizer(model_args: ModelConfig, trust_remote_code: bool) -> PreTrain
     source = {"revision": model_args.model_revision, "trust_remote_code": trust_remote_code}
     remedy = "Use a directory with a model and its tokenizer, or the id of a model on the hub."
     with usage_errors(model_argument(model_args), remedy, OSError, ValueError):
-        if not Path(model_args.model_name_or_path, "adapter_config.json").is_file():
-            AutoConfig.from_pretrained(model_args.model_name_or_path, **source)
+        if not Path(str(model_args.model_name_or_path), "adapter_config.json").is_file():
+            AutoConfig.from_pretrained(str(model_args.model_name_or_path), **source)
         return AutoTokenizer.from_pretrained(model_args.model_name_or_path, padding_side="left", **source)
 
 

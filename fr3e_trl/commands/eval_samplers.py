@@ -33,8 +33,8 @@ def local_sampler(args: EvalArguments, model_args: ModelConfig, tokenizer: PreTr
     """Completions from a model that is loaded here, using transformers' `generate`."""
     refuse_lost_base(model_args)
     with usage_errors(model_argument(model_args), "Use the directory or the id of a model or an adapter.", OSError):
-        model = AutoModelForCausalLM.from_pretrained(
-            model_args.model_name_or_path,
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(model_args.model_name_or_path),
             revision=model_args.model_revision,
             attn_implementation=model_args.attn_implementation,
             dtype=model_args.dtype,
@@ -96,7 +96,7 @@ def warn_of_other_model(server: VLLMServer, adapter: dict[str, Any], model_args:
 
 def server_sampler(args: EvalArguments, model_args: ModelConfig) -> EvalSampler:
     """Completions from a vLLM server, using its OpenAI-compatible API. All requests are sent at once."""
-    directory = Path(model_args.model_name_or_path).resolve()
+    directory = Path(str(model_args.model_name_or_path)).resolve()
     is_adapter = (directory / "adapter_config.json").is_file()
     argument = f"vllm_server_base_url={args.vllm_server_base_url!r}"
     with usage_errors(argument, "Leave it out to load the model here.", VLLMServerError):

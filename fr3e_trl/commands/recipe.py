@@ -48,7 +48,9 @@ class RecipeParser(TrlParser):
         self.given = {name: value for name, value in vars(options).items() if value != self._when_left_out.get(name)}
         return options, unknown
 
-    def parse_args_and_config(self, args: Iterable[str] | None = None, **kwargs: Any) -> tuple[Any, ...]:
+    def parse_args_and_config(  # type: ignore[override]
+        self, args: Iterable[str] | None = None, **kwargs: Any
+    ) -> tuple[Any, ...]:
         args, settings = split_recipe(sys.argv[1:] if args is None else args)
         settings = with_preset(settings)
         check_keys(settings, self._when_left_out)

@@ -170,6 +170,7 @@ def train(
     if checkpoint is False:
         refuse_used(training_args.output_dir)
     Path(training_args.output_dir).mkdir(parents=True, exist_ok=True)  # whose errors are not the model's
+    assert model_args.model_name_or_path is not None
     with usage_errors(
         model_argument(model_args), "Use a directory with a model's weights, or a model on the hub.", OSError
     ):
@@ -220,7 +221,7 @@ def write_recipe(path: Path, given: dict[str, Any]) -> None:
 def evaluation_command(script_args: FR3EScriptArguments, training_args: FR3EConfig, model_args: ModelConfig) -> str:
     """The command that evaluates the trained model on the same dataset, with the same prompts and rewards."""
     default = FR3EScriptArguments(dataset_name=None)
-    given = {"model_name_or_path": training_args.output_dir}
+    given: dict[str, Any] = {"model_name_or_path": training_args.output_dir}
     given |= {f.name: getattr(script_args, f.name) for f in fields(FR3EScriptArguments)}
     if isinstance(script_args, TrainArguments) and script_args.eval_dataset_name is not None:
         given |= {"dataset_name": script_args.eval_dataset_name, "dataset_config": None}
@@ -247,11 +248,12 @@ def evaluation_command(script_args: FR3EScriptArguments, training_args: FR3EConf
 
 def set_model_init(training_args: GRPOConfig, model_args: ModelConfig) -> None:
     """Have the trainer load the model as `model_args` says, where `model_init_kwargs` does not say otherwise."""
+    given: Any = training_args.model_init_kwargs or {}
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
-        **(training_args.model_init_kwargs or {}),
+        **given,
     }
 
 

@@ -3,13 +3,15 @@
 import logging
 from typing import Any
 
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+
 logger = logging.getLogger(__name__)
 
 # Kinds of RoPE scaling beside which `max_position_embeddings` already is the context that they stretch to
 STRETCHED_TO_MAXIMUM = ("llama3", "longrope")
 
 
-def context_length(config: Any) -> int | None:
+def context_length(config: PreTrainedConfig) -> int | None:
     """
     The most tokens that a model takes, prompt and completion together.
 
@@ -33,7 +35,7 @@ def context_length(config: Any) -> int | None:
     return None if None in lengths else max([context, *filter(None, lengths)])
 
 
-def knows_padding(config: Any) -> bool:
+def knows_padding(config: PreTrainedConfig) -> bool:
     """
     Whether a model may tell where a left-padded row begins: it has learned positions, or RoPE that depends on how far
     they go.
@@ -49,7 +51,7 @@ def knows_padding(config: Any) -> bool:
     return not {"dynamic", "longrope"}.isdisjoint(kinds)
 
 
-def _rope(config: Any) -> list[dict[str, Any]]:
+def _rope(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """The parameters of RoPE, of each kind of layers. None if there is no RoPE."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope] if "rope_type" in rope else [of_layers for of_layers in rope.values() if isinstance(of_layers, dict)]
@@ -77,7 +79,9 @@ class CompletionBudget:
             Decodes a prompt that is too long, for the error.
     """
 
-    def __init__(self, max_completion_length: int, context: int | None, tokenizer: Any):
+    def __init__(
+        self, max_completion_length: int, context: int | None, tokenizer: PreTrainedTokenizerBase | ProcessorMixin
+    ):
         self.max_completion_length = max_completion_length
         self.context = context
         self.tokenizer = tokenizer

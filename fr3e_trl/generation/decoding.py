@@ -10,6 +10,8 @@ from transformers import LogitsProcessorList
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
+from ..compat import TypedTrainer
+
 # What transformers calls the hooks that have embeddings require gradients
 HOOK = "make_inputs_require_grads"
 
@@ -49,8 +51,9 @@ class GenerateSteps:
 
 
 @contextmanager
-def generation_model(trainer: Any) -> Iterator[Any]:
+def generation_model(trainer: TypedTrainer) -> Iterator[Any]:
     """Enter generation mode as TRL does, and yield the model to generate with."""
+    assert not isinstance(trainer.args.gradient_checkpointing_kwargs, str)  # which is read as JSON
     with (
         profiling_context(trainer, "transformers.generate"),
         unwrap_model_for_generation(
@@ -86,7 +89,7 @@ def contiguous_at_head(model: Any) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def in_its_mode(trainer: Any) -> Iterator[None]:
+def in_its_mode(trainer: TypedTrainer) -> Iterator[None]:
     """Put the model back into training or evaluation mode: continuous batching leaves it in one of its own."""
     training = trainer.model.training
     try:

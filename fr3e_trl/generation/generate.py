@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -190,7 +190,7 @@ class GenerateSampler:
         )
         is_known = known_ids[:, :width] >= 0
         row_ends = _RowEnds(torch.tensor(ends, device=self.device))
-        inputs = {
+        inputs: dict[str, Any] = {
             "input_ids": known_ids[:, :width].where(is_known, config.pad_token_id).to(self.device),
             "attention_mask": is_known.long().to(self.device),
             "generation_config": config,
@@ -441,7 +441,7 @@ class _GrowingRows:
         self,
         model: Any,
         input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
+        logits_processor: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         **model_kwargs: Any,
@@ -506,7 +506,7 @@ class _GrowingRows:
         self.processor.select(rows)
         for value in model_kwargs.values():
             if isinstance(value, Cache):
-                value.reorder_cache(rows)
+                value.reorder_cache(cast(torch.LongTensor, rows))
 
         def selected(name: str, value: Any) -> Any:
             if not isinstance(value, torch.Tensor):

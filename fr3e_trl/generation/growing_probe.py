@@ -45,7 +45,7 @@ def usual_tokens(config: Any) -> np.ndarray:
     return np.setdiff1d(np.arange(config.get_text_config().vocab_size), special_tokens(config, []))
 
 
-def name_of(model: Any) -> str:
+def name_of(model: nn.Module) -> str:
     """The class of a model, without what PEFT puts around it."""
     return type(getattr(model, "get_base_model", lambda: model)()).__name__
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
+from accelerate import Accelerator
 
 from ..method.sampling import Sample, Sampler, SamplingRequest
 from ..method.tree import Dialogue, TokenIds, as_ids
@@ -29,7 +30,7 @@ TurnWriter = Callable[[list[Any], list[list[Any]]], list[list[int]]]
 class ToolLoop(Protocol):
     """TRL's loop, which calls tools; see `tool_loop.py`."""
 
-    accelerator: Any
+    accelerator: Accelerator
     eos_token_id: int
 
     def run(

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.utils import is_peft_model
+from torch import nn
 
 from ..method.sampling import Sample, SamplingRequest, anchors_of, branch_request, images_of
 from ..processes import through_group, through_main_process
@@ -41,8 +43,8 @@ class Engine(Protocol):
             The processes that share an engine.
     """
 
-    accelerator: Any
-    model: Any
+    accelerator: Accelerator
+    model: nn.Module
     top_p: float
     top_k: int
     min_p: float | None

@@ -16,10 +16,10 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import ProcessorMixin
-from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ..compat import TypedTrainer
 from ..fr3e_config import FR3EConfig
 from ..processes import on_main_process, portable
 from .vllm_server import VLLMServer, VLLMServerError
@@ -46,7 +46,7 @@ def without_vllm(args: FR3EConfig) -> Iterator[None]:
         args.use_vllm = use_vllm
 
 
-def set_up_vllm(trainer: GRPOTrainer, args: FR3EConfig) -> None:
+def set_up_vllm(trainer: TypedTrainer, args: FR3EConfig) -> None:
     """
     Set up vLLM as the constructor of `GRPOTrainer` does, but through [`FR3EVLLMGeneration`].
 
@@ -83,7 +83,7 @@ def set_up_vllm(trainer: GRPOTrainer, args: FR3EConfig) -> None:
 
 
 @contextmanager
-def awake_engine(trainer: GRPOTrainer, timed: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
+def awake_engine(trainer: TypedTrainer, timed: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
     """
     Have vLLM ready with the policy's weights; one that may sleep wakes up for as long. Without vLLM, nothing.
 
@@ -112,7 +112,7 @@ def awake_engine(trainer: GRPOTrainer, timed: Callable[[str], AbstractContextMan
             generation._llm_weights_sleeping = True
 
 
-def end_engine(trainer: GRPOTrainer) -> None:
+def end_engine(trainer: TypedTrainer) -> None:
     """End an engine in this process, while the groups of processes are there that it ends by."""
     if trainer.use_vllm and trainer.vllm_mode == "colocate":
         trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
@@ -144,6 +144,8 @@ class FR3EVLLMGeneration(VLLMGeneration):
         syncs_adapter (`bool`):
             Whether the adapter alone is sent.
     """
+
+    model: Any  # a model of transformers or PEFT, whose attributes `nn.Module` hides
 
     def __init__(self, *args: Any, fr3e_args: FR3EConfig, **kwargs: Any):
         self.fr3e_args = fr3e_args
@@ -188,8 +190,8 @@ class FR3EVLLMGeneration(VLLMGeneration):
             return
         super().sync_weights()
         if self.mode == "server":
-            server = self.server  # the main process has it, and all end if it fails
-            on_main_process(self.accelerator, lambda: server.expect_no_restart())  # type: ignore[union-attr]
+            server: Any = self.server  # the main process has it, and all end if it fails
+            on_main_process(self.accelerator, lambda: server.expect_no_restart())
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The only change is that a failure of the server, which the main process asks, is raised in all processes."""
@@ -221,8 +223,8 @@ class FR3EVLLMGeneration(VLLMGeneration):
         """Longest prompt and completion together that vLLM takes, in tokens."""
         if self.mode == "colocate":
             return self.llm.llm_engine.model_config.max_model_len
-        config = None if self.server is None else self.server.config  # the main process has it
-        return on_main_process(self.accelerator, lambda: config["model_config"]["max_model_len"])  # type: ignore[index]
+        config: Any = None if self.server is None else self.server.config  # the main process has it
+        return on_main_process(self.accelerator, lambda: config["model_config"]["max_model_len"])
 
     def checked_context(self, model_context: int | None, prompt_length: int, max_completion_length: int) -> int | None:
         """
@@ -381,7 +383,7 @@ def _remove(directories: list[Path]) -> None:
 
 def _merged(layer: "LoraLayer") -> torch.Tensor:
     """A layer's weights with its adapter, of which the layer keeps nothing."""
-    base = layer.get_base_layer().weight
+    base: Any = layer.get_base_layer().weight
     before = base.detach().clone()
     layer.merge()
     merged = base.detach().clone()  # vLLM may take it later
@@ -397,7 +399,7 @@ def mergeable_layers(model: nn.Module) -> dict[int, "LoraLayer"]:
     from peft.tuners.lora import LoraLayer, ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     for layer in layers:
         is_plain = isinstance(layer, LoraLayer) and not isinstance(layer, ParamWrapper)
         if not is_plain or any(layer.lora_bias.values()) or not hasattr(layer.get_base_layer(), "weight"):

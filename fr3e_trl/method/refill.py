@@ -1,14 +1,22 @@
 """Refill: further prompts are explored, so that the batch is full of rows to learn from in spite of rejection."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice, repeat
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from .rows import Row, RowSharding
 from .tree import Rollout, Score
+
+
+class Examples(Protocol):
+    """A training set: any sequence of examples, or a [`~datasets.Dataset`]."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
 
 
 class PromptStream:
@@ -70,7 +78,7 @@ class Refill:
     Draws the prompts of each step, and further ones while rejection leaves its batch short of rows.
 
     Args:
-        train_dataset (`Sequence[dict]`):
+        train_dataset (`Examples`):
             Training set.
         new_sampler (`Callable`):
             See [`PromptStream`].
@@ -84,9 +92,7 @@ class Refill:
             What to log of the last batch.
     """
 
-    def __init__(
-        self, train_dataset: Sequence[dict[str, Any]], new_sampler: Callable[[], Iterable[int]], max_rounds: int
-    ):
+    def __init__(self, train_dataset: Examples, new_sampler: Callable[[], Iterable[int]], max_rounds: int):
         self.train_dataset = train_dataset
         self.max_rounds = max_rounds
         self.prompts = PromptStream(new_sampler)
@@ -180,7 +186,7 @@ def state_of(row: Row, with_tokens: bool = True) -> dict[str, Any]:
     return state | tensors | {"old_logprobs": row.old_logprobs}
 
 
-def row_from(state: dict[str, Any], train_dataset: Sequence[dict[str, Any]]) -> Row:
+def row_from(state: dict[str, Any], train_dataset: Examples) -> Row:
     """The row that [`state_of`] made `state` of, or an earlier version: what it does not know is left out."""
     # Checkpoints used to have no credit of tokens but under tree credit
     state = state | {"credit": state["credit"] or [(state["length"], 1.0, state["advantage"])]}
@@ -192,7 +198,7 @@ def row_from(state: dict[str, Any], train_dataset: Sequence[dict[str, Any]]) -> 
     return row
 
 
-def _hold(row: Row, state: dict[str, Any], train_dataset: Sequence[dict[str, Any]]) -> None:
+def _hold(row: Row, state: dict[str, Any], train_dataset: Examples) -> None:
     """Have a row hold its tokens."""
     row.rollout.token_ids = state["token_ids"].numpy()
     row.rollout.logprobs, row.rollout.mask = (
@@ -207,7 +213,7 @@ def hand_over(
     batch: list[Row],
     sharding: RowSharding,
     in_every_process: Callable[[Callable[[], Any]], list[Any]],
-    train_dataset: Sequence[dict[str, Any]],
+    train_dataset: Examples,
 ) -> None:
     """
     Give the rows of a batch, of which each process holds some, to the processes that `sharding` deals them to, in

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from trl import GRPOTrainer
 
-from ..compat import computed_in
+from ..compat import TypedTrainer, computed_in
 from ..logps import Truncation
 from ..policy_logps import score
 from ..processes import in_every_process
@@ -17,7 +17,7 @@ from .trie import fold
 logger = logging.getLogger(__name__)
 
 
-def can_share(trainer: GRPOTrainer) -> bool:
+def can_share(trainer: TypedTrainer) -> bool:
     """
     Whether what rows have in common can be forwarded once; where not, a warning says why. All processes decide alike,
     and must ask together.
@@ -28,7 +28,7 @@ def can_share(trainer: GRPOTrainer) -> bool:
     return obstacle is None
 
 
-def obstacle_by_design(trainer: GRPOTrainer) -> str | None:
+def obstacle_by_design(trainer: TypedTrainer) -> str | None:
     """What keeps prefixes from being shared, as far as it needs no trial to be known."""
     if trainer._is_vlm:
         return "the images of a prompt are forwarded with each of its rows"
@@ -37,7 +37,7 @@ def obstacle_by_design(trainer: GRPOTrainer) -> str | None:
     return probe.obstacle_by_design(trainer.model)
 
 
-def obstacle_to_sharing(trainer: GRPOTrainer) -> str | None:
+def obstacle_to_sharing(trainer: TypedTrainer) -> str | None:
     """What keeps prefixes from being shared, by a trial on the model."""
     obstacle = obstacle_by_design(trainer)
     if obstacle is not None:
@@ -51,7 +51,7 @@ def obstacle_to_sharing(trainer: GRPOTrainer) -> str | None:
 
 
 def logps_and_entropies(
-    trainer: GRPOTrainer,
+    trainer: TypedTrainer,
     model: nn.Module,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
@@ -90,7 +90,7 @@ def logps_and_entropies(
 
 
 def _score_rows(
-    trainer: GRPOTrainer,
+    trainer: TypedTrainer,
     model: nn.Module,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,

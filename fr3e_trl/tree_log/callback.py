@@ -129,10 +129,10 @@ class TreeLog(TrainerCallback):
             report(Path(str(args.output_dir)) / PAGE, args.report_to)
 
 
-def report(page: Path, report_to: list[str]) -> None:
+def report(page: Path, report_to: str | list[str] | None) -> None:
     """Upload the page to Weights & Biases or trackio, if `report_to` names them, as an artifact and as HTML."""
     for name in ("wandb", "trackio"):
-        if name not in report_to:
+        if name not in (report_to or []):
             continue
         try:
             service = importlib.import_module(name)

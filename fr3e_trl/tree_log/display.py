@@ -48,7 +48,7 @@ def render_tree(tree: Tree, tokenizer: PreTrainedTokenizerBase) -> str:
         drawn without replacement, rollouts have their mass, and branches the probabilities of the two tokens. A score
         is ✓ or ✗ if every reward of the tree is 1 or 0, otherwise the reward.
     """
-    lines = ["PROMPT", *_wrap(_shorten(tokenizer.decode(tree.prompt_ids), 4 * SEGMENT)), ""]
+    lines = ["PROMPT", *_wrap(_shorten(str(tokenizer.decode(tree.prompt_ids)), 4 * SEGMENT)), ""]
     lines += _state_lines(tree, 0, tokenizer)
     for base in dict.fromkeys(state.base for state in tree.states if state.base is not None):
         lines += ["", *_base_lines(tree, base, tokenizer)]

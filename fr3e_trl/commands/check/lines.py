@@ -53,7 +53,7 @@ from .runner import NotRun, Wrong
 OPTIONAL = ("vllm", "peft", "bitsandbytes", "flash-attn", "kernels", "triton", "accelerate")
 
 # Of the model that is made if none is named. Heads are as wide as kernels of attention want them
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
@@ -154,7 +154,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def variety(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+def variety(completion_ids: list[list[int]], **kwargs: Any) -> list[float | None]:
     """A reward that completions of any model differ in."""
     return [float(sum(ids) % 5) for ids in completion_ids]
 
@@ -204,7 +204,7 @@ def trained(setup: Setup, *args: Any, **settings: Any) -> Any:
     return trainer
 
 
-def logged(trainer: Any) -> list[tuple[float, ...]]:
+def logged(trainer: GRPOTrainer) -> list[tuple[float, ...]]:
     """Loss, norm of the gradient and mean reward of each step."""
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     return [(entry["loss"], entry["grad_norm"], entry["reward"]) for entry in steps]
@@ -229,19 +229,19 @@ def losses(setup: Setup) -> str:
 def resume(setup: Setup) -> str:
     """A run that goes on from its second step has the losses of the run that was not cut."""
 
-    def train() -> tuple[Any, list[Any]]:
+    def train() -> tuple[GRPOTrainer, list[Any]]:
         trainer = make_trainer(setup, max_steps=4, save_strategy="steps", save_steps=2)
         train_again(trainer)
         return trainer, logged(trainer)
 
     trainer, whole = train()
     resumed = make_trainer(setup, max_steps=4)
-    train_again(resumed, resume_from_checkpoint=str(Path(trainer.args.output_dir) / "checkpoint-2"))
+    train_again(resumed, resume_from_checkpoint=str(Path(str(trainer.args.output_dir)) / "checkpoint-2"))
     hold_equal(whole, logged(resumed), lambda: train()[1])
     return "steps 3 and 4 are those of the run that was not cut, to the last bit"
 
 
-def train_again(trainer: Any, **arguments: Any) -> None:
+def train_again(trainer: GRPOTrainer, **arguments: Any) -> None:
     """Train by one seed, with kernels that compute the same each time as far as there are any, and those of FR3E."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -298,7 +298,7 @@ def sharing(setup: Setup) -> str:
     return f"in {str(dtype).removeprefix('torch.')}, {', '.join(told)}"
 
 
-def scored(trainer: Any, share: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def scored(trainer: Kept, share: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of the kept batch's completions, and the gradient of its loss."""
     batch = trainer.batch
     trainer.share_prefixes(share)
@@ -461,7 +461,7 @@ def cost(setup: Setup) -> str:
     return f"FR3E / GRPO: {ratios}. A step: {', '.join(steps)}"
 
 
-def peak_memory(trainer: Any) -> int:
+def peak_memory(trainer: GRPOTrainer) -> int:
     """Most bytes of tensors of a step beside those before it: on the GPU, or as PyTorch's profiler records them."""
     gc.collect()  # what is freed below was made below
     if torch.cuda.is_available():
