@@ -874,7 +874,7 @@ def test_runs_that_begin_elsewhere_than_kept_ones_are_told_of_at_once(capsys):
 @pytest.mark.parametrize(
     ("path", "content"),
     [
-        ("cut.jsonl.gz", gzip.compress(b'{"arms": {')),
+        ("cut.jsonl.gz", gzip.compress(b'{"arms": {', mtime=0)),
         ("one/results.json", b'{"runs": ['),
         ("one/results.json", b"[]"),
         ("one/results.json", b'{"runs": [{}]}'),
