@@ -19,7 +19,6 @@ Sizes: P prompts, R rows of a tree or of the batch, L tokens of a completion, Q 
 import statistics
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 from make_demo_policy import GENERATOR, POLICY_DIR, problems
@@ -50,7 +49,7 @@ class Row:
 Tree = list[Row]  # a base trajectory, then its branches
 
 
-def sample(model: Any, prefixes: list[Tensor], budgets: list[int]) -> list[Tensor]:
+def sample(model: PreTrainedModel, prefixes: list[Tensor], budgets: list[int]) -> list[Tensor]:
     """Continue each prefix up to EOS, or as far as its budget of tokens reaches."""
     ids, mask = pad(prefixes, "left")  # (R, Q)
     ids = model.generate(input_ids=ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=max(budgets))
