@@ -197,9 +197,9 @@ def check_advantages(trees, advantages):
     rollouts = [(s["position"], tree["rollouts"][k]) for tree in trees for s in tree["states"] for k in s["rollouts"]]
     expected = [
         np.repeat([a for *_, a in rollout["credit"]], [n for n, *_ in rollout["credit"]])
-        if rollout["credit"]
+        if row.dim()
         else np.array([rollout["advantage"]])
-        for _, rollout in rollouts
+        for (_, rollout), row in zip(rollouts, advantages, strict=True)
     ]
     found = [
         row[position : position + rollout["length"]].numpy() if row.dim() else np.array([row.item()])

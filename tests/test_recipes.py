@@ -360,7 +360,7 @@ def test_version(capsys):
         (["--dataset_name=data.jsonl", "--reward_funcs=broken.reward"], "reward_funcs='broken.reward': "),
         (["--config", "unknown.yaml"], "Unknown setting in the recipe: learnign_rate. Did you mean learning_rate?"),
         (["--config", "unparsable.yaml"], "wrong arguments: mapping values are not allowed here"),
-        (["--config", "no_preset.yaml"], "preset='mine' is not allowed: it must be one of 'paper', 'released'"),
+        (["--config", "no_preset.yaml"], "preset='mine' is not allowed: it must be 'paper' or 'released'"),
         (["--epsilon=-1"], "wrong arguments: epsilon=-1.0 is not allowed: it must be a finite number above 0, for"),
         (["--anchor_threshold=inf"], "wrong arguments: anchor_threshold=inf is not allowed: it must be 'auto', None"),
         (["--config", "missing.yaml"], "wrong arguments: [Errno 2] No such file or directory: 'missing.yaml'"),

@@ -269,15 +269,15 @@ def test_the_baselines_of_trees_are_those_of_the_memory(credit):
     trainer = make_trainer(digits, credit=credit, **sizes, value_prior_strength=2.0)
     trainer.train()
     num_checked = 0
-    for priors_P, _, trees, entry, batch in steps_of(trainer):
+    for priors_P, _, trees, entry, _ in steps_of(trainer):
         assert entry["fr3e/prior/strength"] == 2
-        for i, (tree, prior) in enumerate(zip(trees, priors_P, strict=True)):
+        for tree, prior in zip(trees, priors_P, strict=True):
             rewards = [rollout.score.reward for state in tree.states for rollout in state.rollouts]
             branches = tree.states[1:]
             if len(branches) < 3 or branches[0].position == 0:
                 continue
             num_checked += 1
-            first = batch["advantages"][4 * i].flatten()[0].item()
+            _, _, first = tree.bases[0].credit[0]
             expected = sum(rewards) - 4 * prior if credit == "tree" else rewards[0] - prior
             assert first == pytest.approx(expected, abs=1e-4)
     assert num_checked > 3
