@@ -60,6 +60,7 @@ OVERRIDDEN: Mapping[str, str] = {
     "_compute_loss": "model inputs",
     "_get_per_token_logps_and_entropies": "model input_ids attention_mask logits_to_keep",
     "_init_training_state": "max_steps num_update_steps_per_epoch num_train_epochs",
+    "_save_checkpoint": "model trial",
     "_save_rng_state": "output_dir",
     "_load_rng_state": "checkpoint",
     "create_model_card": "model_name dataset_name tags",

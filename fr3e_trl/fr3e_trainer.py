@@ -212,7 +212,6 @@ class FR3ETrainer(resume.ExactResume):
                 self.generation_config.eos_token_id = self.eos_token_ids
         self.sampler = make_sampler(self)
         self.has_own_sampler = sampler is not None
-        self._value_tracker = ValueTracker() if args.value_tracker else None
         if args.log_trees is not None:
             self._tree_log = TreeLog(args.log_trees, tokenizer_of(self), self.reward_func_names, self.accelerator)
             # Before those that report, which end what they report to when training does
@@ -576,7 +575,10 @@ class FR3ETrainer(resume.ExactResume):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def begin(self) -> None:
-        """Draw prompts from the beginning of the data, as a run does before its first step."""
+        """Begin with nothing of an earlier run: no tracked values, no threshold, and prompts from the first one on."""
+        self._value_tracker = ValueTracker() if self.args.value_tracker else None
+        if self._explorer is not None:
+            self._explorer.threshold = None
         if self.args.max_refills > 0:
             self._refill = Refill(self.train_dataset, self._epoch_order, self.args.max_refills)
 
@@ -611,13 +613,10 @@ class FR3ETrainer(resume.ExactResume):
             # Of each epoch it left out what makes no whole batch
             epochs, rest = divmod(math.ceil(num_batches / self.num_iterations), num_examples // num_prompts)
             self._refill.prompts.go_to(epochs * num_examples + rest * num_prompts)
-        if self._value_tracker is not None:
-            self._value_tracker = ValueTracker()
-            if "value_memory" in state:
-                self._value_tracker.resume(state["value_memory"])
-        if self._explorer is not None:
-            is_auto = self.args.anchor_threshold == "auto"
-            self._explorer.threshold = state.get("anchor_threshold") if is_auto else None
+        if self._value_tracker is not None and "value_memory" in state:
+            self._value_tracker.resume(state["value_memory"])
+        if self._explorer is not None and self.args.anchor_threshold == "auto":
+            self._explorer.threshold = state.get("anchor_threshold")
 
     # For samplers, and for whoever looks at rollouts
 
