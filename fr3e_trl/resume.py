@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import gather_object, send_to_device
 from torch import nn
 from transformers import TrainerCallback
+from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig
 
@@ -111,6 +112,13 @@ class ExactResume(TypedTrainer):
         )
         _forget(self)
         self.begin()
+        if not isinstance(self.train_dataset, Sized) and (self.state.epoch or 0) > 1:
+            _warn(
+                self,
+                "The checkpoint was saved after the first pass over train_dataset, a stream, whose place in later "
+                "passes is not known. The run goes on at the beginning of the second pass: prompts that it has been "
+                "trained on since come again.",
+            )
         if self.state.global_step >= max_steps:
             return num_train_epochs, 0  # transformers would train one step more
         for _ in range(epochs_trained):
@@ -182,13 +190,17 @@ class ExactResume(TypedTrainer):
             )
         if not file.exists():
             self.resume_from_state({}, False)
+            has_optimizer = self.is_deepspeed_enabled or (Path(checkpoint) / SCHEDULER_NAME).exists()
             _warn(
                 self,
-                "%s has no %s, as a checkpoint of GRPOTrainer's. Its weights, its optimizer and its place in the data "
-                "are kept. The batch that was in use, the value tracker, rows left over and the anchors' threshold "
-                "begin anew: losses will differ from those of the run that was not cut.",
+                "%s has no %s, as a checkpoint %s. Its weights%s and its place in the data are kept. %s batch that was "
+                "in use, the value tracker, rows left over and the anchors' threshold begin anew: losses will differ "
+                "from those of the run that was not cut.",
                 checkpoint,
                 file.name,
+                "of GRPOTrainer's" if has_optimizer else "that save_only_model=True leaves",
+                ", its optimizer" if has_optimizer else "",
+                "The" if has_optimizer else "The optimizer, the schedule of the learning rate, the",
             )
             return
         state = _read_state(file)

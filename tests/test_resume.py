@@ -348,15 +348,37 @@ def test_a_checkpoint_without_a_trainer_state_is_passed_over(content):
     assert last_complete_checkpoint("output") == "output/checkpoint-2"
 
 
-def test_a_checkpoint_without_its_state_is_told_of(caplog):
-    """That losses will differ; the run goes on."""
-    make_trainer(max_steps=2).train()
-    Path("output/checkpoint-2/grpo_state_0.pt").unlink()
-    resumed = make_trainer(max_steps=3)
+def test_a_stream_goes_on_exactly_within_its_first_pass(caplog):
+    """Later it is told that prompts come again."""
+
+    def streaming(**settings):
+        stream = make_dataset(6).to_iterable_dataset()
+        return factory.make_trainer(FR3ETrainer, reward_funcs=letters, dataset=stream, **SAVING | settings)
+
+    whole = streaming(max_steps=6)
+    set_seed(1)
+    whole.train()
+    for step, is_exact in ((2, True), (4, False)):
+        resumed = streaming(max_steps=6, output_dir="resumed")
+        resumed.train(resume_from_checkpoint=f"output/checkpoint-{step}")
+        assert resumed.state.global_step == 6
+        assert ("a stream, whose place" in caplog.text) == (not is_exact)
+        if is_exact:
+            check_same(resumed, whole)
+
+
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_a_checkpoint_without_its_state_is_told_of(save_only_model, caplog):
+    """That losses will differ, and what is kept; the run goes on."""
+    make_trainer(max_steps=2, save_only_model=save_only_model).train()
+    Path("output/checkpoint-2/grpo_state_0.pt").unlink(missing_ok=save_only_model)
+    resumed = make_trainer(max_steps=5)
     resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 3
+    assert resumed.state.global_step == 5
     (told,) = [message for message in caplog.messages if "grpo_state_0.pt" in message]
-    assert "losses will differ" in told and "optimizer" in told
+    kept, _, anew = told.partition(" are kept. ")
+    assert "losses will differ" in anew
+    assert ("optimizer" in kept, "optimizer" in anew) == (not save_only_model, save_only_model)
 
 
 def test_weights_that_are_tied_are_not_said_to_be_missing(caplog):
