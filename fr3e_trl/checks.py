@@ -16,8 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import is_async_callable
 
-from .compat import TypedTrainer, is_sharded, tokenizer_of
-from .credit_to_batch import PER_TOKEN
+from .compat import PER_TOKEN, TypedTrainer, is_sharded, tokenizer_of
 from .fr3e_config import FR3EConfig
 from .method.credit import CREDIT_RULES
 

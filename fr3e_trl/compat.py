@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 
 Rows = TypeVar("Rows", bound=Sequence[Any] | torch.Tensor)
 
+# Losses that TRL divides by all tokens in the loss, of the batch or of a micro-batch. It divides the others by the rows
+PER_TOKEN = ("dapo", "cispo", "vespo", "bnpo")
+
 # Methods that are overridden, and the arguments that the overrides take by name, in order
 OVERRIDDEN: Mapping[str, str] = {
     "_generate_and_score_completions": "inputs",
