@@ -21,6 +21,9 @@ KEPT = "kept.jsonl.gz"  # its name beside a report
 
 DIGITS = string.digits + string.ascii_letters + "-_"
 
+# Settings of arms that are gone, and the value with which they changed nothing
+GONE = {"distinct_branches": False}
+
 # Of an evaluation, what is not a number
 NO_NUMBERS = ("rewards", "num_distinct")
 
@@ -63,7 +66,9 @@ def restore(content: bytes) -> Results:
     text = gzip.decompress(content).decode().replace("fr3e_trl.bench.", "benchmarks.")  # as rewards were called
     head, *lines = (json.loads(line) for line in text.splitlines())
     table = head["rewards_of_a_prompt"]
-    arms = head["arms"]
+    arms = head["arms"] = _without_gone(head["arms"])
+    if "arms" in head["arguments"]:
+        head["arguments"]["arms"] = _without_gone(head["arguments"]["arms"])
     runs: dict[str, list[dict[str, Any]]] = {"runs": [], "screening": [], "tuning": []}
     for line in lines:
         stage = line.pop("stage", "runs")
@@ -71,6 +76,14 @@ def restore(content: bytes) -> Results:
     return Results(
         head["arguments"], head["command"], arms, **runs, tokens_per_prompt=head.get("tokens_per_prompt", {})
     )
+
+
+def _without_gone(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The settings of arms, without those that are gone and changed nothing."""
+    return {
+        arm: {name: value for name, value in settings.items() if name not in GONE or GONE[name] != value}
+        for arm, settings in arms.items()
+    }
 
 
 def _prompts(run: dict[str, Any]) -> Iterable[list[float]]:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import is_async_callable
 
-from .compat import TypedTrainer, is_sharded, tokenizer_of
+from .compat import PER_TOKEN, TypedTrainer, is_sharded, tokenizer_of
 from .fr3e_config import FR3EConfig
 from .method.credit import CREDIT_RULES
 
@@ -49,6 +49,10 @@ REFUSED_KWARGS = (
     (
         ("stop", "stop_strings"),
         "Set stop_token_ids: strings are looked for in what follows an anchor alone, and one that spans it is missed",
+    ),
+    (
+        ("prompt_lookup_num_tokens", "dola_layers"),
+        "Leave it out: rollouts are sampled from the policy token by token, without lookup or contrast of layers",
     ),
     (
         ("seed",),
@@ -291,6 +295,18 @@ def warn_of_single_prompt(args: FR3EConfig) -> None:
             args.num_generations,
             alone if args.num_bases == 1 else "",
             8 * args.steps_per_generation,
+        )
+
+
+def warn_of_refill(args: FR3EConfig) -> None:
+    """Warn of refill where the loss divides by all rows, those that rejected rows and copies would have been too."""
+    if args.max_refills and CREDIT_RULES[args.plan.credit].by_token and args.loss_type not in PER_TOKEN:
+        logger.warning(
+            "max_refills=%d with loss_type=%r scales gradients up: rows of other prompts take the places of rejected "
+            "rows and copies, and the loss divides by all rows all the same. Set loss_type='dapo', which divides by "
+            "the tokens in the loss, or lower learning_rate.",
+            args.max_refills,
+            args.loss_type,
         )
 
 

@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 
 Rows = TypeVar("Rows", bound=Sequence[Any] | torch.Tensor)
 
+# Losses that TRL divides by all tokens in the loss, of the batch or of a micro-batch. It divides the others by the rows
+PER_TOKEN = ("dapo", "cispo", "vespo", "bnpo")
+
 # Methods that are overridden, and the arguments that the overrides take by name, in order
 OVERRIDDEN: Mapping[str, str] = {
     "_generate_and_score_completions": "inputs",
@@ -60,6 +63,7 @@ OVERRIDDEN: Mapping[str, str] = {
     "_compute_loss": "model inputs",
     "_get_per_token_logps_and_entropies": "model input_ids attention_mask logits_to_keep",
     "_init_training_state": "max_steps num_update_steps_per_epoch num_train_epochs",
+    "_save_checkpoint": "model trial",
     "_save_rng_state": "output_dir",
     "_load_rng_state": "checkpoint",
     "create_model_card": "model_name dataset_name tags",

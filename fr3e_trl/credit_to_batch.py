@@ -11,11 +11,8 @@ from dataclasses import replace
 import torch
 from accelerate.utils import gather_object
 
-from .compat import TypedTrainer, own_rows
+from .compat import PER_TOKEN, TypedTrainer, own_rows
 from .method.rows import Row, token_credit
-
-# Losses that TRL divides by all tokens in the loss, of the batch or of a micro-batch. It divides the others by the rows
-PER_TOKEN = ("dapo", "cispo", "vespo", "bnpo")
 
 # Metrics that are means over the tokens of a micro-batch that are in the loss, beside clip_ratio/...
 OVER_TOKENS = {"entropy", "kl", "cispo_clip_ratio", "vespo/phi_seq_mean"}

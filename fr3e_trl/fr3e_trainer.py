@@ -20,7 +20,7 @@ from transformers import (
     TrainerCallback,
 )
 from trl import GRPOConfig, GRPOTrainer
-from trl.trainer.utils import RepeatSampler
+from trl.trainer.utils import RepeatSampler, nanstd
 
 from . import checks, images, model_card, policy_logps, prefix_sharing, resume
 from .callbacks import Console, Stopwatch, take_over
@@ -181,6 +181,7 @@ class FR3ETrainer(resume.ExactResume):
             checks.refuse_unsupported(args, rollout_func)
             checks.check_generation_kwargs(args)
             checks.warn_of_single_prompt(args)
+            checks.warn_of_refill(args)
             if train_dataset is not None:
                 checks.check_dataset(train_dataset, args, has_environments=environment_factory is not None)
         with without_vllm(args), checks.classless_model(model, args):
@@ -212,7 +213,6 @@ class FR3ETrainer(resume.ExactResume):
                 self.generation_config.eos_token_id = self.eos_token_ids
         self.sampler = make_sampler(self)
         self.has_own_sampler = sampler is not None
-        self._value_tracker = ValueTracker() if args.value_tracker else None
         if args.log_trees is not None:
             self._tree_log = TreeLog(args.log_trees, tokenizer_of(self), self.reward_func_names, self.accelerator)
             # Before those that report, which end what they report to when training does
@@ -458,6 +458,9 @@ class FR3ETrainer(resume.ExactResume):
             placed = {id(row) for row in rows}  # some may have found no place
             shown = [replace(row, in_loss=row.in_loss and id(row) in placed) for row in self._explored]
             self._tree_log.write(self.trees, shown, self.args, self.state.global_step + 1)
+        if self.multi_objective_aggregation == "sum_then_normalize":
+            # TRL knows no rewards of copies, and finds no deviation where a group has one other row
+            self._metrics["train"]["frac_reward_zero_std"][-1] = self._share_without_deviation(rows)
         for name, value in (self._metrics_of_step(rows) | metrics).items():
             self._metrics["train"][name].append(value)  # TRL averages and logs them
         if self._refill is not None:
@@ -466,6 +469,13 @@ class FR3ETrainer(resume.ExactResume):
             if rollout.dialogue is not None:  # environments are for the next rollouts
                 rollout.dialogue.environment, rollout.dialogue.snapshots = None, []
         return batch
+
+    def _share_without_deviation(self, rows: list[Row]) -> float:
+        """The share of groups whose rewards, those of copies included, are all alike, as TRL counts them."""
+        rewards = torch.tensor([row.rollout.score.reward for row in rows], dtype=torch.float64)  # rounding is none
+        size = len(rows) if self.scale_rewards == "batch" else self.num_generations
+        deviations = nanstd(rewards.view(-1, size), dim=1)
+        return deviations.isclose(torch.zeros_like(deviations)).float().mean().item()
 
     @property
     def trees(self) -> list[Tree]:
@@ -576,7 +586,10 @@ class FR3ETrainer(resume.ExactResume):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def begin(self) -> None:
-        """Draw prompts from the beginning of the data, as a run does before its first step."""
+        """Begin with nothing of an earlier run: no tracked values, no threshold, and prompts from the first one on."""
+        self._value_tracker = ValueTracker() if self.args.value_tracker else None
+        if self._explorer is not None:
+            self._explorer.threshold = None
         if self.args.max_refills > 0:
             self._refill = Refill(self.train_dataset, self._epoch_order, self.args.max_refills)
 
@@ -611,13 +624,10 @@ class FR3ETrainer(resume.ExactResume):
             # Of each epoch it left out what makes no whole batch
             epochs, rest = divmod(math.ceil(num_batches / self.num_iterations), num_examples // num_prompts)
             self._refill.prompts.go_to(epochs * num_examples + rest * num_prompts)
-        if self._value_tracker is not None:
-            self._value_tracker = ValueTracker()
-            if "value_memory" in state:
-                self._value_tracker.resume(state["value_memory"])
-        if self._explorer is not None:
-            is_auto = self.args.anchor_threshold == "auto"
-            self._explorer.threshold = state.get("anchor_threshold") if is_auto else None
+        if self._value_tracker is not None and "value_memory" in state:
+            self._value_tracker.resume(state["value_memory"])
+        if self._explorer is not None and self.args.anchor_threshold == "auto":
+            self._explorer.threshold = state.get("anchor_threshold")
 
     # For samplers, and for whoever looks at rollouts
 

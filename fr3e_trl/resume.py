@@ -3,7 +3,9 @@
 import copy
 import json
 import logging
+import math
 import pickle
+import random
 from collections.abc import Sized
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from accelerate.utils import gather_object, send_to_device
 from torch import nn
 from transformers import TrainerCallback
+from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig
 
@@ -56,10 +59,12 @@ class ExactResume(TypedTrainer):
     warning also names settings that have changed, or a checkpoint that lacks all this.
 
     A checkpoint that is saved within an update, as before an error, goes on from where the update began. A run begins
-    with nothing of what an earlier one in the same process left behind.
+    with nothing of what an earlier one in the same process left behind, but its weights and transformers' optimizer.
     """
 
-    _update_began: tuple[int, dict[str, Any]] | None = None  # the last update: its step, and what it began with
+    # The last update: its step, and what it began with, of [`ExactResume._state_of_step`] and of [`_moving`]
+    _update_began: tuple[int, dict[str, Any], dict[str, Any]] | None = None
+    _data_began: dict[str, Any] | None = None  # [`_moving`] before an epoch's data are drawn, until its first update
     _train_sampler: Any = None
     _has_other_names = False  # whether weights were saved under other names than those of the model
 
@@ -88,7 +93,7 @@ class ExactResume(TypedTrainer):
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(str(self.args.output_dir))
-        self._update_began = None
+        self._update_began = self._data_began = None
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     # The order of the data. TRL's sampler shuffles by one random generator, which each epoch moves on.
@@ -107,6 +112,13 @@ class ExactResume(TypedTrainer):
         )
         _forget(self)
         self.begin()
+        if not isinstance(self.train_dataset, Sized) and (self.state.epoch or 0) > 1:
+            _warn(
+                self,
+                "The checkpoint was saved after the first pass over train_dataset, a stream, whose place in later "
+                "passes is not known. The run goes on at the beginning of the second pass: prompts that it has been "
+                "trained on since come again.",
+            )
         if self.state.global_step >= max_steps:
             return num_train_epochs, 0  # transformers would train one step more
         for _ in range(epochs_trained):
@@ -116,16 +128,35 @@ class ExactResume(TypedTrainer):
     # Each process saves and loads its own, where transformers does so with the states of the random generators: when
     # the data are where they were, and before the next step.
 
+    def begin_epoch(self) -> None:
+        """Keep what an epoch begins with."""
+        self._data_began = _moving(self)
+
     def begin_update(self) -> None:
-        """Keep what an update begins with."""
-        self._update_began = self.state.global_step, self._state_of_step()
+        """Keep what an update begins with: the first of an epoch before its data are drawn, which takes randomness."""
+        moving, self._data_began = self._data_began or _moving(self), None
+        self._update_began = self.state.global_step, self._state_of_step(), moving
+
+    def _beginning(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+        """What the update began with that is not through yet, if there is one."""
+        began = self._update_began
+        return began if began is not None and began[0] == self.state.global_step else None
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """The only change is that a checkpoint that is saved within an update is of where it began."""
+        now = _moving(self)
+        if (beginning := self._beginning()) is not None:
+            _move_to(self, beginning[2])
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            _move_to(self, now)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """The only change is that what the next step goes on from is saved too."""
         super()._save_rng_state(output_dir)
-        step, state = self._update_began or (None, {})
-        if step != self.state.global_step:  # the update is through
-            state = self._state_of_step()
+        beginning = self._beginning()
+        state = self._state_of_step() if beginning is None else beginning[1]
         tables = json.dumps(state["tables"], default=str)  # reward functions may log any object
         torch.save(state | {"tables": tables}, _state_file(output_dir, self.args.process_index))
 
@@ -145,6 +176,7 @@ class ExactResume(TypedTrainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """The only change is that what the next step goes on from is loaded too."""
         super()._load_rng_state(checkpoint)
+        self._data_began = _moving(self)
         if checkpoint is None:
             return
         own = _state_file(checkpoint, self.args.process_index)
@@ -158,13 +190,17 @@ class ExactResume(TypedTrainer):
             )
         if not file.exists():
             self.resume_from_state({}, False)
+            has_optimizer = self.is_deepspeed_enabled or (Path(checkpoint) / SCHEDULER_NAME).exists()
             _warn(
                 self,
-                "%s has no %s, as a checkpoint of GRPOTrainer's. Its weights, its optimizer and its place in the data "
-                "are kept. The batch that was in use, the value tracker, rows left over and the anchors' threshold "
-                "begin anew: losses will differ from those of the run that was not cut.",
+                "%s has no %s, as a checkpoint %s. Its weights%s and its place in the data are kept. %s batch that was "
+                "in use, the value tracker, rows left over and the anchors' threshold begin anew: losses will differ "
+                "from those of the run that was not cut.",
                 checkpoint,
                 file.name,
+                "of GRPOTrainer's" if has_optimizer else "that save_only_model=True leaves",
+                ", its optimizer" if has_optimizer else "",
+                "The" if has_optimizer else "The optimizer, the schedule of the learning rate, the",
             )
             return
         state = _read_state(file)
@@ -223,19 +259,46 @@ class ExactResume(TypedTrainer):
 
 
 class NoteUpdates(TrainerCallback):
-    """Has a trainer keep what each update begins with."""
+    """Has a trainer keep what each epoch and each update begin with."""
 
     def __init__(self, trainer: ExactResume):
         self.trainer = trainer
 
+    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer.begin_epoch()
+
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self.trainer.begin_update()
+
+
+def _moving(trainer: TypedTrainer) -> dict[str, Any]:
+    """What an update moves on, of all that transformers and TRL put into a checkpoint."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all(),  # none without a GPU
+        "num_tokens": trainer.state.num_input_tokens_seen,
+        "entropy_control": (trainer.entropy_coef, trainer._last_world_entropy),
+    }
+
+
+def _move_to(trainer: TypedTrainer, moving: dict[str, Any]) -> None:
+    """Go to what [`_moving`] returned."""
+    random.setstate(moving["python"])
+    np.random.set_state(moving["numpy"])
+    torch.set_rng_state(moving["torch"])
+    torch.cuda.set_rng_state_all(moving["cuda"])
+    trainer.state.num_input_tokens_seen = moving["num_tokens"]
+    trainer.entropy_coef, trainer._last_world_entropy = moving["entropy_control"]
 
 
 def _forget(trainer: TypedTrainer) -> None:
     """What an earlier run in this process left behind, which may have ended at any point."""
     trainer._step, trainer._buffered_inputs = 0, None
     trainer._entropy_window_stats, trainer._current_train_step_time = None, 0.0
+    if trainer.use_adaptive_entropy:  # else the coefficient is a setting
+        trainer.entropy_coef, trainer._last_world_entropy = trainer.args.entropy_coef, math.inf
     for left in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
         left.clear()
     if trainer.use_vllm:

@@ -129,6 +129,8 @@ def test_large_rewards_train():
         ({"num_beams": 2}, "independent samples"),
         ({"do_sample": False}, "independent samples"),
         ({"min_length": 4}, "amid the completion"),
+        ({"prompt_lookup_num_tokens": 3}, "Leave it out"),
+        ({"dola_layers": "low"}, "Leave it out"),
         ({"structured_outputs": {"regex": "[0-9]+"}}, "amid the completion"),
         ({"logprobs": 5}, "a form of its own"),
         ({"encoder_repetition_penalty": 2.0}, "amid the completion"),
@@ -177,6 +179,16 @@ def test_what_is_left_to_be_plain_grpo_is_told():
     settings = {"num_anchors": 0, "reject_degenerate_states": True}
     with pytest.raises(ValueError, match="With reject_degenerate_states=False, value_prior_strength=0 and"):
         make_trainer(generation_kwargs={"stop": "x"}, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_told"),
+    [({}, True), ({"loss_type": "dapo"}, False), ({"max_refills": 0}, False), ({"credit": "rollout"}, False)],
+    ids=str,
+)
+def test_refill_where_the_loss_divides_by_all_rows(settings, is_told, caplog):
+    make_trainer(**{"max_refills": 1, "loss_type": "dr_grpo", "reject_degenerate_states": True} | settings)
+    assert ("scales gradients up" in caplog.text) == is_told
 
 
 def test_generation_kwargs_that_are_honoured():

@@ -20,6 +20,7 @@ from peft import LoraConfig
 from resume_train import letters, parity
 from test_processes import weights_of
 from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from trl import GRPOTrainer
 
 from fr3e_trl import FR3ETrainer
@@ -76,13 +77,14 @@ def test_resuming_from_any_checkpoint_is_exact(settings):
 
 
 def cut(trainer, step):
-    """Train, until Ctrl-C amid an update."""
+    """Train, until Ctrl-C after the first micro-batch of an update."""
     compute_loss = trainer._compute_loss
 
     def interrupted(*args):
+        loss = compute_loss(*args)
         if trainer.state.global_step == step:
             raise KeyboardInterrupt
-        return compute_loss(*args)
+        return loss
 
     trainer._compute_loss = interrupted
     with pytest.raises(KeyboardInterrupt):
@@ -90,13 +92,34 @@ def cut(trainer, step):
     trainer._compute_loss = compute_loss
 
 
-def test_going_on_in_the_same_process_is_exact():
-    whole, trainer = make_trainer(save_steps=2), make_trainer(save_steps=2, output_dir="cut")
+ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 5.0}
+IN_TWO = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
+
+
+@pytest.mark.parametrize("settings", [{}, ADAPTIVE | IN_TWO], ids=["defaults", "adaptive"])
+def test_going_on_in_the_same_process_is_exact(settings):
+    settings |= {"save_steps": 2, "entropy_coef_delta": 0.02}
+    whole, trainer = make_trainer(**settings), make_trainer(**settings, output_dir="cut")
     for run in (lambda: whole.train(), lambda: cut(trainer, step=3)):
         set_seed(1)
         run()
     trainer.train(resume_from_checkpoint=True)
     check_same(trainer, whole)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, ADAPTIVE | IN_TWO, {"max_refills": 3} | REJECTING], ids=["defaults", "adaptive", "refill"]
+)
+def test_a_second_run_in_the_same_process_begins_anew(settings):
+    """With weights and an optimizer as at first, it is the first."""
+    trainer, first = (make_trainer(**settings, max_steps=4, save_strategy="no") for _ in range(2))
+    cut(trainer, step=3)
+    trainer.model.load_state_dict(first.model.state_dict())
+    trainer.optimizer = None
+    for run in (trainer, first):
+        set_seed(1)
+        run.train()
+    check_same(trainer, first)
 
 
 def test_beginning_anew_in_the_same_process():
@@ -111,22 +134,32 @@ def test_beginning_anew_in_the_same_process():
     assert steps == [0, 2]
 
 
-@pytest.mark.parametrize("settings", [{"num_iterations": 2}, {"max_refills": 1} | REJECTING], ids=str)
-def test_what_is_saved_within_an_update_is_what_it_began_with(settings):
-    """As before an error, or by `enable_jit_checkpoint`."""
-    trainer = make_trainer(max_steps=3, gradient_accumulation_steps=2, per_device_train_batch_size=8, **settings)
-    compute_loss, files = trainer._compute_loss, []
+@pytest.mark.parametrize("step", [3, 4], ids="at step {}".format)
+@pytest.mark.parametrize("settings", [{"num_iterations": 2}, {"max_refills": 1} | REJECTING, ADAPTIVE], ids=str)
+def test_a_checkpoint_saved_within_an_update_is_exact(settings, step):
+    """As by `enable_jit_checkpoint`, before the update's end; the third of an epoch of three steps, or a later one."""
+    settings |= IN_TWO | {"max_steps": 6}
+    whole = make_trainer(**settings)
+    set_seed(1)
+    whole.train()
+    trainer = make_trainer(**settings, save_steps=100, enable_jit_checkpoint=True, output_dir="cut")
+    (terminated,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback)]
+    compute_loss, num_calls = trainer._compute_loss, []
 
-    def saved_again(*args):
-        if trainer.state.global_step == 2:
-            for save in (lambda: None, lambda: trainer._save_checkpoint(trainer.model_wrapped, trial=None)):
-                save()
-                files.append(Path("output/checkpoint-2/grpo_state_0.pt").read_bytes())
+    def signalled(*args):
+        num_calls.append(trainer.state.global_step)
+        if num_calls.count(step) == 2:
+            terminated.jit_manager.is_checkpoint_requested = True  # as 3 seconds after SIGTERM
         return compute_loss(*args)
 
-    trainer._compute_loss = saved_again
+    trainer._compute_loss = signalled
+    set_seed(1)
     trainer.train()
-    assert len(files) == 4 and len(set(files)) == 1
+    assert max(num_calls) == step and Path(f"cut/checkpoint-{step}").is_dir()
+    resumed = make_trainer(**settings, output_dir="resumed")
+    set_seed(100)
+    resumed.train(resume_from_checkpoint=f"cut/checkpoint-{step}")
+    check_same(resumed, whole)
 
 
 def test_numbers_of_numpys_are_settings_too():
@@ -315,15 +348,37 @@ def test_a_checkpoint_without_a_trainer_state_is_passed_over(content):
     assert last_complete_checkpoint("output") == "output/checkpoint-2"
 
 
-def test_a_checkpoint_without_its_state_is_told_of(caplog):
-    """That losses will differ; the run goes on."""
-    make_trainer(max_steps=2).train()
-    Path("output/checkpoint-2/grpo_state_0.pt").unlink()
-    resumed = make_trainer(max_steps=3)
+def test_a_stream_goes_on_exactly_within_its_first_pass(caplog):
+    """Later it is told that prompts come again."""
+
+    def streaming(**settings):
+        stream = make_dataset(6).to_iterable_dataset()
+        return factory.make_trainer(FR3ETrainer, reward_funcs=letters, dataset=stream, **SAVING | settings)
+
+    whole = streaming(max_steps=6)
+    set_seed(1)
+    whole.train()
+    for step, is_exact in ((2, True), (4, False)):
+        resumed = streaming(max_steps=6, output_dir="resumed")
+        resumed.train(resume_from_checkpoint=f"output/checkpoint-{step}")
+        assert resumed.state.global_step == 6
+        assert ("a stream, whose place" in caplog.text) == (not is_exact)
+        if is_exact:
+            check_same(resumed, whole)
+
+
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_a_checkpoint_without_its_state_is_told_of(save_only_model, caplog):
+    """That losses will differ, and what is kept; the run goes on."""
+    make_trainer(max_steps=2, save_only_model=save_only_model).train()
+    Path("output/checkpoint-2/grpo_state_0.pt").unlink(missing_ok=save_only_model)
+    resumed = make_trainer(max_steps=5)
     resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 3
+    assert resumed.state.global_step == 5
     (told,) = [message for message in caplog.messages if "grpo_state_0.pt" in message]
-    assert "losses will differ" in told and "optimizer" in told
+    kept, _, anew = told.partition(" are kept. ")
+    assert "losses will differ" in anew
+    assert ("optimizer" in kept, "optimizer" in anew) == (not save_only_model, save_only_model)
 
 
 def test_weights_that_are_tied_are_not_said_to_be_missing(caplog):

@@ -242,6 +242,20 @@ def test_a_reward_function_sees_the_completions_of_a_prompt_in_one_call(settings
     assert any(r.copy_of is not None for _, trees in trainer.batches for _, _, r in rollouts_of(trees))
 
 
+@pytest.mark.parametrize("settings", [{}, {"scale_rewards": "batch"}, {"max_refills": 1}], ids=str)
+def test_groups_that_are_alike_count_as_such_with_copies(settings):
+    """As by GRPO, where a group has one base trajectory and its copies."""
+    alike = train(
+        reward_funcs=lambda completions, **kwargs: [0.3] * len(completions),
+        num_generations=4,
+        anchor_threshold=100.0,  # no anchor
+        dataset=make_dataset(12),
+        max_steps=3,
+        **settings,
+    )
+    assert logged(alike, "frac_reward_zero_std", "fr3e/rows/copied") == [(1.0, 0.75)] * 3
+
+
 def test_a_reward_that_looks_at_whole_groups():
     """As `rewards.view(-1, G)` does; also where trees are scored before the batch is whole, by groups."""
 

@@ -15,6 +15,7 @@ No tensor grows with the square of a row's length. `eager` keeps the scores of a
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,9 +38,6 @@ FLEX_BLOCK = 128
 
 # Forms of its calls that are compiled: 13 came in 30 micro-batches of random shapes
 FLEX_RECOMPILATIONS = 64
-
-# The first torch of which `varlen_attn` is known to take windows and grouped heads
-VARLEN_TORCH = (2, 13)
 
 Attention = Callable[..., Any]
 
@@ -160,10 +158,19 @@ def _masked_sdpa(
     return output.transpose(1, 2), None
 
 
+@functools.cache
+def has_varlen() -> bool:
+    """Whether torch has FlashAttention for rows end to end, with windows and grouped heads."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+
+
 def runs_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether sdpa would run FlashAttention, and torch has it for rows end to end."""
-    has_varlen = tuple(map(int, torch.__version__.split(".")[:2])) >= VARLEN_TORCH
-    if not (query.is_cuda and has_varlen and query.size(-1) % 8 == 0):
+    if not (query.is_cuda and has_varlen() and query.size(-1) % 8 == 0):
         return False
     return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
 

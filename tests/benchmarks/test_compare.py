@@ -31,6 +31,7 @@ from benchmarks.arguments import CompareArguments
 from benchmarks.arms import make_config, make_trainer, whole_prompts
 from benchmarks.compare import compare, main
 from benchmarks.evaluation import evaluate
+from benchmarks.kept import read_kept
 from benchmarks.measures import batch_signal, sampled_prompts
 from benchmarks.outcomes import TUNED, Place, has_collapsed
 from benchmarks.statistics import (
@@ -46,7 +47,8 @@ from benchmarks.statistics import (
 )
 from benchmarks.tasks import HELDOUT_SEED
 from benchmarks.worker import Progress
-from fr3e_trl.commands.recipe import RecipeParser
+from fr3e_trl.commands.outputs import differing
+from fr3e_trl.commands.recipe import RecipeParser, parse_arguments
 from fr3e_trl.commands.statistics import best_of_k
 from fr3e_trl.commands.usage import UsageError
 from fr3e_trl.generation.generate import GenerateSampler
@@ -783,6 +785,16 @@ def test_reports_anew_from_what_is_kept(monkeypatch, capsys):
         assert line["pass@1"] == pytest.approx(rates, abs=1e-6)
         assert line["mean"] == pytest.approx(mean_along(result, 500), abs=1e-6)
         assert line["revision"]["trl"] and line["revision"] == result["revision"]
+
+
+@pytest.mark.parametrize("family", ["chain", "hard", "rows_machine"])
+def test_kept_runs_with_settings_that_are_gone(family):
+    """Their arms are those of today's recipe, so that seeds can be added to them."""
+    recipe = ROOT / "recipes" / "bench" / f"compare_{family}.yaml"
+    (args,) = parse_arguments(RecipeParser([CompareArguments]), ["--config", str(recipe)])
+    kept = read_kept(ROOT / "benchmarks" / "results" / f"{family}.jsonl.gz")
+    assert len(kept.runs) >= 10
+    assert not differing(kept.arguments, {"arms": args.arms, "base": args.base}, growing="arms")
 
 
 def kept_lines(directory):
