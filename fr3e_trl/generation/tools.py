@@ -574,8 +574,8 @@ class ToolCallingSampler:
     def _called_again(self, rollout: _Rollout, messages: list[dict[str, Any]]) -> list[str]:
         """What a fresh copy of a rollout's environment answers to its calls."""
         assert rollout.request.tree is not None
-        original = self._instances[rollout.request.tree][0]
-        instance = original.copied(original.environment)
+        instances = self._instances[rollout.request.tree]  # none are left if they cannot be copied
+        instance = instances[0].copied(instances[0].environment) if instances else None
         if instance is None:
             return []
         tools = {name: tool for of_kind in self.loop.limited(instance.tools) for name, tool in of_kind.items()}
