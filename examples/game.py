@@ -42,7 +42,7 @@ from fr3e_trl import FR3EConfig, FR3ETrainer  # noqa: E402
 
 SIZE = 3  # of the board
 SIDES = ("left", "right", "up", "down")
-NUM_MOVES = 10
+NUM_MOVES = 8
 
 RULES = f"""\
 Tiles lie on a board of {SIZE} rows. Slide them to one side by the tool `slide`: two of the same number that meet become
@@ -192,7 +192,7 @@ def game_at_random() -> list[dict[str, Any]]:
     return messages
 
 
-def make_policy(tokenizer: PreTrainedTokenizerFast, num_steps: int = 60) -> PreTrainedModel:
+def make_policy(tokenizer: PreTrainedTokenizerFast, num_steps: int = 80) -> PreTrainedModel:
     """A small policy that has seen games, and slides at random."""
     set_seed(0)
     model = Qwen3ForCausalLM(
@@ -200,7 +200,7 @@ def make_policy(tokenizer: PreTrainedTokenizerFast, num_steps: int = 60) -> PreT
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(num_steps):
-        texts = [tokenizer.apply_chat_template(game_at_random(), tokenize=False) for _ in range(16)]
+        texts = [tokenizer.apply_chat_template(game_at_random(), tokenize=False) for _ in range(8)]
         input_ids = tokenizer(texts, return_tensors="pt", padding=True)["input_ids"]
         loss = model(input_ids=input_ids, labels=input_ids).loss
         loss.backward()

@@ -1,11 +1,13 @@
 """Trees over completions of several turns, in which tools are called and environments change."""
 
+import ast
 import asyncio
 import math
 import re
 import threading
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +44,7 @@ from fr3e_trl.generation.tools import EnvironmentFailure
 from fr3e_trl.method.sampling import Sample
 
 TOKENIZER = make_tool_tokenizer()
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.fixture(autouse=True)
@@ -543,7 +546,7 @@ def test_chance_in_an_environment(environment, settings):
 
 def test_rollouts_do_not_share_what_a_global_generator_draws():
     """Though all of a tree begin in copies of one environment."""
-    trainer = make_trainer(environment_factory=Dice, reward_funcs=[told], max_steps=1)
+    trainer = make_trainer(environment_factory=Dice, reward_funcs=[told], max_steps=1, num_anchors=2)
     ((trees, _),) = explored(trainer)
     of_calls: dict[tuple, set] = {}
     for i, tree in enumerate(trees):
@@ -745,6 +748,26 @@ def test_shared_prefixes_change_nothing(tmp_path):
         weights.append([parameter.detach().clone() for parameter in trainer.model.parameters()])
     for shared, apart in zip(*weights, strict=True):
         torch.testing.assert_close(shared, apart, rtol=1e-4, atol=1e-5)
+
+
+def test_the_game_trains(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import game
+
+    tiles = game.Tiles()
+    tiles.reset()
+    tiles.board = [[2, 2, 4], [0, 8, 8], [2, 0, 2]]
+    tiles.slide("right")
+    assert [row[1:] for row in tiles.board] == [[4, 4], [tiles.board[1][1], 16], [tiles.board[2][1], 4]]
+    assert tiles.score == 4 + 16 + 4 and tiles.get_reward() == 0.24
+    settings = {"max_steps": 3, "per_device_train_batch_size": 16, "logging_steps": 1, "output_dir": tmp_path}
+    arguments = [f"--{name}={value}" for name, value in settings.items()]
+    game.main(*game.make_parser().parse_args_and_config([*arguments, "--disable_tqdm=true"]))
+    logs = [ast.literal_eval(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{'loss'")]
+    assert len(logs) == 3 and (tmp_path / "model.safetensors").exists()
+    for log in logs:
+        assert float(log["tools/call_frequency"]) > 2 and float(log["tools/failure_frequency"]) < 0.2
+        assert float(log["reward_std"]) > 0 and float(log["fr3e/anchor/count"]) > 0
 
 
 @pytest.mark.parametrize("setting", [{"tool_timeout": 0}, {"replay_mismatch": "ignore"}])
