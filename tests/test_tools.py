@@ -519,12 +519,15 @@ def test_an_environment_is_copied(environment):
     assert made > 0
 
 
+NO_PROMPTS = Dataset.from_dict({"number": list(range(16))})
+
+
 def told(prompts, completions, environments, **kwargs):
     """What an instance has told, which is what its completion and its prompt say."""
     for prompt, completion, environment in zip(prompts, completions, environments, strict=True):
         answers = [message["content"] for message in completion if message["role"] == "tool"]
         assert environment.told[: len(answers)] == answers and len(environment.told) <= len(answers) + 1
-        assert prompt[-1]["content"].endswith(f"?{environment.start}?")
+        assert prompt[-1]["content"] == f"{environment.start}?"
     return [sum(map(float, environment.told)) for environment in environments]
 
 
@@ -532,7 +535,8 @@ def told(prompts, completions, environments, **kwargs):
 @pytest.mark.parametrize("environment", [Dice, OwnDice])
 def test_chance_in_an_environment(environment, settings):
     """All rollouts of a tree begin in one state, and each goes on by itself: none is given up."""
-    trainer = make_trainer(environment_factory=environment, reward_funcs=[told], max_steps=3, **settings)
+    settings |= {"environment_factory": environment, "dataset": NO_PROMPTS, "reward_funcs": [told], "max_steps": 3}
+    trainer = make_trainer(**settings)
     starts, depths = set(), set()
     for trees, _ in explored(trainer):
         for tree in trees:
@@ -546,7 +550,8 @@ def test_chance_in_an_environment(environment, settings):
 
 def test_rollouts_do_not_share_what_a_global_generator_draws():
     """Though all of a tree begin in copies of one environment."""
-    trainer = make_trainer(environment_factory=Dice, reward_funcs=[told], max_steps=1, num_anchors=1)
+    settings = {"environment_factory": Dice, "dataset": NO_PROMPTS, "max_steps": 1, "num_anchors": 1}
+    trainer = make_trainer(reward_funcs=[told], **settings)
     ((trees, _),) = explored(trainer)
     of_calls: dict[tuple, set] = {}
     for i, tree in enumerate(trees):
