@@ -214,7 +214,7 @@ def main(training_args: FR3EConfig, model_args: ModelConfig) -> None:
     name = model_args.model_name_or_path
     tokenizer = None if name else make_tokenizer()
     trainer = FR3ETrainer(
-        model=name or make_policy(tokenizer),
+        model=name if tokenizer is None else make_policy(tokenizer),
         args=training_args,
         processing_class=tokenizer,
         quantization_config=get_quantization_config(model_args),
