@@ -308,9 +308,9 @@ class FR3EConfig(GRPOConfig):
     )
     replay_mismatch: str = setting(
         default="raise",
-        help="What happens when an environment answers differently in a replay. A branch off a later turn resets an "
-        "environment without a method `_fork`, and repeats its prefix's actions. If an answer differs, 'raise' ends "
-        "with an error. 'skip' drops the rollout from the loss.",
+        help="What happens when an environment answers differently in a replay. A branch off a later turn repeats its "
+        "prefix's actions in an environment that cannot be copied. If an answer differs, 'raise' ends with an error. "
+        "'skip' drops the rollout from the loss.",
         choices=["raise", "skip"],
     )
 

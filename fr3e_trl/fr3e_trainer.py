@@ -96,8 +96,8 @@ class FR3ETrainer(resume.ExactResume):
             generates as [`~trl.GRPOTrainer`]'s does.
 
         All others are those of [`~trl.GRPOTrainer`]. While exploring, `rollout_func` is not supported. An environment
-        that has a method `_fork(self)`, which returns a copy that goes on by itself in the same state, is copied where
-        rollouts branch off a later turn; any other does the turns before it again.
+        is copied by its method `_fork(self)`, which returns a copy that goes on by itself in the same state, or else by
+        `copy.deepcopy`. One that cannot be copied does the turns again where rollouts branch off a later turn.
 
     Attributes:
         sampler ([`Sampler`]):
@@ -371,8 +371,10 @@ class FR3ETrainer(resume.ExactResume):
         rollouts = StepRollouts(
             rows,
             own_part,
-            # TRL's own prompts, unless refill has put other rows among them
-            prompts if self._refill is None else [images.prompt_of(self, row.example) for row in own_part],
+            # TRL's own prompts, unless refill has put other rows among them, or one environment speaks for all rows
+            prompts
+            if self._refill is None and self.environment_factories is None
+            else [images.prompt_of(self, row.example) for row in own_part],
             is_scored=explorer.scores_early,
             tool_counts=self.sampler.take_counts() if isinstance(self.sampler, ToolCallingSampler) else (0, 0),
         )

@@ -221,6 +221,13 @@ class Explorer:
             self.check(list(examples.values()))
         for keys in self._refusable(lambda: self._plant(trees, rows, examples, prompts)):
             for i, key in keys.items():
+                if trees[i].key not in (None, key):
+                    raise EnvironmentFailure(
+                        "An environment says one thing and another when it is reset for one example in several "
+                        "processes, and a prompt's rows lie in these. Have per_device_train_batch_size times "
+                        "steps_per_generation be a multiple of num_generations, or reset(**example) depend on nothing "
+                        "but the example's columns."
+                    )
                 trees[i].key = key
         is_collective = is_sharded(self.trainer) or (self.scores_early and rows.num_processes > 1)
         with self.stopwatch.part("generation"):

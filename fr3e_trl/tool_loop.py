@@ -1,5 +1,6 @@
 """Tools and environments, by TRL's loop."""
 
+import asyncio
 import inspect
 from collections import Counter
 from collections.abc import Callable
@@ -82,6 +83,17 @@ class TRLToolLoop:
     def limited(self, tools: ToolDicts) -> ToolDicts:
         sync_tools, async_tools = (limited_tools(self.trainer, of_kind, self.timeout) for of_kind in tools)
         return sync_tools, async_tools
+
+    def call(self, tool: Callable[..., Any], arguments: dict[str, Any]) -> str:
+        try:
+            answer = tool(**arguments)
+            if inspect.iscoroutine(answer):
+                answer = asyncio.run_coroutine_threadsafe(answer, self.trainer.async_loop).result()
+        except Exception as error:
+            answer = {"error": str(error)}
+        if isinstance(answer, list):  # what is shown beside it is passed over
+            answer = [part["text"] for part in answer if isinstance(part, dict) and part.get("type") == "text"]
+        return str(answer)
 
     def decode(self, ids: Any) -> str:
         return str(tokenizer_of(self.trainer).decode(ids))

@@ -2,14 +2,14 @@
 Train in several processes, and keep what came of it. A script, for `torch.distributed.run`.
 
     processes_train.py OUTPUT SETTINGS [fake [half_told]] [fail | fail_to_sample] [sharded] [reward_model]
-        [tools | environment | moody] [shared_engine] [drops]
+        [tools | environment | moody | dice] [shared_engine] [drops]
 
 Each process writes to OUTPUT what it saw: the trees, the logs, the weights, or the error. `fake`: completions do not
 depend on the processes. `fail`: the last process raises in its reward function. `fail_to_sample`: it
 raises where the others sample. `sharded`: accelerate shards the model
-as its configuration says, which without a GPU it does not do by itself. `tools`, `environment`, `moody`: completions
-have several turns; an environment that is moody cannot be replayed. `shared_engine`: the same completions as by `fake`,
-by one engine for all processes. `half_told`: log-probs come with the
+as its configuration says, which without a GPU it does not do by itself. `tools`, `environment`, `moody`, `dice`:
+completions have several turns; an environment that is moody cannot be replayed, and dice have chance in their reset.
+`shared_engine`: the same completions as by `fake`, by one engine for all processes. `half_told`: log-probs come with the
 completions of the first process alone. `drops`: a third of the rows is dropped, as TRL's correction for vLLM does.
 """
 
@@ -25,7 +25,16 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from models import CPU, make_dataset, make_model, make_tokenizer
 from shared_engine import share_engine
-from tool_policy import WORDS, MoodyWalk, Walk, look, make_tool_dataset, make_tool_policy, make_tool_tokenizer
+from tool_policy import (
+    WORDS,
+    Dice,
+    LockedWalk,
+    MoodyWalk,
+    look,
+    make_tool_dataset,
+    make_tool_policy,
+    make_tool_tokenizer,
+)
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from trees import rollouts_of
 
@@ -37,8 +46,9 @@ RANK = int(os.environ.get("RANK", 0))
 # What completions of several turns are made with
 DIALOGUES = {
     "tools": {"tools": [look]},
-    "environment": {"environment_factory": Walk},
+    "environment": {"environment_factory": LockedWalk},
     "moody": {"environment_factory": MoodyWalk},
+    "dice": {"environment_factory": Dice},
 }
 
 

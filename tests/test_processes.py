@@ -123,13 +123,20 @@ def test_the_same_dialogues_give_the_same_training(kind, tmp_path):
         torch.testing.assert_close(weights_of(output), weights_of(tmp_path / "alone"), atol=1e-6, rtol=1e-6)
 
 
-def test_an_environment_that_cannot_be_replayed_ends_all_processes(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("moody", "EnvironmentFailure: The environment MoodyWalk answered the same actions"),
+        ("dice", "EnvironmentFailure: An environment says one thing and another when it is reset for one example in"),
+    ],
+)
+def test_an_environment_that_cannot_be_the_same_in_two_processes_ends_all(kind, says, tmp_path):
     settings = {"num_generations": 8, "per_device_train_batch_size": 12, "max_completion_length": 40}
-    went_well, _ = launch(tmp_path / "run", 2, settings, "fake", "moody", check=False)
+    went_well, _ = launch(tmp_path / "run", 2, settings, "fake", kind, check=False)
     assert not went_well
     for process in range(2):
         error = (tmp_path / "run" / f"{process}.error").read_text()
-        assert error.startswith("EnvironmentFailure: The environment MoodyWalk answered the same actions")
+        assert error.startswith(says)
 
 
 def test_sharded_dialogues(tmp_path):

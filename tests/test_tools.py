@@ -1,10 +1,13 @@
 """Trees over completions of several turns, in which tools are called and environments change."""
 
+import ast
 import asyncio
 import math
 import re
+import threading
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +19,19 @@ from peft import LoraConfig
 from tool_policy import (
     CALLS,
     WORDS,
+    Dice,
     ForkingWalk,
+    LateLockedWalk,
+    LockedDice,
+    LockedWalk,
     MoodyWalk,
+    OwnDice,
+    ReplayedWalk,
+    ServedWalk,
     Walk,
     WordyWalk,
     look,
+    make_tool_dataset,
     make_tool_policy,
     make_tool_tokenizer,
 )
@@ -33,6 +44,7 @@ from fr3e_trl.generation.tools import EnvironmentFailure
 from fr3e_trl.method.sampling import Sample
 
 TOKENIZER = make_tool_tokenizer()
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.fixture(autouse=True)
@@ -483,7 +495,7 @@ def check_rewards(trees):
 
 def test_an_environment_is_replayed():
     """Once for each branch of a later turn, from a reset, and what it tells is what it told."""
-    trainer = make_trainer(environment_factory=Walk, reward_funcs=[owned], max_steps=1)
+    trainer = make_trainer(environment_factory=LockedWalk, reward_funcs=[owned], max_steps=1)
     ((trees, _),) = explored(trainer)
     check_rewards(trees)
     replayed = 0
@@ -496,14 +508,91 @@ def test_an_environment_is_replayed():
     assert trainer.state.log_history[0]["tools/call_frequency"] * 32 == pytest.approx(len(Walk.looks))
 
 
-def test_an_environment_is_forked():
-    """One that cannot be replayed, since what it tells depends on its instance."""
-    trainer = make_trainer(environment_factory=ForkingWalk, reward_funcs=[owned])
+@pytest.mark.parametrize("environment", [ForkingWalk, Walk, LateLockedWalk, ReplayedWalk])
+def test_an_environment_is_copied(environment):
+    """By its own method, by a deep copy, or by one as long as there is one; or repeated where it says so."""
+    trainer = make_trainer(environment_factory=environment, reward_funcs=[owned], max_steps=3)
     for trees, _ in explored(trainer):
         check_rewards(trees)
         made = sum(own_calls(state, rollout) for _, state, rollout in rollouts_of(trees))
         assert any(state.position > 4 for tree in trees for state in tree.states)
     assert made > 0
+
+
+NO_PROMPTS = Dataset.from_dict({"number": list(range(16))})
+
+
+def told(prompts, completions, environments, **kwargs):
+    """What an instance has told, which is what its completion and its prompt say."""
+    for prompt, completion, environment in zip(prompts, completions, environments, strict=True):
+        answers = [message["content"] for message in completion if message["role"] == "tool"]
+        assert environment.told[: len(answers)] == answers and len(environment.told) <= len(answers) + 1
+        assert prompt[-1]["content"] == f"{environment.start}?"
+    return [sum(map(float, environment.told)) for environment in environments]
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_refills": 1, "base_selection": "mixed"}], ids=["defaults", "refill"])
+@pytest.mark.parametrize("environment", [Dice, OwnDice])
+def test_chance_in_an_environment(environment, settings):
+    """All rollouts of a tree begin in one state, and each goes on by itself: none is given up."""
+    settings |= {"environment_factory": environment, "dataset": NO_PROMPTS, "reward_funcs": [told], "max_steps": 3}
+    trainer = make_trainer(**settings)
+    starts, depths = set(), set()
+    for trees, _ in explored(trainer):
+        for tree in trees:
+            starts.add(TOKENIZER.decode(tree.prompt_ids)[-len("0?<eos><|assistant|>")])
+        for tree, state, rollout in rollouts_of(trees):
+            assert not rollout.dialogue.is_broken
+            depths.add(0 if state.base is None else tree.bases[state.base].dialogue.turn_at(state.position))
+    assert len(starts) > 2 and {0, 1} <= depths
+    assert trainer.state.global_step == 3
+
+
+def test_rollouts_do_not_share_what_a_global_generator_draws():
+    """Though all of a tree begin in copies of one environment."""
+    settings = {"environment_factory": Dice, "dataset": NO_PROMPTS, "max_steps": 1, "num_anchors": 1}
+    trainer = make_trainer(reward_funcs=[told], **settings)
+    ((trees, _),) = explored(trainer)
+    of_calls: dict[tuple, set] = {}
+    for i, tree in enumerate(trees):
+        for base in tree.bases:
+            if len(base.dialogue.messages) > 1:
+                asked, answered = base.dialogue.messages[:2]
+                key = asked["tool_calls"][0]["function"]["arguments"]["key"]
+                of_calls.setdefault((i, key), set()).add(answered["content"])
+    assert any(len(answers) > 1 for answers in of_calls.values())
+
+
+def test_several_environments():
+    """Each example has its own, of which one is copied and one repeated; each scores its own rows."""
+    names = ["dice", "walk"] * 8
+    trainer = make_trainer(
+        environment_factory={"dice": Dice, "walk": LockedWalk},
+        reward_funcs=None,
+        dataset=make_tool_dataset().add_column("environment", names),
+        max_steps=3,
+    )
+    kinds = set()
+    for trees, _ in explored(trainer):
+        for _, _, rollout in rollouts_of(trees):
+            calls = [c for m in rollout.dialogue.messages for c in m.get("tool_calls") or []]
+            keys = {call["function"]["arguments"]["key"] for call in calls}
+            of_dice, of_walk = rollout.score.rewards
+            assert math.isnan(of_dice) != math.isnan(of_walk)
+            assert (of_walk if math.isnan(of_dice) else of_dice) == len(keys)
+            kinds.add(math.isnan(of_dice))
+    assert kinds == {True, False}
+
+
+def test_chance_outside_an_environment_that_cannot_be_copied_is_an_error():
+    with pytest.raises(EnvironmentFailure, match=r"(?s)LockedDice answered .*cannot be copied: copy.deepcopy raises"):
+        make_trainer(environment_factory=LockedDice, reward_funcs=[owned], max_steps=3).train()
+
+
+def test_a_state_outside_an_environment_is_an_error():
+    """Where deep copies share it. Global generators go on as if nothing had been tried."""
+    with pytest.raises(EnvironmentFailure, match=r"(?s)ServedWalk answered one action .*outside the object.*_fork"):
+        make_trainer(environment_factory=ServedWalk, reward_funcs=[owned]).train()
 
 
 def test_an_environment_that_tells_otherwise_is_an_error(tmp_path):
@@ -534,7 +623,11 @@ class Greeting(Walk):
 
 
 class Greetings(Greeting):
-    """Asks another question each time."""
+    """Asks another question each time. Cannot be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
 
     def reset(self, **example):
         return super().reset(digit=self.number % 10)
@@ -587,7 +680,7 @@ class ForkingGreeting(Greeting):
 
 
 def test_a_reset_that_asks_something_else_each_time_is_an_error():
-    with pytest.raises(EnvironmentFailure, match="Greetings says one thing and another"):
+    with pytest.raises(EnvironmentFailure, match=r"(?s)Greetings says one thing and another.*cannot be copied"):
         make_trainer(environment_factory=Greetings, reward_funcs=[owned]).train()
 
 
@@ -660,6 +753,26 @@ def test_shared_prefixes_change_nothing(tmp_path):
         weights.append([parameter.detach().clone() for parameter in trainer.model.parameters()])
     for shared, apart in zip(*weights, strict=True):
         torch.testing.assert_close(shared, apart, rtol=1e-4, atol=1e-5)
+
+
+def test_the_game_trains(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import game
+
+    tiles = game.Tiles()
+    tiles.reset()
+    tiles.board = [[2, 2, 4], [0, 8, 8], [2, 0, 2]]
+    tiles.slide("right")
+    assert [row[1:] for row in tiles.board] == [[4, 4], [tiles.board[1][1], 16], [tiles.board[2][1], 4]]
+    assert tiles.score == 4 + 16 + 4 and tiles.get_reward() == 0.24
+    settings = {"max_steps": 3, "per_device_train_batch_size": 16, "logging_steps": 1, "output_dir": tmp_path}
+    arguments = [f"--{name}={value}" for name, value in settings.items()]
+    game.main(*game.make_parser().parse_args_and_config([*arguments, "--disable_tqdm=true"]))
+    logs = [ast.literal_eval(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{'loss'")]
+    assert len(logs) == 3 and (tmp_path / "model.safetensors").exists()
+    for log in logs:
+        assert float(log["tools/call_frequency"]) > 2 and float(log["tools/failure_frequency"]) < 0.2
+        assert float(log["reward_std"]) > 0 and float(log["fr3e/anchor/count"]) > 0
 
 
 @pytest.mark.parametrize("setting", [{"tool_timeout": 0}, {"replay_mismatch": "ignore"}])

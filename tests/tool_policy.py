@@ -1,7 +1,9 @@
 """A tiny policy that calls a tool: what it is asked takes two looks into a table."""
 
 import functools
-from typing import ClassVar
+import random
+import threading
+from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
@@ -132,7 +134,101 @@ class ForkingWalk(Walk):
         return copied
 
 
-class WordyWalk(Walk):
+class LockedWalk(Walk):
+    """Cannot be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class LateLockedWalk(Walk):
+    """Can be copied until something is looked up."""
+
+    def look(self, key: str) -> str:
+        """
+        Look a digit up.
+
+        Args:
+            key: The digit.
+        """
+        self.lock = threading.Lock()
+        return super().look(key)
+
+
+class ServedWalk(Walk):
+    """A client: what was looked up is kept by a server, and a copy of the client has the same session."""
+
+    sessions: ClassVar = []
+
+    def reset(self, **example) -> str | None:
+        self.session = len(ServedWalk.sessions)
+        ServedWalk.sessions.append([])
+        return super().reset(**example)
+
+    def look(self, key: str) -> str:
+        """
+        Look a digit up.
+
+        Args:
+            key: The digit.
+        """
+        self.keys.append(key)
+        session = ServedWalk.sessions[self.session]
+        session.append(key)
+        return str((3 * int(key) + len(session)) % 10)
+
+
+class ReplayedWalk(ServedWalk):
+    """The same, which says that it is not to be copied."""
+
+    _fork = None
+
+
+class Dice(Walk):
+    """Has chance in its reset and in each look, by the global generator."""
+
+    chance: Any = random
+
+    def reset(self, **example) -> str | None:
+        self.start = self.chance.randrange(10)
+        self.told: list[str] = []
+        super().reset(**example)
+        return f"{self.start}?"
+
+    def look(self, key: str) -> str:
+        """
+        Look a digit up.
+
+        Args:
+            key: The digit.
+        """
+        self.keys.append(key)
+        self.told.append(str((int(key) + self.chance.randrange(10)) % 10))
+        return self.told[-1]
+
+
+class OwnDice(Dice):
+    """Has a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.chance = random.Random(self.number)
+
+
+class LockedDice(Dice):
+    """Says one thing when it is reset, and has chance in each look. Cannot be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def reset(self, **example) -> str | None:
+        super().reset(**example)
+        return None
+
+
+class WordyWalk(LockedWalk):
     """Says more than there is room for from the second time on that a world is walked."""
 
     def look(self, key: str) -> str:
@@ -147,8 +243,8 @@ class WordyWalk(Walk):
         return answer if is_first_time else answer * 100
 
 
-class MoodyWalk(Walk):
-    """Can be neither."""
+class MoodyWalk(LockedWalk):
+    """Can be neither copied nor replayed."""
 
     def look(self, key: str) -> str:
         """

@@ -4,15 +4,20 @@ Completions over several turns: a sampler writes each turn, and TRL's loop calls
 A rollout that branches off a later turn is the loop run once more, with a script. The turns before its own are not
 sampled but read from the completion that it branches off, and so are the answers of tools. Environments are another
 matter, since theirs must be in the state of the prefix: one that can be copied is copied, and any other is asked again.
+All rollouts of a tree begin in copies of one environment, so that chance in its reset is the same for all of them.
 """
 
+import copy
 import functools
-from collections import deque
-from collections.abc import Callable, Sequence
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from accelerate import Accelerator
 
 from ..method.sampling import Sample, Sampler, SamplingRequest
@@ -25,6 +30,9 @@ ToolDicts = tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]
 # Writes the next turns of completions: prompts and completions so far, and the images that tools returned to each, to
 # the tokens of each
 TurnWriter = Callable[[list[Any], list[list[Any]]], list[list[int]]]
+
+# Rollouts of a class of environments by which it is checked whether a deep copy goes on by itself
+NUM_CHECKED = 4
 
 
 class ToolLoop(Protocol):
@@ -61,12 +69,51 @@ class ToolLoop(Protocol):
     def limited(self, tools: ToolDicts) -> ToolDicts:
         """Tools that fail where they take longer than they may."""
 
+    def call(self, tool: Callable[..., Any], arguments: dict[str, Any]) -> str:
+        """What the policy reads of a call, if it fails too."""
+
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
         """Tokens as text."""
 
 
 class EnvironmentFailure(RuntimeError):
     """An environment does not do what exploration needs."""
+
+
+def copy_of(environment: Any) -> Any:
+    """A copy of an environment, which goes on by itself in the same state, or `None` if it cannot be copied."""
+    if hasattr(environment, "_fork"):
+        return None if environment._fork is None else environment._fork()
+    try:
+        return copy.deepcopy(environment)
+    except Exception:  # of any class: what is copied decides
+        return None
+
+
+def _obstacle_to_copies(environment: Any) -> str:
+    """Why an environment that cannot be copied cannot be."""
+    if hasattr(environment, "_fork"):
+        return "its _fork is None"
+    try:
+        copy.deepcopy(environment)
+    except Exception as error:
+        return f"copy.deepcopy raises {type(error).__name__}: {error}"
+    return "copy.deepcopy raised an error"
+
+
+@contextmanager
+def _same_chance() -> Iterator[None]:
+    """Have the global generators draw the same each time, and go on afterwards as if nothing had been drawn."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        random.seed(0)
+        np.random.seed(0)
+        torch.default_generator.manual_seed(0)
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 class _Prompt(list[int]):
@@ -101,9 +148,11 @@ class Instance:
     name: str | None = None
     environment: Any = None
 
-    def copied(self, snapshot: Any) -> "Instance":
-        """The same with a copy of an environment in the place of its own."""
-        environment = snapshot._fork()
+    def copied(self, original: Any) -> "Instance | None":
+        """The same with a copy of an environment in the place of its own, or `None` if that cannot be copied."""
+        environment = copy_of(original)
+        if environment is None:
+            return None
         sync_tools, async_tools = (
             {
                 name: getattr(environment, name) if self.is_of_environment(tool) else tool
@@ -255,8 +304,10 @@ class _Rollout:
     def keep_snapshot(self) -> None:
         """Keep a copy of the environment, as it is before a turn, if there may be branches of that turn."""
         environment = self.instance.environment
-        if self.request.with_entropies and hasattr(environment, "_fork"):
-            self.snapshots.append(environment._fork())
+        if not self.request.with_entropies or environment is None or len(self.snapshots) < len(self.turns):
+            return
+        copied = copy_of(environment)
+        self.snapshots = [] if copied is None else [*self.snapshots, copied]
 
     def sample_of(self, completion_ids: list[int], messages: list[dict[str, Any]], eos_token_id: int) -> Sample:
         """What became of it, without its prefix."""
@@ -313,6 +364,7 @@ class ToolCallingSampler:
         self.skip_mismatches = skip_mismatches
         self.num_calls = self.num_failures = 0
         self._instances: dict[int, deque[Instance]] = {}
+        self._num_checked: Counter[type] = Counter()  # rollouts by which deep copies were checked, by their class
 
     @property
     def hit_rate(self) -> float | None:
@@ -325,7 +377,10 @@ class ToolCallingSampler:
         return counts
 
     def provide(self, instances: dict[int, list[Instance]]) -> None:
-        """Take what rollouts will call tools in, those of each tree. One without an environment serves all of them."""
+        """
+        Take what rollouts will call tools in, those of each tree. One without an environment serves all of them, and
+        so does the first whose environment can be copied.
+        """
         self._instances = {tree: deque(of_tree) for tree, of_tree in instances.items()}
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
@@ -333,29 +388,40 @@ class ToolCallingSampler:
             rollouts = [self._begun(request) for request in requests for _ in range(request.num_samples)]
             first_turns = self._first_turns(requests, rollouts, turns)
             samples = self._with_tools(rollouts, first_turns, turns) if rollouts else []
+            self._check_copies(rollouts, samples)
         remaining = iter(samples)
         return [[next(remaining) for _ in range(request.num_samples)] for request in requests]
 
     def _begun(self, request: SamplingRequest) -> _Rollout:
         assert request.tree is not None
-        instances = self._instances[request.tree]
-        instance = instances[0] if instances[0].environment is None else instances.popleft()
-        rollout = _Rollout(request, instance)
-        dialogue = request.dialogue
+        instances, dialogue = self._instances[request.tree], request.dialogue
+        rollout = _Rollout(request, instances[0])
         if dialogue is not None:
             rollout.branch_turn = dialogue.turn_at(len(rollout.given))
+        copied = None
         if dialogue is not None and dialogue.snapshots:
-            rollout.instance = instance.copied(dialogue.snapshots[rollout.branch_turn])
-            rollout.is_copied = True
-        elif instance.prompt_ids != rollout.prompt_ids:
+            copied = instances[0].copied(dialogue.snapshots[rollout.branch_turn])
+        rollout.is_copied = copied is not None
+        if copied is None and instances[0].environment is not None:
+            copied = instances[0].copied(instances[0].environment) or self._next(request.tree, rollout)
+        rollout.instance = copied or instances[0]
+        rollout.keep_snapshot()
+        return rollout
+
+    def _next(self, tree: int, rollout: _Rollout) -> Instance:
+        """The next instance of a tree, where the first cannot be copied."""
+        instance = self._instances[tree].popleft()
+        if instance.prompt_ids != rollout.prompt_ids:
             raise EnvironmentFailure(
                 f"The environment {type(instance.environment).__name__} says one thing and another when it is reset "
                 f"for one example: {self._text(rollout.prompt_ids)!r} and {self._text(instance.prompt_ids)!r}. All "
-                "rollouts of a tree have one prompt. Have reset(**example) depend on nothing but the example's "
-                "columns, for example by a column 'seed', or set num_anchors=0 to train with plain GRPO."
+                "rollouts of a tree have one prompt, and its environment cannot be copied for them: "
+                f"{_obstacle_to_copies(instance.environment)}. Give the environment a method _fork(self), which "
+                "returns a copy that goes on by itself, in the same state; or have reset(**example) depend on nothing "
+                "but the example's columns, for example on a column 'seed'; or set num_anchors=0 to train with plain "
+                "GRPO."
             )
-        rollout.keep_snapshot()
-        return rollout
+        return instance
 
     def _first_turns(
         self, requests: Sequence[SamplingRequest], rollouts: list[_Rollout], turns: Turns
@@ -460,21 +526,68 @@ class ToolCallingSampler:
         assert rollout.request.dialogue is not None
         end = rollout.turns[-1][1]
         start, _ = rollout.request.dialogue.turns[len(rollout.turns)]
-        if hasattr(rollout.instance.environment, "_fork") and not rollout.request.dialogue.snapshots:
+        environment = rollout.instance.environment
+        name = type(environment).__name__
+        if copy_of(environment) is not None:
             raise EnvironmentFailure(
-                f"The environment {type(rollout.instance.environment).__name__} has a _fork, but its copy is in "
-                "another process: a prompt's rows lie in several. Have per_device_train_batch_size times "
-                "steps_per_generation be a multiple of num_generations; or set replay_mismatch='skip', with which "
-                "such rollouts are given up."
+                f"The environment {name} can be copied, but the copy is in another process: a prompt's rows lie in "
+                "several. Have per_device_train_batch_size times steps_per_generation be a multiple of "
+                "num_generations; or set replay_mismatch='skip', with which such rollouts are given up."
             )
         raise EnvironmentFailure(
-            f"The environment {type(rollout.instance.environment).__name__} answered the same actions with "
-            f"{self._text(completion_ids[end:])!r} where it had answered {self._text(rollout.given[end:start])!r}. A "
-            "rollout that branches off a later turn needs an environment in the state of its prefix. Give the "
-            "environment a method _fork(self), which returns a copy that goes on by itself, in the same state; or have "
-            "it depend on nothing but the example and the actions; or set replay_mismatch='skip', with which such "
-            "rollouts are given up."
+            f"The environment {name} answered the same actions with {self._text(completion_ids[end:])!r} where it had "
+            f"answered {self._text(rollout.given[end:start])!r}. A rollout that branches off a later turn needs an "
+            f"environment in the state of its prefix, and it cannot be copied: {_obstacle_to_copies(environment)}. "
+            "Give the environment a method _fork(self), which returns a copy that goes on by itself, in the same "
+            "state; or have it depend on nothing but the example and the actions, without chance that lies outside "
+            "the object, in a global generator or a server; or set replay_mismatch='skip', with which such rollouts "
+            "are given up."
         )
+
+    def _check_copies(self, rollouts: list[_Rollout], samples: list[Sample]) -> None:
+        """
+        Refuse an environment that has its state outside the object, where a deep copy shares it with the original.
+
+        The first rollouts of each class do their calls twice more, in two copies of their environment as it was reset,
+        with the same chance in global generators: the rollouts and the first copy would leave their traces.
+        """
+        for rollout, sample in zip(rollouts, samples, strict=True):
+            environment = rollout.instance.environment
+            kind = type(environment)
+            is_checked = environment is None or hasattr(environment, "_fork") or self._num_checked[kind] == NUM_CHECKED
+            if is_checked or rollout.branch_turn or sample.dialogue is None:
+                continue
+            answers = [self._called_again(rollout, sample.dialogue.messages) for _ in range(2)]
+            self._num_checked[kind] += bool(answers[0])
+            for first, second in zip(*answers, strict=True):
+                if first != second:
+                    raise EnvironmentFailure(
+                        f"The environment {kind.__name__} answered one action with {first[-300:]!r} and with "
+                        f"{second[-300:]!r} in two deep copies that had seen the same, with global generators (of "
+                        "random, numpy and torch) in the same state. So its state or its chance lies outside the "
+                        "object, for example in a server, and a deep copy may not go on by itself. Give the "
+                        "environment a method _fork(self), which returns a copy that does: copy.deepcopy(self), if "
+                        "that is one. Or set _fork = None in its class to have actions repeated in place of copies, "
+                        "or num_anchors=0 to train with plain GRPO."
+                    )
+
+    def _called_again(self, rollout: _Rollout, messages: list[dict[str, Any]]) -> list[str]:
+        """What a fresh copy of a rollout's environment answers to its calls."""
+        assert rollout.request.tree is not None
+        instances = self._instances[rollout.request.tree]  # none are left if they cannot be copied
+        instance = instances[0].copied(instances[0].environment) if instances else None
+        if instance is None:
+            return []
+        tools = {name: tool for of_kind in self.loop.limited(instance.tools) for name, tool in of_kind.items()}
+        own = {name for of_kind in instance.tools for name, tool in of_kind.items() if instance.is_of_environment(tool)}
+        calls = [call for message in messages for call in message.get("tool_calls") or []]
+        functions = [call["function"] for call in calls if call["type"] == "function"]
+        with _same_chance():
+            return [
+                self.loop.call(tools[function["name"]], function["arguments"])
+                for function in functions
+                if function["name"] in own and isinstance(function["arguments"], dict)
+            ]
 
     def _text(self, ids: Sequence[int] | TokenIds) -> str:
         return self.loop.decode(ids)[-300:]
