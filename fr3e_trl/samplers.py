@@ -118,7 +118,8 @@ class LiveSettings:
             if getattr(config, name, None) is None and hasattr(self, "_known"):  # a new object leaves it open
                 value = self._known[place]
                 setattr(config, name, list(value) if isinstance(value, tuple) else value)
-            yield place, (config, name, _plain(getattr(config, name, None)))
+            found, is_end = getattr(config, name, None), setting == "eos_token_ids"
+            yield place, (config, name, _plain([found] if is_end and isinstance(found, int) else found))
         elif setting != "eos_token_ids":
             engine = trainer.vllm_generation
             yield f"trainer.vllm_generation.{setting}", (engine, setting, _plain(getattr(engine, setting)))
@@ -131,7 +132,7 @@ class LiveSettings:
 
 def _plain(value: Any) -> Any:
     """A setting in a form that can be compared: the tokens that end a completion as a tuple."""
-    return tuple(value) if isinstance(value, list | tuple) else value
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _shown(value: Any) -> Any:
@@ -145,7 +146,9 @@ def _check(setting: str, place: str, value: Any) -> None:
         problem = "a whole number above 0"
     elif setting == "temperature" and not (isinstance(value, int | float) and 0 < value < math.inf):
         problem = "a number above 0"
-    elif setting == "eos_token_ids" and not (value and all(isinstance(token, int) for token in value)):
+    elif setting == "eos_token_ids" and not (
+        isinstance(value, tuple) and value and all(isinstance(token, int) for token in value)
+    ):
         problem = "a list of token ids, and not empty"
     if problem is not None:
         raise ValueError(f"{place}={_shown(value)!r} is not allowed: it must be {problem}.")

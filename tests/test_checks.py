@@ -104,7 +104,7 @@ def test_a_reward_function_that_returns_no_usable_rewards(reward, error, named):
     reward.__name__ = "my_reward"
     with pytest.raises(error, match=named.replace("+", r"\+")) as raised:
         make_trainer(reward_funcs=reward).train()
-    assert "my_reward" in str(raised.value)
+    assert "my_reward" in "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
 
 
 def test_large_rewards_train():
