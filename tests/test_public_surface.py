@@ -238,7 +238,9 @@ BACKENDS = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["max_completion_length", "generation_config.top_k", "generation_config.eos_token_id"])
+@pytest.mark.parametrize(
+    "name", ["max_completion_length", "generation_config.suppress_tokens", "generation_config.eos_token_id"]
+)
 def test_other_ways_to_sample_honour_it_too(backend, name):
     change, is_honoured = SAMPLING[name]
     settings = BACKENDS[backend] | {"model": make_model(max_position_embeddings=128)}
