@@ -1,9 +1,12 @@
 """What is refused before it costs anything, with errors that say what to do."""
 
+import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from itertools import chain
 from numbers import Real
 from typing import Any
@@ -12,9 +15,8 @@ import numpy as np
 import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from trl.trainer.utils import is_async_callable
+from trl import GRPOTrainer
 
 from .compat import PER_TOKEN, TypedTrainer, is_sharded, tokenizer_of
 from .fr3e_config import FR3EConfig
@@ -79,6 +81,9 @@ NEUTRAL = {
     "no_repeat_ngram_size": 0,
 }
 
+# Where TRL computes rewards
+TRL_TRAINER = inspect.getfile(GRPOTrainer)
+
 # Columns that TRL takes images from, the first that there is
 IMAGE_COLUMNS = ("images", "image")
 
@@ -136,7 +141,7 @@ def refuse_unsupported_setup(trainer: TypedTrainer) -> None:
             "step. Leave it out, or use vLLM."
         )
     if not trainer.use_vllm:
-        _check_generation_config(trainer.model.generation_config, trainer.generation_config)
+        check_generation_config(trainer)
     if trainer.environment_factories is not None and not trainer.tools:
         raise NotImplementedError(
             "environment_factory makes environments without tools: they have no public method beside reset and "
@@ -153,8 +158,21 @@ def ends_of(trainer: TypedTrainer) -> list[int]:
     return list(dict.fromkeys([*trainer.eos_token_ids, *chain.from_iterable(lists)]))
 
 
-def _check_generation_config(of_model: Any, chosen: Any) -> None:
-    """Refuse what a model's own generation configuration brings that `generation_kwargs` may not, unless overridden."""
+def check_generation_config(trainer: TypedTrainer) -> None:
+    """
+    Refuse what exploration cannot honour of a trainer's `generation_config`, which may be changed or replaced, and what
+    a model's own brings that `generation_kwargs` may not, unless overridden.
+    """
+    of_model: Any = trainer.model.generation_config
+    chosen: Any = trainer.generation_config
+    for names, remedy in REFUSED_KWARGS:
+        for name in names:
+            value = getattr(chosen, name, None)
+            is_off = value is None or (name, value) in HARMLESS_KWARGS or (value is False and name != "do_sample")
+            if not is_off and name not in ("max_new_tokens", "temperature"):  # which the trainer's own say
+                raise ValueError(
+                    f"trainer.generation_config.{name}={value!r} cannot be honoured while exploring. {remedy}."
+                )
     harmless = dict(HARMLESS_KWARGS)
     for name in (name for names, _ in REFUSED_KWARGS for name in names if name not in OVERRIDDEN_KWARGS):
         value = getattr(of_model, name, None)
@@ -502,61 +520,127 @@ def check_reward_funcs(reward_funcs: Any) -> None:
 
 
 def _is_number(reward: Any) -> bool:
-    """Whether it is a number: Python's, NumPy's, or a tensor of one element."""
-    return isinstance(reward, Real | np.bool_) or (isinstance(reward, torch.Tensor) and reward.numel() == 1)
+    """Whether TRL makes a number of it: Python's, `Decimal`, NumPy's, or a tensor of one element."""
+    return isinstance(reward, Real | Decimal | np.bool_) or (isinstance(reward, torch.Tensor) and reward.numel() == 1)
 
 
-def checked_reward_func(func: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A reward function that raises on what is no list of usable rewards, and says which function raised."""
-    if isinstance(func, nn.Module):
-        return func
+@contextmanager
+def named_reward_funcs(names: Sequence[str]) -> Iterator[None]:
+    """
+    Have an error of TRL's computation of rewards say which reward function it is about.
 
-    def check(rewards: Any) -> list[float | None]:
-        if not isinstance(rewards, Iterable) or isinstance(rewards, str | Mapping):
-            raise TypeError(
-                f"The reward function '{name}' returned {rewards!r}. It must return a list, with a number for each "
-                "completion, or None for one that cannot be scored."
-            )
-        rewards = list(rewards)
-        for i, reward in enumerate(rewards, 1):
-            if reward is not None and not _is_number(reward):
-                raise TypeError(
-                    f"The reward function '{name}' returned {str(reward)[:100]!r} for completion {i} of "
-                    f"{len(rewards)}. A reward must be a number, or None for a completion that cannot be scored."
-                )
-            if reward is None or math.isnan(reward):  # both are no reward, as to GRPO
-                continue
-            if math.isinf(reward):
-                raise ValueError(
-                    f"The reward function '{name}' returned {reward} for completion {i} of {len(rewards)}. A reward "
-                    "must be a finite number. None or NaN says that a completion cannot be scored."
-                )
-            if abs(reward) > MAX_REWARD:
-                raise ValueError(
-                    f"The reward function '{name}' returned {reward} for completion {i} of {len(rewards)}. A reward "
-                    f"must be between -{MAX_REWARD:.0e} and {MAX_REWARD:.0e}, since gradients have the precision of "
-                    "float32: scale it down, best to values around 1."
-                )
-        return rewards
+    The functions stay what the user passed, so that the only one who knows is TRL, where the error has come up.
 
-    @contextmanager
-    def named() -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            error.add_note(f"In the reward function '{name}'.")
+    Args:
+        names (`Sequence[str]`):
+            What TRL calls the reward functions.
+    """
+    try:
+        yield
+    except Exception as error:
+        name, returned, frame = None, None, None
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename == TRL_TRAINER:
+                of_trl = frame.f_locals
+                if "func_name" in of_trl:  # one that is asynchronous
+                    name, returned = of_trl["func_name"], of_trl.get("output")
+                elif "reward_func_name" in of_trl:
+                    at = of_trl.get("idx")  # of those that are, once all have returned
+                    name = of_trl["reward_func_name"] if at is None else names[at]
+                    returned = of_trl.get("output_reward_func")
+        if name is None:
             raise
+        is_of_trl = frame is not None and frame.f_code.co_filename == TRL_TRAINER
+        if is_of_trl and (problem := _no_rewards(returned, str(error))):
+            raise TypeError(f"The reward function '{name}' returned {problem}") from error
+        error.add_note(f"In the reward function '{name}'.")
+        raise
 
-    if is_async_callable(func):
 
-        async def checked_async(*args: Any, **kwargs: Any) -> list[float | None]:
-            with named():
-                return check(await func(*args, **kwargs))
+def _no_rewards(returned: Any, told: str) -> str | None:
+    """What a reward function returned that TRL has failed on, if it is no list of numbers."""
+    if not isinstance(returned, list):
+        if "iterable" not in told and "iteration" not in told:
+            return None  # it failed on something else: the call itself
+        return f"{returned!r}. It must return a list, with a number for each completion, or None for one without."
+    for i, reward in enumerate(returned, 1):
+        if not _is_number(reward):
+            return (
+                f"{str(reward)[:100]!r} for completion {i} of {len(returned)}. A reward must be a number, or None for "
+                "a completion that cannot be scored."
+            )
+    return None
 
-        return checked_async
 
-    def checked(*args: Any, **kwargs: Any) -> list[float | None]:
-        with named():
-            return check(func(*args, **kwargs))
+def check_rewards(rewards: torch.Tensor, names: Sequence[str]) -> None:
+    """
+    Refuse rewards that cannot be trained on. NaN is no reward, as to GRPO.
 
-    return checked
+    Args:
+        rewards (`torch.Tensor` of shape (rows, reward functions)):
+            Those of all processes, as TRL returns them.
+        names (`Sequence[str]`):
+            The reward functions.
+
+    Raises:
+        ValueError: A reward is infinite, or too large.
+    """
+    refused = (rewards.abs() > MAX_REWARD).nonzero().tolist()
+    if not refused:
+        return
+    row, func = refused[0]
+    value = rewards[row, func].item()
+    where = f"The reward function '{names[func]}' returned {value:g} for completion {row + 1} of {len(rewards)}"
+    if math.isinf(value):
+        raise ValueError(
+            f"{where}, in float32. A reward must be a finite number. None or NaN says that a completion cannot be "
+            "scored."
+        )
+    raise ValueError(
+        f"{where}. A reward must be between -{MAX_REWARD:.0e} and {MAX_REWARD:.0e}, since gradients have the precision "
+        "of float32: scale it down, best to values around 1."
+    )
+
+
+# Methods of GRPOTrainer that a subclass cannot override while exploring, and what to do
+REFUSED_OVERRIDES = {
+    "_generate": "Rollouts are drawn by a sampler, which continues prefixes too: pass it as sampler=",
+    "_generate_single_turn": "Rollouts are drawn by a sampler, which continues prefixes too: pass it as sampler=",
+    "_calculate_rewards": "Credit is of the rewards that reward functions return: pass another one in reward_funcs",
+}
+
+
+def check_overrides(trainer: type, base: type, args: FR3EConfig) -> None:
+    """
+    Refuse methods of a subclass that would not do what they do for GRPOTrainer.
+
+    Args:
+        trainer (`type`):
+            The class of the trainer that is made.
+        base (`type`):
+            `FR3ETrainer`.
+        args ([`FR3EConfig`]):
+            Its configuration.
+
+    Raises:
+        NotImplementedError: One is overridden that is not called or whose result is not used, or the loss is replaced
+            where advantages are of tokens.
+    """
+    plain = f"or set {settings_of_plain_grpo(args)} to train with plain GRPO"
+    for name, remedy in REFUSED_OVERRIDES.items():
+        owner = next(cls for cls in trainer.__mro__ if name in vars(cls))
+        if owner is not base:
+            raise NotImplementedError(
+                f"FR3ETrainer does not support that {owner.__name__} overrides {name}. {remedy}, {plain}."
+            )
+    if not CREDIT_RULES[args.plan.credit].by_token:
+        return
+    for cls in trainer.__mro__[: trainer.__mro__.index(GRPOTrainer)]:
+        for name in {"compute_loss", "_compute_loss"} & vars(cls).keys():
+            code = getattr(inspect.unwrap(vars(cls)[name]), "__code__", None)
+            if code is not None and not {"compute_loss", "_compute_loss"} & set(code.co_names):
+                raise NotImplementedError(
+                    f"{cls.__name__}.{name} replaces the loss, and with credit={args.credit!r} the advantages of a "
+                    "batch are of shape (B, T), not (B,). Set credit='rollout', whose advantages are GRPO's, "
+                    f"call super().{name}, {plain}."
+                )

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
         _buffered_inputs: Any
         _image_pad_token_id: Any
         _logs: dict[str, Any]
+
+        @property
+        def scoring_temperature(self) -> float: ...  # of `FR3ETrainer` alone
 else:
     TypedTrainer = GRPOTrainer
 

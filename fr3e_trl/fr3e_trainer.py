@@ -1,5 +1,6 @@
 """FR3E in the place of GRPO."""
 
+import logging
 import math
 import textwrap
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ from .logps import Truncation
 from .method.credit import CREDIT_RULES, credit_rows
 from .method.credit.prior import ValueTracker, track_values
 from .method.metrics import tree_metrics
+from .method.plan import Plan
 from .method.refill import Refill, hand_over
 from .method.rows import Row
 from .method.sampling import Sampler
@@ -51,13 +53,19 @@ from .method.tree import TokenIds, Tree
 from .old_logps import OldLogprobs, VLLMCorrection, old_logps_of, score_leftovers
 from .processes import in_every_process
 from .rollout import Explorer, StepRollouts, longest_prompt
-from .samplers import make_sampler
+from .samplers import LiveSettings, make_sampler
 from .tool_loop import TRLToolLoop, limited_tools
 from .tree_log.callback import TreeLog
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from trl.trainer.grpo_trainer import EnvironmentFactory, RolloutFunc
+
+
+logger = logging.getLogger(__name__)
+
+# What a batch must have that a subclass returns
+BATCH = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages")
 
 
 class FR3ETrainer(resume.ExactResume):
@@ -138,6 +146,8 @@ class FR3ETrainer(resume.ExactResume):
     _tree_log: TreeLog | None = None
     _rollout_func: "RolloutFunc | None" = None
     _masks_truncated: bool = False
+    _batch_temperature: float = 1.0  # at which the batch that is trained on was sampled
+    _has_warned_of_advantages: bool = False
 
     # Within a step, and None or empty between steps
     _inputs: Sequence[dict[str, Any]] = ()  # until trees are grown from them
@@ -178,6 +188,7 @@ class FR3ETrainer(resume.ExactResume):
             if not isinstance(model, str):
                 checks.check_model(model)
             checks.check_reward_funcs(reward_funcs)
+            checks.check_overrides(type(self), FR3ETrainer, args)
             checks.refuse_unsupported(args, rollout_func)
             checks.check_generation_kwargs(args)
             checks.warn_of_single_prompt(args)
@@ -201,6 +212,7 @@ class FR3ETrainer(resume.ExactResume):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        self._batch_temperature = self._head_temperature = self.temperature
         if args.use_vllm:
             set_up_vllm(self, args)
         self.stopwatch = Stopwatch()
@@ -228,10 +240,6 @@ class FR3ETrainer(resume.ExactResume):
         obstacle_to_images = checks.obstacle_to_images(self)
         example = None if self.train_dataset is None else next(iter(self.train_dataset))
         checks.check_images([] if example is None else [example], obstacle_to_images)
-        self.reward_funcs = [
-            checks.checked_reward_func(func, name)
-            for func, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
-        ]
         context = context_length(self.model.config)
         if self.use_vllm:
             prompt_length = 0 if example is None else longest_prompt(self, [example])
@@ -256,9 +264,9 @@ class FR3ETrainer(resume.ExactResume):
             budget,
             self.stopwatch,
             obstacle_to_images,
-            ends=(*self.eos_token_ids, tokenizer_of(self).pad_token_id),
             scores_early=self.args.max_refills > 0 or self.args.base_selection != "all",
         )
+        self._live_settings = LiveSettings(self)
 
     # A step
 
@@ -274,6 +282,8 @@ class FR3ETrainer(resume.ExactResume):
         TRL's step is entered once. It calls [`_generate`], which grows the trees, then scores the rows.
         """
         explorer = self._explorer
+        if explorer is not None:
+            self._take_up_settings()
         if explorer is None or not self.is_exploring:
             batch = super()._generate_and_score_completions(inputs)
             return prefix_sharing.numbered(batch) if self.model.training and self.shares_prefixes else batch
@@ -299,6 +309,14 @@ class FR3ETrainer(resume.ExactResume):
         finally:
             self._inputs, self._rollouts, self._explored, self._score_old_policy = (), None, [], None
 
+    def _take_up_settings(self) -> None:
+        """Take up what a script or a callback has set since the last step. A batch keeps its temperature."""
+        self._live_settings.update()
+        if self._tool_loop is not None:
+            self._tool_loop.eos_token_id = self.eos_token_ids[0]
+        if self.model.training:
+            self._batch_temperature = self.temperature
+
     def _drawn_inputs(self) -> list[dict[str, Any]]:
         """The examples of this process's rows, where refill draws the prompts of a step."""
         assert self._refill is not None
@@ -312,9 +330,29 @@ class FR3ETrainer(resume.ExactResume):
         shares_prefixes = self.model.training and self.shares_prefixes
         last = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if shares_prefixes and self._buffered_inputs is not last:
-            prefix_sharing.keep_together(self._buffered_inputs)  # and `inputs`, which are one of them
+        if self._buffered_inputs is not last:
+            if self.is_exploring:
+                self._check_batch(self._buffered_inputs[0])
+            if shares_prefixes:
+                prefix_sharing.keep_together(self._buffered_inputs)  # and `inputs`, which are one of them
         return inputs
+
+    def _check_batch(self, batch: dict[str, torch.Tensor]) -> None:
+        """Look at what a subclass has made of a batch."""
+        if lacking := [name for name in BATCH if name not in batch]:
+            raise ValueError(
+                f"{type(self).__name__}._generate_and_score_completions returned a batch without {lacking}. It must "
+                "return what super() does, with the values of some replaced."
+            )
+        is_by_row = CREDIT_RULES[self._plan.credit].by_token and batch["advantages"].dim() == 1
+        if is_by_row and not self._has_warned_of_advantages:
+            self._has_warned_of_advantages = True
+            logger.warning(
+                "Tree credit is gone: %s._generate_and_score_completions returned advantages of shape (B,) in the "
+                "place of (B, T). Each is taken for the advantage of its row. Set credit='rollout' to get (B,) from "
+                "super().",
+                type(self).__name__,
+            )
 
     @property
     def rollout_func(self) -> "RolloutFunc | None":
@@ -397,7 +435,7 @@ class FR3ETrainer(resume.ExactResume):
         else:
             rows = self._explorer.explore(len(indices), {i: self.train_dataset[indices[i]] for i in own}, None, indices)
         self._explored += rows
-        credit_rows(self._explored, self.trees, self.args.plan, self._value_tracker)
+        credit_rows(self._explored, self.trees, self._plan, self._value_tracker)
         return self._explored
 
     def _generate_single_turn(
@@ -427,22 +465,39 @@ class FR3ETrainer(resume.ExactResume):
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: Any, completions: Any, completion_ids_list: Any
     ) -> torch.Tensor:
-        """The only change is that rows of trees keep their rewards, and that those of copies are dropped."""
+        """
+        The only changes: rows of trees keep their rewards, those of copies are dropped, and errors, or rewards that
+        cannot be trained on, are told of with the name of the reward function.
+        """
         rollouts = self._rollouts
         if rollouts is None:
-            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            return self._checked_rewards(inputs, prompts, completions, completion_ids_list)
         if rollouts.is_scored:
             self._pending_extra_logs.update(rollouts.extra_logs())
         else:
             with self.stopwatch.part("rewards"):
-                rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+                rewards = self._checked_rewards(inputs, prompts, completions, completion_ids_list)
             rollouts.take_rewards(rewards, self.reward_weights, self.trees)
         return rollouts.rewards(self.accelerator.device, len(self.reward_funcs))
+
+    def _checked_rewards(self, *args: Any) -> torch.Tensor:
+        if self._explorer is None:
+            return super()._calculate_rewards(*args)
+        with checks.named_reward_funcs(self.reward_func_names):
+            rewards = super()._calculate_rewards(*args)
+        checks.check_rewards(rewards, self.reward_func_names)
+        return rewards
+
+    @property
+    def _plan(self) -> Plan:
+        """How the trees of this trainer are credited, with the weights of rewards as they are now."""
+        assert self._explorer is not None
+        return replace(self._explorer.plan, reward_weights=self.reward_weights.tolist())
 
     def _with_credit(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The batch of TRL's step, with the credit of its rows in the place of TRL's advantages."""
         assert self._rollouts is not None and self._explorer is not None
-        rows, plan = self._rollouts.rows, self.args.plan
+        rows, plan = self._rollouts.rows, self._plan
         metrics: dict[str, float] = {}
         if self._refill is None:
             credit_rows(rows, self.trees, plan, self._value_tracker)
@@ -494,7 +549,7 @@ class FR3ETrainer(resume.ExactResume):
         if self._explorer.threshold is not None:
             metrics["fr3e/anchor/threshold"] = self._explorer.threshold
         if self._value_tracker is not None:
-            metrics |= track_values(self.trees, self.args.plan, self._value_tracker)
+            metrics |= track_values(self.trees, self._plan, self._value_tracker)
         hit_rate = getattr(self.sampler, "hit_rate", None)  # of what was sampled last: the anchors' rollouts
         if hit_rate is not None and self.args.num_anchors:
             metrics["fr3e/prefix_cache/hit_rate"] = hit_rate
@@ -505,7 +560,7 @@ class FR3ETrainer(resume.ExactResume):
     @property
     def mask_truncated_completions(self) -> bool:
         """Whether TRL masks all of a completion that is cut off. Not where tokens of it are still credited."""
-        rule = CREDIT_RULES[self.args.plan.credit] if self.is_exploring else None
+        rule = CREDIT_RULES[self._plan.credit] if self.is_exploring else None
         return self._masks_truncated and not (rule is not None and rule.leaves_out_truncated)
 
     @mask_truncated_completions.setter
@@ -538,7 +593,8 @@ class FR3ETrainer(resume.ExactResume):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """
         The only changes: prefixes that rows share are forwarded once, rows without a token in the loss are skipped, the
-        first scores of a step, those of the old policy, may be known, and distributions may be truncated.
+        first scores of a step, those of the old policy, may be known, distributions may be truncated, and have the
+        temperature of the batch, also where it is not that which the trainer was made with.
         """
         rows = model, input_ids, attention_mask, logits_to_keep
         if self._score_old_policy is not None:
@@ -547,14 +603,15 @@ class FR3ETrainer(resume.ExactResume):
         loss_mask, self._loss_mask = self._loss_mask, None
         if self.shares_prefixes:
             return prefix_sharing.logps_and_entropies(self, *rows, loss_mask, *args, truncation=truncation, **kwargs)
-        if truncation is not None:
-            return policy_logps.truncated_logps(self, *rows, truncation, *args, **kwargs)
+        score = super()._get_per_token_logps_and_entropies
+        if truncation is not None or self.scoring_temperature != self._head_temperature:
+            score = partial(policy_logps.logps_and_entropies, self, truncation=truncation)
         if loss_mask is None:
-            return super()._get_per_token_logps_and_entropies(*rows, *args, **kwargs)
+            return score(*rows, *args, **kwargs)
         kept = loss_mask.any(1)
         kept[0] |= ~kept.any()  # for the gradient of 0 that other processes wait for
         of_kept = images.select_rows(images.images_in(kwargs), kept.nonzero().flatten().tolist())
-        *scores, aux_loss = super()._get_per_token_logps_and_entropies(
+        *scores, aux_loss = score(
             model, input_ids[kept], attention_mask[kept], logits_to_keep, *args, **{**kwargs, **of_kept}
         )
         # 0 in rows that were skipped
@@ -563,6 +620,12 @@ class FR3ETrainer(resume.ExactResume):
         )
         assert logps is not None
         return logps, entropies, aux_loss
+
+    @property
+    def scoring_temperature(self) -> float:
+        """The temperature of log-probs: the one that the batch was sampled at, as long as it is trained on."""
+        is_evaluating = self._explorer is not None and not self.model.training
+        return self.temperature if is_evaluating else self._batch_temperature
 
     @property
     def shares_prefixes(self) -> bool:
@@ -609,12 +672,15 @@ class FR3ETrainer(resume.ExactResume):
             state["value_memory"] = self._value_tracker.state()
         if self._explorer is not None and self._explorer.threshold is not None:
             state["anchor_threshold"] = self._explorer.threshold
+        if self._batch_temperature != self._head_temperature:
+            state["batch_temperature"] = self._batch_temperature
         return state
 
     def resume_from_state(self, state: dict[str, Any], has_changed: bool) -> None:
         """Take up what [`state_to_resume`] returned, without rows left over if the settings have changed."""
         for batch in self._buffered_inputs or []:
             upgrade_batch(self, batch)
+        self._batch_temperature = state.get("batch_temperature", self._head_temperature)
         if self._refill is not None and "leftovers" in state:
             self._refill.resume(state, self.accelerator.num_processes)
             if has_changed:

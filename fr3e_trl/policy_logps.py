@@ -23,7 +23,7 @@ def token_statistics(
     multimodal: list[Any] | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """
-    Log-probabilities and entropies of completions under the policy, at the sampling temperature.
+    Log-probabilities and entropies of completions under the policy, at the temperature of the batch that it trains on.
 
     Dropout is as it is for TRL's own generation and log-probs: on, unless `disable_dropout` turns it off. Where the
     weights are sharded, all processes must call this together, each with its own completions, also with none.
@@ -71,7 +71,7 @@ def score(
     truncation: Truncation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Log-probabilities and entropies as a trainer defines them, see [`~logps.score`], at its temperature.
+    Log-probabilities and entropies as a trainer defines them, see [`~logps.score`], at the temperature of its batch.
 
     Args:
         trainer (`GRPOTrainer`):
@@ -82,32 +82,45 @@ def score(
         All others, and what is returned, are those of [`~logps.score`].
     """
     unwrapped = trainer.accelerator.unwrap_model(model)
-    softmax = Softmax.of(unwrapped.config, trainer.temperature)
+    softmax = Softmax.of(unwrapped.config, trainer.scoring_temperature)
     in_float32 = trainer.args.cast_lm_head_to_fp32
     with trainer.accelerator.autocast():
         head = unwrapped.get_output_embeddings()
         return logps.score(model, head, inputs, targets, softmax, truncation, in_float32)
 
 
-def truncated_logps(
+def logps_and_entropies(
     trainer: TypedTrainer,
     model: nn.Module,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     logits_to_keep: int,
-    truncation: Truncation,
     batch_size: int | None = None,
+    compute_entropy: bool = False,
+    compute_aux_loss: bool = False,
+    *,
+    truncation: Truncation | None = None,
     **images: Any,
-) -> tuple[torch.Tensor, None, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None, None]:
     """
-    As `GRPOTrainer._get_per_token_logps_and_entropies`, of distributions that are truncated, and no entropies.
+    As `GRPOTrainer._get_per_token_logps_and_entropies`, whose head has the temperature that the trainer was made with.
 
     Args:
-        truncation (`Callable`):
-            Truncates them, see [`~logps.truncated_logps`].
+        truncation (`Callable`, *optional*):
+            Truncates the distributions, see [`~logps.truncated_logps`]: without gradients or entropies.
 
         All others are those of TRL's method.
+
+    Raises:
+        NotImplementedError: The loss of routers is asked for.
     """
+    if compute_aux_loss:
+        raise NotImplementedError(
+            f"trainer.temperature was changed to {trainer.scoring_temperature}, and TRL computes the loss of routers "
+            "(router_aux_loss_coef) at the one that the trainer was made with. Set temperature in its configuration, "
+            "or router_aux_loss_coef=0."
+        )
+    images = {name: value for name, value in images.items() if value is not None}
     targets = input_ids.roll(-1, 1).masked_fill(attention_mask.roll(-1, 1) == 0, -100)
     targets[:, -1] = targets[:, : -logits_to_keep - 1] = -100
     size = batch_size or len(input_ids)
@@ -117,8 +130,9 @@ def truncated_logps(
         of_rows = select_rows(images, list(range(len(input_ids)))[rows])
         inputs = {name: value for name, value in of_rows.items() if name not in ("num_images", "num_tiles")}
         inputs |= {"input_ids": input_ids[rows], "attention_mask": attention_mask[rows]}
-        scored.append(score(trainer, model, inputs, targets[rows], truncation)[0])
-    return torch.cat(scored)[:, -logits_to_keep - 1 : -1], None, None
+        scored.append(score(trainer, model, inputs, targets[rows], truncation))
+    logps, entropies = (torch.cat(values)[:, -logits_to_keep - 1 : -1] for values in zip(*scored, strict=True))
+    return logps, entropies if compute_entropy else None, None
 
 
 def padded(

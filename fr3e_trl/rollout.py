@@ -130,8 +130,6 @@ class Explorer:
             Measures generation and rewards.
         obstacle_to_images (`str`, *optional*):
             Why images cannot be explored from, if there is a reason.
-        ends (`Sequence[int]`):
-            Tokens that end a completion.
         scores_early (`bool`):
             Whether rewards are needed while trees grow: to select base trajectories, or to see what a refill lacks.
         threshold (`float`, *optional*):
@@ -142,6 +140,8 @@ class Explorer:
             Those of this step, one for each prompt of all processes.
         refusal (`Exception`, *optional*):
             The error of this step that an example has caused, in all processes.
+        ends (`Sequence[int]`):
+            Tokens that end a completion of this step, or pad it.
     """
 
     trainer: TypedTrainer
@@ -150,17 +150,17 @@ class Explorer:
     budget: CompletionBudget
     stopwatch: Stopwatch
     obstacle_to_images: str | None
-    ends: Sequence[int]
     scores_early: bool
     threshold: float | None = None
     trees: list[Tree] = field(default_factory=list)
     refusal: Exception | None = None
+    ends: Sequence[int] = ()
     _uncertainties: list[float] = field(default_factory=list)
     _in_use: Counter[str | None] = field(default_factory=Counter)  # environments, by their names
 
     def begin_step(self, sampler: Sampler, masks_truncated: bool) -> None:
         """
-        Begin with no trees.
+        Begin with no trees, and with the trainer's settings as they are now.
 
         Args:
             sampler ([`Sampler`]):
@@ -169,6 +169,8 @@ class Explorer:
                 Whether nothing is learned from completions that are cut off.
         """
         self.sampler, self.masks_truncated = sampler, masks_truncated
+        self.budget.max_completion_length = self.trainer.max_completion_length
+        self.ends = (*self.trainer.eos_token_ids, tokenizer_of(self.trainer).pad_token_id)
         self.trees, self._uncertainties = [], []
 
     def check(self, examples: list[dict[str, Any]]) -> None:

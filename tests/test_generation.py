@@ -37,7 +37,7 @@ def make_sampler(model, may_grow=False, **generation_kwargs):
 
     settings = {"do_sample": True, "top_k": 0, "pad_token_id": PAD, "eos_token_id": [EOS], "disable_compile": True}
     config = GenerationConfig(**settings | generation_kwargs)
-    return GenerateSampler(generation_model, config, torch.device("cpu"), GenerateSteps(), may_grow=may_grow)
+    return GenerateSampler(generation_model, lambda: config, torch.device("cpu"), GenerateSteps(), may_grow=may_grow)
 
 
 def token_ids(length, seed=0):

@@ -1,7 +1,7 @@
 """Sampling with transformers' continuous batching."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import GenerationConfig
@@ -17,14 +17,17 @@ class ContinuousBatchingSampler:
     Args:
         generation_model (`GenerationModel`):
             Context manager that yields the model.
-        generation_config (`~transformers.GenerationConfig`):
-            Sampling settings; temperature and budget are taken from the requests.
+        generation_config (`Callable`):
+            Returns the sampling settings of a call, a `GenerationConfig`; temperature and budget are those of requests.
         continuous_batching_config (`~transformers.generation.ContinuousBatchingConfig`):
             Settings of the engine.
     """
 
     def __init__(
-        self, generation_model: GenerationModel, generation_config: GenerationConfig, continuous_batching_config: Any
+        self,
+        generation_model: GenerationModel,
+        generation_config: Callable[[], GenerationConfig],
+        continuous_batching_config: Any,
     ):
         self.generation_model = generation_model
         self.generation_config = generation_config
@@ -33,7 +36,7 @@ class ContinuousBatchingSampler:
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         samples: list[list[Sample]] = [[] for _ in requests]
         for temperature in dict.fromkeys(request.temperature for request in requests):
-            config = copy.copy(self.generation_config)
+            config = copy.copy(self.generation_config())
             config.temperature = temperature
             with (
                 self.generation_model() as model,

@@ -83,8 +83,8 @@ class GenerateSampler:
     Args:
         generation_model (`GenerationModel`):
             Context manager that yields the model.
-        generation_config (`~transformers.GenerationConfig`):
-            Sampling settings; temperature and budget are taken from the requests.
+        generation_config (`Callable`):
+            Returns the sampling settings of a call, a `GenerationConfig`; temperature and budget are those of requests.
             Its `min_new_tokens` counts from the prompt, like that of a completion drawn at once.
         device (`torch.device`):
             Where the model computes: not always where its weights are.
@@ -101,7 +101,7 @@ class GenerateSampler:
     def __init__(
         self,
         generation_model: GenerationModel,
-        generation_config: GenerationConfig,
+        generation_config: Callable[[], GenerationConfig],
         device: torch.device,
         decoding: DecodingSteps,
         image_inputs: ImageInputs | None = None,
@@ -109,42 +109,51 @@ class GenerateSampler:
         dtype: torch.dtype | None = None,
     ):
         self.generation_model = generation_model
-        self.generation_config = copy.copy(generation_config)
-        if isinstance(generation_config.eos_token_id, int):
-            self.generation_config.eos_token_id = [generation_config.eos_token_id]
+        self.generation_config = generation_config
         self.device = device
         self.decoding = decoding
         self.image_inputs = image_inputs
         self.dtype = dtype
-        config = generation_config
-        self.may_grow = may_grow and all(getattr(config, name, None) in allowed for name, allowed in BY_ROW.items())
+        self.may_grow = may_grow
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         drawn = iter(self.draw(requests, self.grows))
         return [[next(drawn) for _ in range(request.num_samples)] for request in requests]
 
-    @functools.cached_property
+    def _config(self) -> GenerationConfig:
+        """A copy of the settings as they are now, with a list of the tokens that end a completion."""
+        config = copy.copy(self.generation_config())
+        if isinstance(config.eos_token_id, int):
+            config.eos_token_id = [config.eos_token_id]
+        return config
+
+    @property
     def grows(self) -> bool:
         """
         Whether rollouts leave base trajectories that still grow. Otherwise they are drawn in a second round.
 
-        The model decides, by a trial. All processes must ask for the first time together, and all decide alike.
+        The settings decide, and the model by a trial. All processes must ask for the first time together, and all
+        decide alike.
         """
-        if not self.may_grow:
-            return False
+        config = self.generation_config()
+        allows = all(getattr(config, name, None) in allowed for name, allowed in BY_ROW.items())
+        return self.may_grow and allows and self._model_grows
+
+    @functools.cached_property
+    def _model_grows(self) -> bool:
         obstacle = next(filter(None, in_every_process(self._obstacle_to_growing)), None)
         if obstacle is not None:
             logger.warning("Rollouts are drawn in a second round, after their base trajectories: %s.", obstacle)
         return obstacle is None
 
     def _obstacle_to_growing(self) -> str | None:
-        config = copy.copy(self.generation_config)
+        config = self._config()
         config.min_new_tokens = None
         with self.generation_model() as model:
             if config.use_cache is None and model.generation_config.use_cache is False:
                 return "the model's generation_config has use_cache=False (set generation_kwargs={'use_cache': True})"
             config.suppress_tokens = special_tokens(model.config, config.eos_token_id)
-            trial = GenerateSampler(lambda: nullcontext(model), config, self.device, self.decoding)
+            trial = GenerateSampler(lambda: nullcontext(model), lambda: config, self.device, self.decoding)
             with self.decoding.unchanged(model, self.device):
                 return obstacle_to_growing(model, trial.draw, self.device, self.dtype or model.dtype)
 
@@ -166,7 +175,7 @@ class GenerateSampler:
         shares = [share for request in requests for share in _shares(request)]
         if not rows:
             return []
-        config = copy.copy(self.generation_config)
+        config = self._config()
         width = _initial_width(requests, config.eos_token_id)
         begins = [max(width, len(row.prefix_ids)) for row in rows]  # the columns at which sampling begins
         ends = [begin + row.max_new_tokens for begin, row in zip(begins, rows, strict=True)]

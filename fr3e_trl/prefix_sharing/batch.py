@@ -11,7 +11,7 @@ Batch = dict[str, Any]  # what TRL's step returns: tensors and lists of rows, nu
 
 
 def numbered(batch: Batch) -> Batch:
-    """A batch with its rows numbered, for [`keep_together`]."""
+    """A batch with its rows numbered, for [`keep_together`], which does without where a subclass returns another."""
     return batch | {ROW: torch.arange(len(batch["prompt_ids"]))}
 
 
@@ -25,9 +25,12 @@ def keep_together(micro_batches: list[Batch]) -> None:
 
     Args:
         micro_batches (`list[Batch]`):
-            Of equal size, changed in place. Their rows are [`numbered`], and no longer afterwards.
+            Of equal size, changed in place. Their rows may be [`numbered`], and are no longer afterwards.
     """
-    shuffled = torch.cat([batch.pop(ROW) for batch in micro_batches])
+    if ROW in micro_batches[0]:
+        shuffled = torch.cat([batch.pop(ROW) for batch in micro_batches])
+    else:
+        shuffled = torch.arange(sum(len(batch["prompt_ids"]) for batch in micro_batches))
     back = shuffled.argsort().tolist()
     rows = {name: _joined([batch[name] for batch in micro_batches], back) for name in micro_batches[0]}
     prompts = [row.tobytes() for row in torch.where(rows["prompt_mask"].bool(), rows["prompt_ids"], -1).cpu().numpy()]
@@ -46,7 +49,7 @@ def _joined(parts: list[Any], order: list[int]) -> Any:
     """What micro-batches have of each row, in an order of the rows; `None` where they have nothing of rows."""
     if isinstance(parts[0], torch.Tensor):
         return torch.cat(parts)[order] if parts[0].dim() > 0 else None
-    return None if parts[0] is None else _selected([value for part in parts for value in part], order)
+    return _selected([value for part in parts for value in part], order) if isinstance(parts[0], list) else None
 
 
 def _selected(values: Any, rows: list[int]) -> Any:

@@ -1,0 +1,557 @@
+"""
+What a script may do to a GRPOTrainer, done to FR3ETrainer: it is the same, or honoured at the next step, or refused by
+an error that names it. Each runs for three steps or more, unless it is refused before.
+"""
+
+import inspect
+import itertools
+from decimal import Decimal
+
+import pytest
+import torch
+from datasets import IterableDataset
+from factory import letters, make_tool_trainer, make_trainer, train
+from models import TINY, make_dataset, make_model, make_tokenizer
+from peft import LoraConfig
+from recorder import Recorder
+from tool_policy import look
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForSequenceClassification, TrainerCallback, set_seed
+from transformers.trainer_callback import CallbackHandler
+from trees import rollouts_of
+from trl import GRPOConfig, GRPOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+from fr3e_trl import FR3ETrainer
+from fr3e_trl.samplers import make_sampler
+
+
+class AtThirdStep(TrainerCallback):
+    """Changes something before the third step."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            self.change(self.trainer)
+
+
+def changed(change, cls=Recorder, **settings):
+    """A trainer that has trained for four steps, and was changed before the third."""
+    callback = AtThirdStep(change)
+    callback.trainer = make_trainer(
+        cls, **{"reward_funcs": letters, "max_steps": 4, "callbacks": [callback]} | settings
+    )
+    set_seed(1)
+    callback.trainer.train()
+    return callback.trainer
+
+
+def chain(lists):
+    return list(itertools.chain.from_iterable(lists))
+
+
+def completions(trainer):
+    """Completions of each prompt, of the first two steps and of the last two."""
+    of_trees = [
+        [
+            [(*state.prefix_ids, *map(int, rollout.token_ids)) for _, state, rollout in rollouts_of([tree])]
+            for tree in trees
+        ]
+        for _, trees in trainer.batches
+    ]
+    return chain(of_trees[:2]), chain(of_trees[2:])
+
+
+# The constructor
+
+
+def reward_model():
+    model = Qwen3ForSequenceClassification(Qwen3Config(**TINY | {"num_labels": 1}))
+    model.config._name_or_path = "reward"
+    return model
+
+
+class Judge:
+    """A reward that has a state, and counts its calls."""
+
+    __name__ = "judge"
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, completions, **kwargs):
+        self.calls += 1
+        return [Decimal(repr(reward)) for reward in letters(completions)]
+
+
+async def later(completions, **kwargs):
+    return letters(completions)
+
+
+def sgd():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"model": model, "optimizers": (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))}
+
+
+def stream():
+    return IterableDataset.from_generator(lambda: iter(make_dataset()))
+
+
+ARGUMENTS = {
+    "model": lambda: {"model": make_model(seed=1)},
+    "reward_funcs": lambda: {"reward_funcs": [letters, later, Judge()], "reward_weights": [1.0, 0.5, 2.0]},
+    "args": lambda: {"config": GRPOConfig},
+    "train_dataset": lambda: {"dataset": stream()},
+    "eval_dataset": lambda: {
+        "eval_dataset": make_dataset(4),
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "num_generations_eval": 2,
+        "per_device_eval_batch_size": 4,
+    },
+    "processing_class": lambda: {"tokenizer": make_tokenizer()},
+    "reward_processing_classes": lambda: {
+        "reward_funcs": reward_model(),
+        "reward_processing_classes": make_tokenizer(),
+    },
+    "callbacks": lambda: {"callbacks": [TrainerCallback()]},
+    "optimizers": sgd,
+    "peft_config": lambda: {"peft_config": LoraConfig(target_modules=["q_proj"])},
+    "quantization_config": lambda: {"model": make_model(), "quantization_config": None},
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_the_constructors_arguments(name):
+    trainer = train(**{"reward_funcs": letters, "max_steps": 3} | ARGUMENTS[name]())
+    assert len(trainer.batches) == 3 and any(len(tree.states) > 1 for _, trees in trainer.batches for tree in trees)
+    assert sum("loss" in entry for entry in trainer.state.log_history) == 3
+
+
+def test_tools():
+    assert len(make_tool_trainer(tools=[look], max_steps=3).tools) == 1
+    trainer = make_tool_trainer(tools=[look], max_steps=3)
+    trainer.train()
+    assert len(trainer.batches) == 3
+
+
+def test_every_argument_has_a_line():
+    elsewhere = {"tools", "environment_factory"}  # above, and in test_tools.py
+    refused = {"rollout_func"}  # test_what_is_not_supported_is_refused
+    assert set(inspect.signature(GRPOTrainer).parameters) == {*ARGUMENTS, *elsewhere, *refused}
+    assert set(inspect.signature(FR3ETrainer).parameters) - {"sampler"} == {*ARGUMENTS, *elsewhere, *refused}
+
+
+# Attributes
+
+
+def set_config(**values):
+    return lambda trainer: [setattr(trainer.generation_config, name, value) for name, value in values.items()]
+
+
+def set_trainer(**values):
+    return lambda trainer: [setattr(trainer, name, value) for name, value in values.items()]
+
+
+def is_shorter(before, after):
+    return max(map(len, chain(before))) > 3 == max(map(len, chain(after)))
+
+
+def is_longer(before, after):
+    return max(map(len, chain(before))) == 12 < max(map(len, chain(after))) <= 20
+
+
+def is_greedy(before, after):
+    return all(len(set(rows)) > 1 for rows in before) and all(len(set(rows)) == 1 for rows in after)
+
+
+STOPS = list(range(5, 30))
+
+
+def stops(before, after):
+    end_early = [any(token in STOPS for token in row[:-1]) for row in chain(before)]
+    return any(end_early) and not any(token in STOPS for row in chain(after) for token in row[:-1])
+
+
+def leaves_out(before, after):
+    seen = [any(token in STOPS for token in row) for row in chain(before)]
+    return any(seen) and not any(token in STOPS for row in chain(after) for token in row)
+
+
+def repeats_less(before, after):
+    of_each = ([len(row) - len(set(row)) for row in chain(rows)] for rows in (before, after))
+    first, second = (sum(repeats) for repeats in of_each)
+    return second < first / 2
+
+
+def new_config(**values):
+    return lambda trainer: setattr(trainer, "generation_config", GenerationConfig(**values))
+
+
+SAMPLING = {
+    "max_completion_length": (set_trainer(max_completion_length=3), is_shorter),
+    "max_completion_length, longer": (set_trainer(max_completion_length=20), is_longer),
+    "temperature": (set_trainer(temperature=1e-3), is_greedy),
+    "top_k": (set_trainer(top_k=1), is_greedy),
+    "top_p": (set_trainer(top_p=1e-6), is_greedy),
+    "min_p": (set_trainer(min_p=1.0), is_greedy),
+    "repetition_penalty": (set_trainer(repetition_penalty=100.0), repeats_less),
+    "eos_token_ids": (set_trainer(eos_token_ids=[1, *STOPS]), stops),
+    "generation_config.max_new_tokens": (set_config(max_new_tokens=3), is_shorter),
+    "generation_config.temperature": (set_config(temperature=1e-3), is_greedy),
+    "generation_config.top_k": (set_config(top_k=1), is_greedy),
+    "generation_config.top_p": (set_config(top_p=1e-6), is_greedy),
+    "generation_config.min_p": (set_config(min_p=1.0), is_greedy),
+    "generation_config.repetition_penalty": (set_config(repetition_penalty=100.0), repeats_less),
+    "generation_config.eos_token_id": (set_config(eos_token_id=[1, *STOPS]), stops),
+    "generation_config.suppress_tokens": (set_config(suppress_tokens=STOPS), leaves_out),
+    "generation_config": (new_config(max_new_tokens=3), is_shorter),
+    "generation_config, all of it": (
+        new_config(max_new_tokens=20, do_sample=True, eos_token_id=1, pad_token_id=0),
+        is_longer,
+    ),
+    "both places alike": (
+        lambda t: [set_trainer(max_completion_length=3)(t), set_config(max_new_tokens=3)(t)],
+        is_shorter,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_how_completions_are_sampled_is_honoured_at_the_next_step(name):
+    change, is_honoured = SAMPLING[name]
+    trainer = changed(change)
+    assert len(trainer.batches) == 4 and is_honoured(*completions(trainer))
+
+
+BACKENDS = {
+    "refill": {"max_refills": 1},
+    "sampler=": {"sampler": make_sampler},
+    "continuous batching": {
+        "use_transformers_continuous_batching": True,
+        "transformers_continuous_batching_config": {"num_blocks": 64, "block_size": 16, "max_batch_tokens": 128},
+        "bf16": True,
+    },
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "name", ["max_completion_length", "generation_config.suppress_tokens", "generation_config.eos_token_id"]
+)
+def test_other_ways_to_sample_honour_it_too(backend, name):
+    change, is_honoured = SAMPLING[name]
+    settings = BACKENDS[backend] | {"model": make_model(max_position_embeddings=128)}
+    assert is_honoured(*completions(changed(change, **settings)))
+
+
+@pytest.mark.parametrize("name", ["generation_config.max_new_tokens", "max_completion_length", "temperature"])
+def test_evaluation_honours_it_too(name):
+    """What is set in either place holds for both."""
+    trainer = changed(SAMPLING[name][0], num_generations_eval=8, per_device_eval_batch_size=8)
+    seen = []
+    trainer.reward_funcs[0] = lambda completions, completion_ids, **kwargs: (
+        seen.append(completion_ids) or letters(completions)
+    )
+    trainer.evaluate(make_dataset(1))
+    (rows,) = seen
+    assert len(set(map(tuple, rows))) == 1 if name == "temperature" else max(map(len, rows)) <= 3
+
+
+@pytest.mark.parametrize("settings", [{}, {"share_prefixes": True}, {"beta": 0.1}, {"loss_type": "grpo"}], ids=str)
+@pytest.mark.parametrize("temperature", [0.3, 2.0])
+def test_a_temperature_is_that_of_samples_and_loss(settings, temperature):
+    """With a rate of 0 the ratio stays 1. A batch that is in use when it changes keeps the one it was sampled at."""
+    trainer = changed(
+        set_trainer(temperature=temperature), **{"learning_rate": 0.0, "num_iterations": 2, "max_steps": 6} | settings
+    )
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(trainer.batches) == 3 and all(entry["clip_ratio/region_mean"] == 0 for entry in logs)
+    entropies = [entry["entropy"] for entry in logs]
+    first, last = sum(entropies[:2]), sum(entropies[2:4])
+    assert last < first if temperature < 1 else last > first
+    for _, trees in trainer.batches[1:]:
+        rows = [(t.prompt_ids + s.prefix_ids, r) for t, s, r in rollouts_of(trees) if r.copy_of is None]
+        statistics = trainer.token_statistics([prefix for prefix, _ in rows], [r.token_ids for _, r in rows])
+        for (_, rollout), (logprobs, _) in zip(rows, statistics, strict=True):
+            torch.testing.assert_close(torch.tensor(rollout.logprobs), logprobs, atol=1e-4, rtol=0)
+
+
+def test_a_temperature_that_changes_amid_a_batch_holds_from_the_next_one():
+    class AtSecondStep(AtThirdStep):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                self.change(self.trainer)
+
+    callback = AtSecondStep(set_trainer(temperature=0.3))
+    settings = {"learning_rate": 0.0, "num_iterations": 2, "max_steps": 4, "callbacks": [callback]}
+    callback.trainer = make_trainer(reward_funcs=letters, **settings)
+    callback.trainer.train()
+    first, second, third, _ = (entry for entry in callback.trainer.state.log_history if "loss" in entry)
+    assert first["entropy"] == pytest.approx(second["entropy"]) and third["entropy"] < second["entropy"] / 2
+    assert second["clip_ratio/region_mean"] == third["clip_ratio/region_mean"] == 0
+
+
+def test_a_batch_keeps_its_temperature_in_a_checkpoint():
+    settings = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 3}
+    whole = changed(set_trainer(temperature=0.3), **settings)
+    resumed = make_trainer(reward_funcs=letters, max_steps=4, **settings)
+    resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-3")
+    for name, value in whole.model.state_dict().items():
+        assert resumed.model.state_dict()[name].equal(value), name
+
+
+def test_the_gradient_is_that_of_the_new_temperature():
+    """A trainer that was made with it, and one that was given it: the same updates."""
+    made, given = (
+        make_trainer(reward_funcs=letters, max_steps=3, **settings) for settings in ({"temperature": 0.7}, {})
+    )
+    given.temperature = 0.7
+    for trainer in (made, given):
+        set_seed(1)
+        trainer.train()
+    for name, value in made.model.state_dict().items():
+        torch.testing.assert_close(given.model.state_dict()[name], value, atol=1e-5, rtol=1e-4)
+
+
+REFUSED = {
+    "num_generations": set_trainer(num_generations=4),
+    "num_iterations": set_trainer(num_iterations=2),
+    "scale_rewards": set_trainer(scale_rewards="group"),
+    "loss_type": set_trainer(loss_type="grpo"),
+    "multi_objective_aggregation": set_trainer(multi_objective_aggregation="normalize_then_sum"),
+    "temperature=-1": set_trainer(temperature=-1),
+    "max_completion_length=0": set_trainer(max_completion_length=0),
+    r"eos_token_ids=\[\]": set_trainer(eos_token_ids=[]),
+    "generation_config.do_sample=False": set_config(do_sample=False),
+    "generation_config.num_beams=2": set_config(num_beams=2),
+    "generation_config.min_length=4": set_config(min_length=4),
+    "generation_config.stop_strings": set_config(stop_strings=["a"]),
+    "generation_config.num_return_sequences=2": set_config(num_return_sequences=2),
+    "generation_config.prompt_lookup_num_tokens=2": set_config(prompt_lookup_num_tokens=2),
+    "max_completion_length=3 and trainer.generation_config.max_new_tokens=4 differ": lambda trainer: [
+        set_trainer(max_completion_length=3)(trainer),
+        set_config(max_new_tokens=4)(trainer),
+    ],
+}
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_what_cannot_be_honoured_is_refused_at_the_next_step(named):
+    trainers = []
+    with pytest.raises(ValueError, match=named):
+        changed(lambda trainer: trainers.append(trainer) or REFUSED[named](trainer))
+    assert len(trainers[0].batches) == 2  # two steps were trained before
+
+
+def test_what_plain_grpo_takes_is_left_to_it():
+    """With num_anchors=0: as GRPOTrainer, for which trainer.temperature and the like change nothing."""
+    seen = []
+    for cls in (GRPOTrainer, FR3ETrainer):
+        plain = {"num_anchors": 0} if cls is FR3ETrainer else {}
+        change = set_trainer(temperature=0.3, max_completion_length=3, scale_rewards="batch")
+        trainer = changed(change, cls, **plain)
+        seen.append([(entry["loss"], entry["reward"]) for entry in trainer.state.log_history if "loss" in entry])
+    assert seen[0] == seen[1]
+
+
+def test_reward_functions_are_the_users_own():
+    judge = Judge()
+    trainer = changed(lambda trainer: setattr(trainer.reward_funcs[0], "calls", 100), reward_funcs=[judge, letters])
+    assert trainer.reward_funcs == [judge, letters] and trainer.reward_funcs[0] is judge
+    assert judge.calls == 102 and judge.__name__ == "judge"
+
+
+def test_reward_functions_are_replaced():
+    """By a curriculum."""
+    trainer = changed(
+        lambda trainer: trainer.reward_funcs.__setitem__(0, lambda completions, **_: [7.0] * len(completions))
+    )
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "loss" in entry]
+    assert 7.0 not in rewards[:2] and rewards[2:] == [7.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"multi_objective_aggregation": "normalize_then_sum", "num_generations": 4}], ids=str
+)
+def test_reward_weights_are_honoured(settings):
+    """No function counts: then no row teaches anything."""
+    trainer = changed(lambda trainer: trainer.reward_weights.zero_(), **settings)
+    advantages = [batch["advantages"].abs().max().item() for batch, _ in trainer.batches]
+    assert min(advantages[:2]) > 0
+    if not settings:
+        assert max(rollout.score.reward for _, _, rollout in rollouts_of(trainer.batches[3][1])) == 0
+    else:
+        assert max(advantages[2:]) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["epsilon_low", "epsilon_high"])
+def test_clipping_is_honoured(name):
+    """As TRL's loss reads it: at a range of -1 every ratio is beyond it."""
+    trainer = changed(lambda trainer: setattr(trainer, name, -0.5))
+    clipped = [entry["clip_ratio/region_mean"] for entry in trainer.state.log_history if "loss" in entry]
+    assert max(clipped[:2]) == 0 and min(clipped[2:]) > 0
+
+
+def test_masking_of_truncated_completions_is_honoured():
+    trainer = changed(set_trainer(mask_truncated_completions=True), credit="rollout", max_completion_length=4)
+    for i, (batch, trees) in enumerate(trainer.batches):
+        is_cut = torch.tensor([int(rollout.token_ids[-1]) not in (0, 1) for _, _, rollout in rollouts_of(trees)])
+        assert is_cut.any() and bool((batch["tool_mask"] * batch["completion_mask"])[is_cut].any()) == (i < 2)
+
+
+# Callbacks
+
+
+class Events(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+
+for _name in (name for name in dir(CallbackHandler) if name.startswith("on_") and name != "on_log"):
+    setattr(Events, _name, lambda self, args, state, *a, _name=_name, **k: self.seen.append((_name, state.global_step)))
+
+
+def test_callbacks_see_the_same_events():
+    seen = []
+    for cls in (GRPOTrainer, FR3ETrainer):
+        callback = Events()
+        train(cls, callbacks=[callback], max_steps=3, save_strategy="steps", save_steps=2)
+        seen.append(callback.seen)
+    assert seen[0] == seen[1] and ("on_save", 2) in seen[0] and ("on_train_end", 3) in seen[0]
+
+
+# Methods of a subclass
+
+
+class OwnMethods(Recorder):
+    """Overrides by super(), as a subclass of GRPOTrainer does."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.called = set()
+
+
+WRAPPED = (
+    *("compute_loss", "_compute_loss", "training_step", "_prepare_inputs", "_generate_and_score_completions"),
+    *("_get_per_token_logps_and_entropies", "log", "get_train_dataloader", "_get_train_sampler", "create_optimizer"),
+    *("create_scheduler", "_tokenize_prompts", "get_batch_samples", "_save_checkpoint", "save_model", "evaluate"),
+    *("prediction_step", "evaluation_loop", "get_eval_dataloader", "_get_eval_sampler"),
+)
+
+
+def _wrap(name):
+    def method(self, *args, **kwargs):
+        self.called.add(name)
+        return getattr(super(OwnMethods, self), name)(*args, **kwargs)
+
+    method.__code__ = method.__code__.replace(co_names=(*method.__code__.co_names, name))  # it calls the method by name
+    return method
+
+
+for _name in WRAPPED:
+    setattr(OwnMethods, _name, _wrap(_name))
+
+
+def test_methods_that_call_super():
+    """They are called as in GRPOTrainer, and change nothing."""
+    settings = {"reward_funcs": letters, "max_steps": 3, "eval_dataset": make_dataset(4), "eval_strategy": "steps"}
+    settings |= {"eval_steps": 2, "num_generations_eval": 2, "per_device_eval_batch_size": 4}
+    settings |= {"save_strategy": "steps", "save_steps": 2}
+    own, plain = (train(cls, **settings) for cls in (OwnMethods, Recorder))
+    assert own.called == set(WRAPPED)
+    for name, value in plain.model.state_dict().items():
+        assert own.model.state_dict()[name].equal(value), name
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("_generate", "sampler="), ("_generate_single_turn", "sampler="), ("_calculate_rewards", "reward_funcs")],
+)
+def test_methods_that_are_not_called_for_trees_are_refused(name, told):
+    class Own(FR3ETrainer):
+        pass
+
+    class Lower(Own):
+        pass
+
+    setattr(Own, name, lambda self, *args, **kwargs: None)
+    with pytest.raises(NotImplementedError, match=f"Own overrides {name}.*{told}.*num_anchors=0"):
+        make_trainer(Lower)
+    make_trainer(Lower, num_anchors=0)
+
+
+class Rebuilt(Recorder):
+    """Returns another dict, without the column that only FR3ETrainer knows."""
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        return {name: value for name, value in batch.items() if name != "row"}
+
+
+def test_a_subclass_returns_another_batch():
+    trainer = train(Rebuilt, reward_funcs=letters, share_prefixes=True, steps_per_generation=2, max_steps=4)
+    assert trainer.shares_prefixes and len(trainer.batches) == 2
+
+
+class ByRow(Recorder):
+    """Shapes advantages of whole rows."""
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        self.shaped = torch.linspace(-1, 1, len(batch["completion_ids"]))
+        return batch | {"advantages": self.shaped}
+
+    def _compute_loss(self, model, inputs):
+        self.in_loss = inputs["advantages"]
+        return super()._compute_loss(model, inputs)
+
+
+@pytest.mark.parametrize("settings", [{}, {"credit": "rollout"}, {"loss_type": "grpo"}], ids=str)
+def test_advantages_of_rows_that_come_back_are_each_rows(settings, caplog):
+    trainer = train(ByRow, reward_funcs=letters, max_steps=3, **settings)
+    assert sorted(trainer.in_loss.tolist()) == trainer.shaped.tolist()
+    warnings = [record.getMessage() for record in caplog.records if "Tree credit is gone" in record.getMessage()]
+    assert len(warnings) == (settings.get("credit") != "rollout")
+
+
+def test_a_batch_without_what_the_loss_needs_is_refused():
+    class Lacking(FR3ETrainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            return {name: value for name, value in batch.items() if name != "tool_mask"}
+
+    with pytest.raises(ValueError, match=r"Lacking._generate_and_score_completions.*'tool_mask'"):
+        train(Lacking)
+
+
+class Below(GMPOTrainer, FR3ETrainer):
+    """TRL's trainer on top of FR3ETrainer."""
+
+
+class Above(FR3ETrainer, GMPOTrainer):
+    """FR3ETrainer on top of TRL's trainer."""
+
+
+class OwnLoss(FR3ETrainer):
+    """REINFORCE."""
+
+    def _compute_loss(self, model, inputs):
+        ids, mask = (torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask"))
+        length = inputs["completion_ids"].size(1)
+        logps, _, _ = self._get_per_token_logps_and_entropies(model, ids, mask, length)
+        own = inputs["completion_mask"] * inputs["tool_mask"]
+        return -(logps * own).sum(1).mul(inputs["advantages"]).mean()
+
+
+@pytest.mark.parametrize("cls", [Below, Above, OwnLoss])
+def test_a_loss_of_ones_own_needs_advantages_of_rows(cls):
+    for config in ({}, {"config": GMPOConfig}):
+        with pytest.raises(NotImplementedError, match=r"_compute_loss replaces the loss.*credit='rollout'"):
+            make_trainer(cls, **config)
+    before = make_model().state_dict()
+    trainer = train(cls, reward_funcs=letters, credit="rollout", loss_type="grpo", max_steps=3)
+    assert trainer.trees and all(p.isfinite().all() for p in trainer.model.parameters())
+    assert any(not p.equal(before[name]) for name, p in trainer.model.state_dict().items())
