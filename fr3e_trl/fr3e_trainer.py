@@ -51,7 +51,7 @@ from .method.rows import Row
 from .method.sampling import Sampler
 from .method.tree import TokenIds, Tree
 from .old_logps import OldLogprobs, VLLMCorrection, old_logps_of, score_leftovers
-from .processes import in_every_process
+from .processes import agree_on_gathered, in_every_process
 from .rollout import Explorer, StepRollouts, longest_prompt
 from .samplers import LiveSettings, make_sampler
 from .tool_loop import TRLToolLoop, limited_tools
@@ -483,8 +483,14 @@ class FR3ETrainer(resume.ExactResume):
     def _checked_rewards(self, *args: Any) -> torch.Tensor:
         if self._explorer is None:
             return super()._calculate_rewards(*args)
-        with checks.named_reward_funcs(self.reward_func_names):
-            rewards = super()._calculate_rewards(*args)
+        compute = super()._calculate_rewards
+
+        def computed() -> torch.Tensor:
+            with checks.named_reward_funcs(self.reward_func_names):
+                return compute(*args)
+
+        num_rows, num_funcs = len(args[0]), len(self.reward_funcs)
+        rewards = agree_on_gathered(computed, (num_rows, num_funcs), self.accelerator.device)
         checks.check_rewards(rewards, self.reward_func_names)
         return rewards
 

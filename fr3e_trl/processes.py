@@ -9,9 +9,10 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather, gather_object
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -104,6 +105,34 @@ def agree(function: Callable[[], R]) -> R:
     own: list[R] = []
     in_every_process(lambda: own.append(function()))
     return own[0]
+
+
+def agree_on_gathered(
+    function: Callable[[], torch.Tensor], shape: tuple[int, ...], device: torch.device
+) -> torch.Tensor:
+    """
+    Call a `function` that ends by gathering a tensor, in every process. If it raises before, every process raises.
+
+    A process in which it raises gathers infinity in the place of its part, which the others take for the sign to ask.
+
+    Args:
+        function (`Callable`):
+            Returns what was gathered. It makes no other collective call.
+        shape (`tuple[int, ...]`):
+            That of each process's part.
+        device (`torch.device`):
+            Where the parts are.
+    """
+    error: Exception | None = None
+    try:
+        gathered = function()
+    except Exception as failure:
+        error, gathered = failure, gather(torch.full(shape, torch.inf, device=device))
+    if gathered.isinf().any():  # or a process has computed that
+        errors = gather_object([error and portable(error)])
+        if any(errors):
+            raise error or next(filter(None, errors))
+    return gathered
 
 
 def in_step(function: Callable[[], R]) -> list[R]:
