@@ -211,15 +211,18 @@ def make_policy(tokenizer: PreTrainedTokenizerFast, num_steps: int = 80) -> PreT
 
 def main(training_args: FR3EConfig, model_args: ModelConfig) -> None:
     """Train, and save the model. The log shows the mean score under `rewards`."""
-    name = model_args.model_name_or_path
-    tokenizer = None if name else make_tokenizer()
+    model: Any = model_args.model_name_or_path
+    tokenizer, environment = None, Tiles
+    if model is None:
+        tokenizer, environment = make_tokenizer(), BareTiles
+        model = make_policy(tokenizer)
     trainer = FR3ETrainer(
-        model=name if tokenizer is None else make_policy(tokenizer),
+        model=model,
         args=training_args,
         processing_class=tokenizer,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
-        environment_factory=Tiles if name else BareTiles,
+        environment_factory=environment,
     )
     trainer.train()
     trainer.save_model(training_args.output_dir)
