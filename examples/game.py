@@ -1,5 +1,5 @@
 """
-Train an agent that plays a game of chance, from end to end on a CPU in a few minutes:
+Train an agent that plays a game of chance, from end to end on a CPU:
 
     python examples/game.py
 
@@ -55,7 +55,7 @@ DEFAULTS: dict[str, Any] = {
     "output_dir": "outputs/game",
     "max_steps": 40,
     "num_generations": 8,
-    "per_device_train_batch_size": 64,  # 8 boards a step
+    "per_device_train_batch_size": 32,  # 4 boards a step
     "max_completion_length": 20 * NUM_MOVES,
     "max_tool_calling_iterations": NUM_MOVES,
     "learning_rate": 1e-3,
