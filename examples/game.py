@@ -1,5 +1,5 @@
 """
-Train an agent that plays a game of chance, from end to end on a CPU in a few minutes:
+Train an agent that plays a game of chance, from end to end on a CPU:
 
     python examples/game.py
 
@@ -55,7 +55,7 @@ DEFAULTS: dict[str, Any] = {
     "output_dir": "outputs/game",
     "max_steps": 40,
     "num_generations": 8,
-    "per_device_train_batch_size": 64,  # 8 boards a step
+    "per_device_train_batch_size": 32,  # 4 boards a step
     "max_completion_length": 20 * NUM_MOVES,
     "max_tool_calling_iterations": NUM_MOVES,
     "learning_rate": 1e-3,
@@ -211,15 +211,18 @@ def make_policy(tokenizer: PreTrainedTokenizerFast, num_steps: int = 80) -> PreT
 
 def main(training_args: FR3EConfig, model_args: ModelConfig) -> None:
     """Train, and save the model. The log shows the mean score under `rewards`."""
-    name = model_args.model_name_or_path
-    tokenizer = None if name else make_tokenizer()
+    model: Any = model_args.model_name_or_path
+    tokenizer, environment = None, Tiles
+    if model is None:
+        tokenizer, environment = make_tokenizer(), BareTiles
+        model = make_policy(tokenizer)
     trainer = FR3ETrainer(
-        model=name if tokenizer is None else make_policy(tokenizer),
+        model=model,
         args=training_args,
         processing_class=tokenizer,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
-        environment_factory=Tiles if name else BareTiles,
+        environment_factory=environment,
     )
     trainer.train()
     trainer.save_model(training_args.output_dir)
