@@ -146,6 +146,7 @@ class FR3ETrainer(resume.ExactResume):
     _tree_log: TreeLog | None = None
     _rollout_func: "RolloutFunc | None" = None
     _masks_truncated: bool = False
+    _head_temperature: float = 1.0  # that of TRL's log-probs
     _batch_temperature: float = 1.0  # at which the batch that is trained on was sampled
     _has_warned_of_advantages: bool = False
 

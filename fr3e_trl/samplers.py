@@ -66,10 +66,11 @@ class LiveSettings:
 
     def __init__(self, trainer: TypedTrainer):
         self.trainer = trainer
+        self._has_engine = trainer.use_vllm
         self._ends = trainer.eos_token_ids  # the list that samplers have
         self._fixed = {name: getattr(trainer, name) for name in FIXED}
         self._known = {place: value for places in self._found().values() for place, (_, _, value) in places.items()}
-        self._checked = None if trainer.use_vllm else trainer.generation_config.to_dict()
+        self._checked = None if self._has_engine else trainer.generation_config.to_dict()
 
     def update(self) -> None:
         """
@@ -84,7 +85,7 @@ class LiveSettings:
                     f"trainer.{name} was changed from {value!r} to {getattr(self.trainer, name)!r}, which must stay as "
                     f"it was when the trainer was made. Set {name} in its FR3EConfig."
                 )
-        if not self.trainer.use_vllm:
+        if not self._has_engine:
             config = self.trainer.generation_config
             for name, value in self.trainer.generation_kwargs.items():  # what a new object leaves open
                 if name not in IN_GENERATION_CONFIG.values() and getattr(config, name, None) is None:
@@ -101,7 +102,7 @@ class LiveSettings:
             for owner, name, _ in places.values():
                 setattr(owner, name, self._written(value) if setting == "eos_token_ids" else value)
             self._known |= dict.fromkeys(places, value)
-        if not self.trainer.use_vllm and self.trainer.generation_config.to_dict() != self._checked:
+        if not self._has_engine and self.trainer.generation_config.to_dict() != self._checked:
             checks.check_generation_config(self.trainer)
             self._checked = self.trainer.generation_config.to_dict()
 
@@ -112,7 +113,7 @@ class LiveSettings:
     def _places(self, setting: str) -> Iterator[tuple[str, tuple[Any, str, Any]]]:
         trainer = self.trainer
         yield f"trainer.{setting}", (trainer, setting, _plain(getattr(trainer, setting)))
-        if not trainer.use_vllm:
+        if not self._has_engine:
             name, config = IN_GENERATION_CONFIG.get(setting, setting), trainer.generation_config
             place = f"trainer.generation_config.{name}"
             if getattr(config, name, None) is None and hasattr(self, "_known"):  # a new object leaves it open

@@ -286,7 +286,7 @@ def test_a_model_without_a_cache_is_told_of(caplog):
 
 def test_what_fails_in_any_order_is_no_matter_of_it():
     sampler = make_sampler(make_model(), may_grow=True)
-    sampler.generation_config.top_k = -1
+    sampler.generation_config().top_k = -1
     with pytest.raises(ValueError, match="top_k"):
         sampler.grows  # noqa: B018
 
