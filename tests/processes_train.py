@@ -9,8 +9,8 @@ depend on the processes. `fail`: the last process raises in its reward function.
 raises where the others sample. `sharded`: accelerate shards the model
 as its configuration says, which without a GPU it does not do by itself. `tools`, `environment`, `moody`, `dice`:
 completions have several turns; an environment that is moody cannot be replayed, and dice have chance in their reset.
-`shared_engine`: the same completions as by `fake`, by one engine for all processes. `half_told`: log-probs come with the
-completions of the first process alone. `drops`: a third of the rows is dropped, as TRL's correction for vLLM does.
+`shared_engine`: the same completions as by `fake`, by one engine for all processes. `half_told`: log-probs come with
+the completions of the first process alone. `drops`: a third of the rows is dropped, as TRL's correction for vLLM does.
 """
 
 import hashlib
