@@ -584,6 +584,7 @@ class FR3ETrainer(resume.ExactResume):
         if self.use_adaptive_entropy and self.accelerator.sync_gradients and self._last_world_entropy == 0:
             # No token of this update is in the loss, which TRL takes for an entropy of 0
             self.entropy_coef, self._last_world_entropy = entropy_control
+            self._metrics["train"]["entropy_coef"][-1] = self.entropy_coef
         if not mask.any():
             mark_empty(self._metrics["train"], self.accelerator.sync_gradients)
         return loss * inputs["row_shares"].mean() if "row_shares" in inputs else loss
