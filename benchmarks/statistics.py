@@ -115,7 +115,9 @@ def interpolate(x: Sequence[float], y: Sequence[Any], at: float) -> Any:
     """Value at `at` of the line through the points, NaN outside of them. `x` must not decrease; `y` may be arrays."""
     if not x[0] <= at <= x[-1]:
         return math.nan
-    right = max(int(np.searchsorted(x, at)), 1)
+    right = int(np.searchsorted(x, at))
+    if right == 0:
+        return y[0]
     width = x[right] - x[right - 1]
     share = (at - x[right - 1]) / width if width > 0 else 1.0
     return y[right - 1] + share * (y[right] - y[right - 1])

@@ -218,9 +218,8 @@ def test_what_is_forwarded():
     for kept, num_nodes in [([0, 1], 7 + 2), ([], 7)]:
         mask = torch.zeros_like(loss_mask)
         mask[kept] = loss_mask[kept]
-        logprobs, _, _ = trainer._get_per_token_logps_and_entropies(
-            trainer.model, input_ids, attention_mask, 6, loss_mask=mask
-        )
+        trainer._loss_mask = mask
+        logprobs, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, input_ids, attention_mask, 6)
         assert forwarded.pop() == num_nodes and not forwarded
         assert torch.equal(logprobs != 0, mask)
         logprobs.sum().backward()
