@@ -92,6 +92,7 @@ def main() -> None:
         train_dataset=data["train"],
         peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"),
         args=FR3EConfig(
+            disable_tqdm=False,  # lines in the place of dicts of all metrics
             output_dir=str(options.output_dir),
             seed=options.seed,
             max_steps=options.max_steps,

@@ -169,7 +169,7 @@ def test_the_demo_makes_a_policy_that_learns_and_shows_a_tree(stand_in, monkeypa
     demo_lm.main()
     output = capsys.readouterr().out
     assert re.search(r"Before: pass@1 0.00 ± 0.00, pass@4 0.00, 4 held out\nAfter: pass@1", output)
-    assert "S1  before token" in output and re.search(r"^step 2/2  value .* left", output, flags=re.MULTILINE)
+    assert "S1  before token" in output and re.search(r"^step 2/2  reward ", output, flags=re.MULTILINE)
     assert Path("out/adapter_config.json").exists() and Path("out/trees.html").exists()
 
 
