@@ -373,8 +373,8 @@ def test_prompts_are_shuffled_in_the_place_of_rows():
 
 
 def test_the_default():
-    assert FR3EConfig("unused", **CPU).share_prefixes
-    assert not FR3EConfig("unused", num_anchors=0, **CPU).share_prefixes
+    assert FR3EConfig("unused", **CPU).resolve().share_prefixes
+    assert not FR3EConfig("unused", num_anchors=0, **CPU).resolve().share_prefixes
 
 
 # Models that cannot have it
