@@ -430,12 +430,12 @@ class FR3ETrainer(resume.ExactResume):
     ) -> list[Row]:
         """Explore the prompts at `indices` of the training set, the first of which TRL has prepared."""
         assert self._explorer is not None
-        own = {row // self.num_generations for row in sharding(self, len(indices) * self.num_generations).own}
         if not self._explored:
-            rows = self._explorer.explore(len(indices), examples, prompts, indices)
+            self._explored += self._explorer.explore(len(indices), examples, prompts, indices)
         else:
-            rows = self._explorer.explore(len(indices), {i: self.train_dataset[indices[i]] for i in own}, None, indices)
-        self._explored += rows
+            own = {row // self.num_generations for row in sharding(self, len(indices) * self.num_generations).own}
+            others = {i: self.train_dataset[indices[i]] for i in own}
+            self._explored += self._explorer.explore(len(indices), others, None, indices)
         credit_rows(self._explored, self.trees, self._plan, self._value_tracker)
         return self._explored
 

@@ -82,13 +82,10 @@ class StepRollouts:
     def take_rewards(self, rewards: torch.Tensor, weights: torch.Tensor, trees: Sequence[Tree]) -> None:
         """Give the rows of all processes their rewards, of shape (rows, reward functions)."""
         totals = weighted_rewards(rewards, weights.to(rewards.device)).tolist()
-        nothing = [math.nan] * rewards.size(1)
         for row, of_row, total in zip(self.rows, rewards.tolist(), totals, strict=True):
-            rollout = row.rollout
-            if not rollout.score.is_broken:
-                rollout.score = replace(rollout.score, rewards=of_row, reward=total)
-            else:
-                rollout.score = replace(rollout.score, rewards=nothing)
+            score = row.rollout.score
+            if not score.is_broken:  # which has no reward, whatever was said of it
+                row.rollout.score = replace(score, rewards=of_row, reward=total)
         for tree in trees:
             for rollout in tree.states[0].rollouts:
                 if rollout.copy_of is not None:
@@ -289,8 +286,8 @@ class Explorer:
         trainer, num_trees = self.trainer, rows.num_rows // self.plan.num_rows
         has_environments = trainer.environment_factories is not None
         owners = [row // self.plan.num_rows for row in rows.own] if has_environments else list(examples)
-        thrown_away = [i for i, _ in own_bases(num_trees, self.plan, rows)] if not self.plan.reuse_base else []
-        others = thrown_away if has_environments else []
+        is_thrown_away = has_environments and not self.plan.reuse_base
+        others = [i for i, _ in own_bases(num_trees, self.plan, rows)] if is_thrown_away else []
         provided: list[tuple[int, Any, Instance]] = []
         try:
             if prompts is None:
