@@ -1,5 +1,6 @@
 """`fr3e check`: the whole of it once on the CPU, and each line with something broken."""
 
+import functools
 import json
 import os
 import re
@@ -107,7 +108,8 @@ def test_a_loss_that_is_not_grpos(setup, monkeypatch):
 def test_a_device_that_differs_from_run_to_run(setup, monkeypatch):
     compute_loss = GRPOTrainer._compute_loss
     factor = iter(range(1, 100))
-    monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *args: compute_loss(*args) * next(factor))
+    differing = functools.wraps(compute_loss)(lambda *args: compute_loss(*args) * next(factor))  # with TRL's signature
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", differing)
     assert result_of("losses without exploration equal GRPO's", setup)[0] == NOT_RUN
 
 
