@@ -121,6 +121,11 @@ def check_sampler(sampler: Any, args: FR3EConfig) -> None:
             "sampler= draws FR3E's rollouts, and nothing of FR3E is on (num_anchors=0): leave it out, or pass a "
             "rollout_func, as to GRPOTrainer."
         )
+    if args.max_staleness:
+        raise ValueError(
+            f"max_staleness={args.max_staleness} overlaps what a vLLM server draws, and sampler= takes its place: set "
+            "max_staleness=0. A sampler may itself draw ahead."
+        )
     if not callable(sampler):
         raise TypeError(
             f"sampler={sampler!r} is not allowed: it must be called with the trainer and return a Sampler, for example "
@@ -142,6 +147,12 @@ def refuse_unsupported_setup(trainer: TypedTrainer) -> None:
         )
     if not trainer.use_vllm:
         check_generation_config(trainer)
+    config = trainer.args
+    if isinstance(config, FR3EConfig) and config.max_staleness and trainer.tools:
+        raise NotImplementedError(
+            f"max_staleness={config.max_staleness} does not work with tools and environments, which would be called "
+            "while the policy trains. Set max_staleness=0."
+        )
     if trainer.environment_factories is not None and not trainer.tools:
         raise NotImplementedError(
             "environment_factory makes environments without tools: they have no public method beside reset and "
@@ -392,11 +403,12 @@ def check_dataset(dataset: Dataset | IterableDataset, args: FR3EConfig, has_envi
             f"train_dataset is a {type(dataset).__name__}, which is not allowed: it must be a Dataset or an "
             "IterableDataset, for example load_dataset(NAME, split='train') or Dataset.from_list(EXAMPLES)."
         )
-    if args.max_refills > 0 and not isinstance(dataset, Dataset):
-        raise ValueError(
-            f"max_refills={args.max_refills} draws prompts from a Dataset, and train_dataset is an "
-            f"{type(dataset).__name__}. Load it without streaming, or set max_refills=0."
-        )
+    for name in ("max_refills", "max_staleness"):
+        if getattr(args, name) > 0 and not isinstance(dataset, Dataset):
+            raise ValueError(
+                f"{name}={getattr(args, name)} draws prompts from a Dataset, and train_dataset is an "
+                f"{type(dataset).__name__}. Load it without streaming, or set {name}=0."
+            )
     example = next(iter(dataset), None)
     if example is None:
         raise ValueError("train_dataset is empty. It must have at least one example, with a 'prompt'.")

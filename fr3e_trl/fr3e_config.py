@@ -179,6 +179,7 @@ class FR3EConfig(GRPOConfig):
         vllm_adapter_sync (`bool`, *optional*): whether a server gets the LoRA adapter alone.
         vllm_adapter_dir (`str`, *optional*): directory for the adapter.
         vllm_request_timeout (`float`, *optional*, defaults to `1800.0`): seconds for a server's answer.
+        max_staleness (`int`, *optional*, defaults to `0`): updates that a server's rollouts may be old.
 
         > Tools and environments
 
@@ -297,6 +298,12 @@ class FR3EConfig(GRPOConfig):
     vllm_request_timeout: Annotated[float, number(above=0, example="1800")] = setting(
         default=1800.0,
         help="Seconds that a vLLM server may take to answer a request. Then the request is sent again.",
+    )
+    max_staleness: Annotated[int, integer(least=0, example="1")] = setting(
+        default=0,
+        help="How many optimizer updates old rollouts may be, up to those of a batch. Above 0, a vLLM server draws "
+        "the next batch's rollouts during the last `max_staleness` updates of this one. 0: generation and training "
+        "take turns.",
     )
 
     # Tools and environments
@@ -484,7 +491,13 @@ class FR3EConfig(GRPOConfig):
             and not config.reject_degenerate_states
             and not config.has_prior
             and config.negative_advantage_scale == 1
+            and config.max_staleness == 0
         )
+
+    @property
+    def updates_per_batch(self) -> float:
+        """Optimizer updates that a batch of rollouts is trained on for."""
+        return self.steps_per_generation * self.num_iterations / self.gradient_accumulation_steps
 
     @property
     def plan(self) -> Plan:
@@ -790,6 +803,31 @@ CHECKS_RESOLVED = (
         "max_refills",
         lambda config: config.max_refills == 0 or bool(config.reject_degenerate_states),
         "0 with reject_degenerate_states=False, which leaves nothing to refill; or set reject_degenerate_states=True",
+    ),
+    Check(
+        "max_staleness",
+        lambda config: config.max_staleness == 0 or (config.use_vllm and config.vllm_mode == "server"),
+        "0 unless use_vllm=True and vllm_mode='server'. generate and a colocated engine run on the devices that train",
+    ),
+    Check(
+        "max_staleness",
+        lambda config: config.max_staleness <= config.updates_per_batch,
+        "at most steps_per_generation * num_iterations / gradient_accumulation_steps, a batch's number of updates",
+    ),
+    Check(
+        "max_staleness",
+        lambda config: config.max_staleness == 0 or config.updates_per_batch % 1 == 0,
+        "0 unless gradient_accumulation_steps divides steps_per_generation * num_iterations",
+    ),
+    Check(
+        "max_staleness",
+        lambda config: config.max_staleness == 0 or config.vllm_importance_sampling_correction,
+        "0 with vllm_importance_sampling_correction=False: that correction is what makes up for the rollouts' age",
+    ),
+    Check(
+        "max_staleness",
+        lambda config: config.max_staleness == 0 or config.base_selection == "all",
+        "0 unless base_selection='all', because which base trajectories are explored depends on their rewards",
     ),
 )
 

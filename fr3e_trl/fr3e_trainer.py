@@ -36,6 +36,7 @@ from .compat import (
 from .credit_to_batch import mark_empty, mask_dropped, set_credit, upgrade_batch, weigh_dropped
 from .fr3e_config import FR3EConfig
 from .generation import decoding
+from .generation.ahead import AheadSampler
 from .generation.context import CompletionBudget, context_length
 from .generation.sampler import InStepSampler, OwnSampler
 from .generation.tools import EnvironmentFailure, ToolCallingSampler
@@ -46,11 +47,12 @@ from .method.credit import CREDIT_RULES, credit_rows
 from .method.credit.prior import ValueTracker, track_values
 from .method.metrics import tree_metrics
 from .method.plan import Plan
-from .method.refill import Refill, hand_over
+from .method.refill import PromptStream, Refill, hand_over
 from .method.rows import Row
 from .method.sampling import Sampler
 from .method.tree import TokenIds, Tree
 from .old_logps import OldLogprobs, VLLMCorrection, old_logps_of, score_leftovers
+from .overlap import Overlap
 from .processes import agree_on_gathered, in_every_process
 from .rollout import Explorer, StepRollouts, longest_prompt
 from .samplers import LiveSettings, make_sampler
@@ -141,6 +143,7 @@ class FR3ETrainer(resume.ExactResume):
     _shares_prefixes: bool | None = False  # None where it is not known yet
     _refill: Refill | None = None
     _value_tracker: ValueTracker | None = None
+    _overlap: Overlap | None = None
     _explorer: Explorer | None = None  # grows the trees of a step; None while TRL sets up, and for plain GRPO
     _tool_loop: TRLToolLoop | None = None
     _tree_log: TreeLog | None = None
@@ -286,6 +289,8 @@ class FR3ETrainer(resume.ExactResume):
         if explorer is not None:
             self._take_up_settings()
         if explorer is None or not self.is_exploring:
+            if self._overlap is not None:
+                self._overlap.sampler.finish()  # before weights are sent, or the server is asked for something else
             batch = super()._generate_and_score_completions(inputs)
             return prefix_sharing.numbered(batch) if self.model.training and self.shares_prefixes else batch
         try:
@@ -331,6 +336,9 @@ class FR3ETrainer(resume.ExactResume):
         shares_prefixes = self.model.training and self.shares_prefixes
         last = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
+        if self._overlap is not None and self.is_exploring and (next_step := self._overlap.due()) is not None:
+            self._live_settings.update()
+            self._overlap.begin(next_step)
         if self._buffered_inputs is not last:
             if self.is_exploring:
                 self._check_batch(self._buffered_inputs[0])
@@ -376,10 +384,15 @@ class FR3ETrainer(resume.ExactResume):
         """The only change is that trees are grown from the prompts of a training step."""
         if not self.is_exploring:
             return super()._generate(prompts)
+        if has_begun := self._overlap is not None and self._overlap.sampler.has_begun:
+            # The server keeps the weights that this batch was begun with. Newer ones are for the next
+            loaded_step, self._last_loaded_step = self._last_loaded_step, self.state.global_step
         with awake_engine(self, self.stopwatch.part):
             rollouts = self._rollouts = self._grow_trees(prompts)
         prompts[:] = rollouts.prompts  # TRL goes on with this list, and refill may have put others in
         prompt_ids, completion_ids, _, completions, logps, extra_fields, *_ = super()._generate(prompts)
+        if has_begun:
+            self._last_loaded_step = loaded_step
         images, tool_images = rollouts.images()
         # TRL has logged the lengths of whole completions. In the loss a row has the tokens that it sampled itself
         masks = [row.loss_mask for row in rollouts.own]
@@ -557,6 +570,8 @@ class FR3ETrainer(resume.ExactResume):
             metrics["fr3e/anchor/threshold"] = self._explorer.threshold
         if self._value_tracker is not None:
             metrics |= track_values(self.trees, self._plan, self._value_tracker)
+        if self._overlap is not None:
+            metrics |= self._overlap.metrics()
         hit_rate = getattr(self.sampler, "hit_rate", None)  # of what was sampled last: the anchors' rollouts
         if hit_rate is not None and self.args.num_anchors:
             metrics["fr3e/prefix_cache/hit_rate"] = hit_rate
@@ -655,8 +670,12 @@ class FR3ETrainer(resume.ExactResume):
         `resume_from_checkpoint=True` takes the last checkpoint that is complete: one that was being written when the
         run was killed is passed over. A run that goes on from a checkpoint is the run that was not cut.
         """
-        with prefix_sharing.without_cudnn():
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            with prefix_sharing.without_cudnn():
+                return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            if self._overlap is not None:
+                self._overlap.sampler.abort()
 
     def begin(self) -> None:
         """Begin with nothing of an earlier run: no tracked values, no threshold, and prompts from the first one on."""
@@ -665,6 +684,11 @@ class FR3ETrainer(resume.ExactResume):
             self._explorer.threshold = None
         if self.args.max_refills > 0:
             self._refill = Refill(self.train_dataset, self._epoch_order, self.args.max_refills)
+        if self._overlap is not None:
+            self._overlap.sampler.abort()
+        if self._explorer is not None and isinstance(self.sampler, AheadSampler):
+            order = PromptStream(self._epoch_order) if self._refill is None else self._refill.prompts
+            self._overlap = Overlap(self, self.args, self._explorer, self.sampler, order, self._refill is not None)
 
     def _epoch_order(self) -> RepeatSampler:
         """Indices of the training set, each once an epoch, in the order that TRL's sampler gives them."""

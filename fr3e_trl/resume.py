@@ -44,7 +44,7 @@ DECISIVE = (
     *("seed", "beta", "loss_type", "epsilon", "epsilon_high", "scale_rewards", "temperature", "learning_rate"),
     *("use_vllm", "top_p", "top_k", "min_p"),
 )
-NOT_DECISIVE = ("log_trees", "share_prefixes", "tool_timeout")
+NOT_DECISIVE = ("log_trees", "share_prefixes", "tool_timeout", "max_staleness")
 
 
 class ExactResume(TypedTrainer):

@@ -17,14 +17,14 @@ from .compat import TypedTrainer, is_sharded, sharding, tokenizer_of
 from .generation.context import CompletionBudget
 from .generation.tools import EnvironmentFailure, Instance, ToolCallingSampler
 from .images import NO_PROMPT, prompt_of
-from .method.anchors import next_threshold
+from .method.anchors import anchor_rule, next_threshold
 from .method.credit import CREDIT_RULES
 from .method.credit.prior import prompt_key
 from .method.credit.rollout import weighted_rewards
-from .method.explore import TokenStatistics, explore, own_bases
+from .method.explore import AnchorFinder, TokenStatistics, base_requests, explore, own_bases
 from .method.plan import Plan
 from .method.rows import Row, RowSharding, rows_of
-from .method.sampling import Sampler, images_of
+from .method.sampling import Sampler, SamplingRequest, images_of
 from .method.tree import Dialogue, Score, TokenIds, Tree, as_ids
 from .processes import in_every_process, in_step
 from .tool_loop import instances_of_trl, new_instances
@@ -228,21 +228,48 @@ class Explorer:
                         "but the example's columns."
                     )
                 trees[i].key = key
+        plan, seed = self._plan_and_seed(self.trainer.state.global_step)
         is_collective = is_sharded(self.trainer) or (self.scores_early and rows.num_processes > 1)
         with self.stopwatch.part("generation"):
             self._uncertainties += explore(
                 trees,
-                replace(self.plan, temperature=self.trainer.temperature),
+                plan,
                 self.sampler,
                 lambda owners, *rest: self._score(trees, [examples[i] for i in owners], owners, *rest),
                 self.token_statistics,
-                (self.trainer.args.seed, self.trainer.state.global_step),
+                seed,
                 rows,
                 in_step if is_collective else in_every_process,
                 self.threshold,
             )
         self.trees += trees
         return rows_of(trees, rows, examples, indices or [None] * num_prompts)
+
+    def requests_ahead(
+        self, sampler: Sampler, num_prompts: int, examples: dict[int, dict[str, Any]], step: int
+    ) -> list[SamplingRequest]:
+        """
+        What [`explore`] will ask its sampler for first, of a batch that a later step begins with.
+
+        Args:
+            sampler ([`Sampler`]):
+                Will be asked.
+            num_prompts (`int`), examples (`dict[int, dict]`):
+                As for [`explore`].
+            step (`int`):
+                Which step that is.
+        """
+        rows = sharding(self.trainer, num_prompts * self.plan.num_rows)
+        trees = [Tree(as_ids(), 0) for _ in range(num_prompts)]
+        self.check(list(examples.values()))
+        self.sampler, self.budget.max_completion_length = sampler, self.trainer.max_completion_length
+        self._refusable(lambda: self._plant(trees, rows, examples, None))
+        plan, seed = self._plan_and_seed(step)
+        return base_requests(trees, plan, rows, AnchorFinder(plan, anchor_rule(plan, self.threshold), seed))
+
+    def _plan_and_seed(self, step: int) -> tuple[Plan, tuple[int, int]]:
+        """How the trees of a step are grown, and what decides its random choices."""
+        return replace(self.plan, temperature=self.trainer.temperature), (self.trainer.args.seed, step)
 
     # From examples to trees
 

@@ -10,6 +10,7 @@ from trl.extras.profiling import profiling_context
 from . import checks
 from .compat import TypedTrainer, computed_in, is_sharded
 from .fr3e_config import FR3EConfig
+from .generation.ahead import AheadSampler
 from .generation.continuous_batching import ContinuousBatchingSampler
 from .generation.decoding import GenerateSteps, generation_model
 from .generation.generate import GenerateSampler
@@ -31,11 +32,12 @@ def make_sampler(trainer: TypedTrainer) -> Sampler:
     profiler = partial(profiling_context, trainer, "vLLM.generate")
     model = partial(generation_model, trainer)
     sampler: Sampler
+    assert isinstance(trainer.args, FR3EConfig)
     if trainer.use_vllm and trainer.vllm_mode == "server":
-        return VLLMServerSampler(trainer.vllm_generation, trainer.eos_token_ids, profiler)
+        server_sampler = AheadSampler if trainer.args.max_staleness else VLLMServerSampler
+        return server_sampler(trainer.vllm_generation, trainer.eos_token_ids, profiler)
     if trainer.use_vllm:
         return VLLMColocateSampler(trainer.vllm_generation, trainer.eos_token_ids, profiler)
-    assert isinstance(trainer.args, FR3EConfig)
     is_early = bool(trainer.args.num_anchors) and trainer.args.anchor_threshold is not None
     is_alone = not (trainer.use_transformers_continuous_batching or is_sharded(trainer) or trainer.tools)
     steps = GenerateSteps(in_step=is_sharded(trainer) and trainer.accelerator.num_processes > 1)

@@ -14,6 +14,7 @@ from accelerate.utils import is_peft_model
 from torch import nn
 
 from ..method.sampling import Sample, SamplingRequest, anchors_of, branch_request, images_of
+from ..method.tree import as_ids
 from ..processes import through_group, through_main_process
 from .vllm_server import VLLMServer
 
@@ -245,16 +246,23 @@ class VLLMServerSampler(VLLMSampler):
 
     @property
     def gives_entropies(self) -> bool:
-        assert self.generation.server is not None
-        config = self.generation.server.config["model_config"]
+        config = self._server.config["model_config"]
         are_of_draws = config["logprobs_mode"] == "processed_logprobs"
         return super().gives_entropies and are_of_draws and not 0 <= config["max_logprobs"] < NUM_LOGPROBS
 
+    @property
+    def _server(self) -> VLLMServer:
+        assert self.generation.server is not None  # the main process has it
+        return self.generation.server
+
     def _ask(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
+        with self.profiler():
+            return self._draw(requests, self._server)
+
+    def _draw(self, requests: Sequence[SamplingRequest], server: VLLMServer) -> list[list[Sample]]:
+        """Draw from a server. Several threads may, each with a client of its own."""
         if not requests:
             return []
-        server = self.generation.server
-        assert server is not None
         queue = RequestQueue(requests, draws_branches=self.gives_entropies)
 
         def payload(request: SamplingRequest) -> dict[str, Any]:
@@ -272,13 +280,12 @@ class VLLMServerSampler(VLLMSampler):
             """Go on with what follows from the samples of a request."""
             return [payload(request) for request in queue.answer(i, samples)]
 
-        with self.profiler():
-            queries_before, hits_before = server.prefix_cache_counters()
-            server.complete([payload(request) for request in queue.asked], follow, read)
-            queries, hits = server.prefix_cache_counters()
+        queries_before, hits_before = server.prefix_cache_counters()
+        server.complete([payload(request) for request in queue.asked], follow, read)
+        queries, hits = server.prefix_cache_counters()
         # Counters begin anew when the server is restarted
         self.hit_rate = (hits - hits_before) / (queries - queries_before) if queries > queries_before else None
-        return queue.samples
+        return [[_compact(sample) for sample in samples] for samples in queue.samples]
 
     def _sample(self, request: SamplingRequest, choice: dict[str, Any]) -> Sample:
         logprobs = choice["logprobs"]
@@ -359,6 +366,17 @@ class VLLMColocateSampler(VLLMSampler):
             images = images_of(request.multimodal)
             prompt["multi_modal_data"] = {"image": images if len(images) > 1 else images[0]}
         return prompt
+
+
+def _compact(sample: Sample) -> Sample:
+    """A sample in arrays, a quarter of what lists take in memory, and on their way to other processes."""
+    return replace(
+        sample,
+        token_ids=as_ids(sample.token_ids),
+        logprobs=np.asarray(sample.logprobs, np.float32),
+        entropies=None if sample.entropies is None else np.asarray(sample.entropies, np.float32),
+        branches={position: list(map(_compact, samples)) for position, samples in sample.branches.items()},
+    )
 
 
 @contextmanager

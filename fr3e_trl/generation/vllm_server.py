@@ -2,17 +2,22 @@
 
 import collections
 import contextlib
+import copy
 import json
 import logging
 import queue
 import resource
+import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import requests
+from requests.adapters import HTTPAdapter
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +39,58 @@ class VLLMServerError(RuntimeError):
 
 class ServerFault(Exception):
     """A request failed in a way that may pass."""
+
+
+class Aborted(Exception):
+    """What was asked of the server is not wanted any more."""
+
+
+class Connections:
+    """Connections that another thread can cut. A server that loses the connection of a request aborts the request."""
+
+    def __init__(self) -> None:
+        self.are_cut = threading.Event()
+        self.pool_classes = {"http": self._noting(HTTPConnectionPool), "https": self._noting(HTTPSConnectionPool)}
+        self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def cut(self) -> None:
+        """Cut what is open, and whatever is opened from now on."""
+        self.are_cut.set()
+        with self._lock:
+            for opened in self._open:
+                _shut(opened)
+
+    def _noting(self, pool: Any) -> Any:
+        """A pool whose connections are these."""
+        connections = self
+
+        class Connection(pool.ConnectionCls):
+            def connect(self) -> None:
+                super().connect()
+                with connections._lock:
+                    connections._open.add(self.sock)
+                    if connections.are_cut.is_set():
+                        _shut(self.sock)
+
+        return type(pool.__name__, (pool,), {"ConnectionCls": Connection})
+
+
+class _Adapter(HTTPAdapter):
+    """Opens connections as one of `connections`."""
+
+    def __init__(self, connections: Connections):
+        self._pool_classes = connections.pool_classes
+        super().__init__()
+
+    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
+        super().init_poolmanager(*args, **kwargs)
+        self.poolmanager.pool_classes_by_scheme = self._pool_classes
+
+
+def _shut(opened: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is over
+        opened.shutdown(socket.SHUT_RDWR)
 
 
 class VLLMServer:
@@ -72,6 +129,7 @@ class VLLMServer:
         self.adapter_name: str | None = None
         self.adapter_path: str | None = None
         self._instance_with_weights: str | None = None
+        self._connections = Connections()
         self.config: dict[str, Any]
         self.environment: dict[str, Any]
         self.wait_until_up()
@@ -79,6 +137,16 @@ class VLLMServer:
         model = self._retry(self._models)[0]
         self.base_model: str = model["id"]
         self.base_root: str = model.get("root") or self.base_model
+
+    def abortable(self) -> "VLLMServer":
+        """A client of the same server, with the weights that it has now, whose requests alone [`abort`] ends."""
+        client = copy.copy(self)
+        client._connections = Connections()
+        return client
+
+    def abort(self) -> None:
+        """End what is under way, here and on the server. Whoever waits for it gets [`Aborted`]."""
+        self._connections.cut()
 
     @property
     def num_in_flight(self) -> int:
@@ -119,7 +187,7 @@ class VLLMServer:
                 if now - last_report >= 15:
                     last_report = now
                     logger.warning("Waiting for the vLLM server at %s: %.0f s", self.base_url, now - start)
-                time.sleep(1)
+                self._connections.are_cut.wait(1)
 
     def load_adapter(self, name: str, path: Path) -> None:
         """
@@ -288,9 +356,15 @@ class VLLMServer:
         return {"choices": sorted(choices, key=lambda choice: choice["index"])}
 
     def _request(self, method: str, path: str, timeout: float = CONTROL_TIMEOUT, **kwargs: Any) -> requests.Response:
+        if self._connections.are_cut.is_set():
+            raise Aborted
         try:
-            # Not in a session: a connection that is kept may be closed by the server just as it is used again
-            return requests.request(method, self.base_url + path, timeout=(10, timeout), **kwargs)
+            # A session of its own: a connection that is kept may be closed by the server just as it is used again
+            with requests.Session() as session:
+                adapter = _Adapter(self._connections)
+                session.mount("http://", adapter)
+                session.mount("https://", adapter)
+                return session.request(method, self.base_url + path, timeout=(10, timeout), **kwargs)
         except requests.Timeout as error:
             raise ServerFault(f"no answer to {path} within {timeout:.0f} s") from error
         except (requests.exceptions.InvalidURL, requests.exceptions.MissingSchema, requests.exceptions.InvalidSchema):
@@ -330,7 +404,7 @@ class VLLMServer:
                 fault = error
             if number < MAX_FAULTS:
                 logger.warning("Fault %d of the vLLM server at %s: %s", number, self.base_url, fault)
-                time.sleep(2**number)
+                self._connections.are_cut.wait(2**number)
                 self.wait_until_up()
         raise VLLMServerError(
             f"The vLLM server at {self.base_url} failed {MAX_FAULTS} times in a row, the last time with: {fault}. Its "

@@ -98,10 +98,7 @@ def awake_engine(trainer: TypedTrainer, timed: Callable[[str], AbstractContextMa
         return
     generation = trainer.vllm_generation
     may_sleep = trainer.vllm_mode == "colocate" and generation.enable_sleep_mode
-    if trainer.state.global_step != trainer._last_loaded_step or (may_sleep and generation._llm_weights_sleeping):
-        with profiling_context(trainer, "sync_weights"), timed("weights to vLLM"):
-            generation.sync_weights()  # wakes up the memory of the weights
-        trainer._last_loaded_step = trainer.state.global_step
+    send_weights(trainer, timed, is_needed=may_sleep and generation._llm_weights_sleeping)
     if may_sleep:
         generation.llm.wake_up(tags=["kv_cache"])
     try:
@@ -110,6 +107,17 @@ def awake_engine(trainer: TypedTrainer, timed: Callable[[str], AbstractContextMa
         if may_sleep:
             generation.llm.sleep(level=2)
             generation._llm_weights_sleeping = True
+
+
+def send_weights(
+    trainer: TypedTrainer, timed: Callable[[str], AbstractContextManager[None]], is_needed: bool = False
+) -> None:
+    """Send vLLM the policy's weights, if they are newer than those that it has, or `is_needed`."""
+    if trainer.state.global_step == trainer._last_loaded_step and not is_needed:
+        return
+    with profiling_context(trainer, "sync_weights"), timed("weights to vLLM"):
+        trainer.vllm_generation.sync_weights()  # wakes up the memory of the weights
+    trainer._last_loaded_step = trainer.state.global_step
 
 
 def end_engine(trainer: TypedTrainer) -> None:

@@ -193,6 +193,38 @@ class AnchorFinder:
         return [sorted(positions[:share]) for positions, share in zip(ranked, shares, strict=True)]
 
 
+def base_requests(trees: list[Tree], plan: Plan, sharding: RowSharding, anchors: AnchorFinder) -> list[SamplingRequest]:
+    """
+    What a process asks its sampler for first: its base trajectories, with their branches if these depend on nothing but
+    the base trajectories.
+    """
+    shape, requests = plan.shape, []
+    for i, num_samples in Counter(i for i, _ in own_bases(len(trees), plan, sharding)).items():
+        tree, branching = trees[i], None
+        is_alone = plan.reuse_base and plan.base_selection == "all" and not _straddles(i, plan, sharding)
+        if shape.num_anchors and is_alone:
+            branching = Branching(shape.num_rollouts, anchors, anchors.shares, anchors.stopping_rule)
+        requests.append(
+            SamplingRequest(
+                tree.prompt_ids,
+                num_samples,
+                tree.budget,
+                plan.temperature,
+                with_entropies=shape.num_anchors > 0,
+                branching=branching,
+                tree=i,
+                multimodal=tree.multimodal,
+            )
+        )
+    return requests
+
+
+def _straddles(tree: int, plan: Plan, sharding: RowSharding) -> bool:
+    """Whether several processes have rows of a tree."""
+    first = tree * plan.num_rows
+    return sharding.owner(first) != sharding.owner(first + plan.num_rows - 1)
+
+
 @dataclass
 class _Exploration:
     """
@@ -220,9 +252,9 @@ class _Exploration:
         for tree in self.trees:
             tree.bases = [Rollout() for _ in range(num_bases)]
             tree.entropies, tree.mean_entropies = [None] * num_bases, [math.nan] * num_bases
-        bases = own_bases(len(self.trees), self.plan, self.sharding)
-        requests = [self._base_request(i, num_samples) for i, num_samples in Counter(i for i, _ in bases).items()]
+        requests = base_requests(self.trees, self.plan, self.sharding, self.anchors)
         samples = [sample for samples in self.sampler.sample(requests) for sample in samples]
+        bases = own_bases(len(self.trees), self.plan, self.sharding)
         for (i, b), sample in zip(bases, samples, strict=True):
             self.trees[i].bases[b] = _rollout(sample)
             if sample.entropies is not None:
@@ -234,27 +266,6 @@ class _Exploration:
             return []
         logprobs = self._complete_statistics(bases)
         return [self._report(i, b, np.asarray(logprobs[i, b])) for i, b in bases]
-
-    def _base_request(self, i: int, num_samples: int) -> SamplingRequest:
-        """Asks for base trajectories, with their branches if these depend on nothing but the base trajectories."""
-        shape, tree, branching = self.plan.shape, self.trees[i], None
-        if shape.num_anchors and self.plan.reuse_base and self.plan.base_selection == "all" and not self._straddles(i):
-            branching = Branching(shape.num_rollouts, self.anchors, self.anchors.shares, self.anchors.stopping_rule)
-        return SamplingRequest(
-            tree.prompt_ids,
-            num_samples,
-            tree.budget,
-            self.plan.temperature,
-            with_entropies=shape.num_anchors > 0,
-            branching=branching,
-            tree=i,
-            multimodal=tree.multimodal,
-        )
-
-    def _straddles(self, tree: int) -> bool:
-        """Whether several processes have rows of a tree."""
-        first = tree * self.plan.num_rows
-        return self.sharding.owner(first) != self.sharding.owner(first + self.plan.num_rows - 1)
 
     def _complete_statistics(self, bases: list[Base]) -> dict[Base, Any]:
         """Compute the entropies that the sampler did not give, and return the log-probs of all `bases`, (L,) each."""
@@ -281,7 +292,7 @@ class _Exploration:
         return BaseReport(
             tree=i,
             base=b,
-            rollout=_for_others(rollout, holds_tokens=self._straddles(i)),
+            rollout=_for_others(rollout, holds_tokens=_straddles(i, self.plan, self.sharding)),
             mean_entropy=entropies[rollout.written].mean().item(),
             anchors={position: entropies[position].item() for position in positions},
             num_written={p: int(rollout.written[:p].sum()) for p in positions if rollout.mask is not None},

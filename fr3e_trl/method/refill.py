@@ -42,6 +42,12 @@ class PromptStream:
         self.num_drawn += num_indices
         return list(islice(self._indices, num_indices))
 
+    def peek(self, num_indices: int) -> list[int]:
+        """The next indices, which stay the next."""
+        indices = list(islice(self._indices, num_indices))
+        self._indices = chain(indices, self._indices)
+        return indices
+
 
 def num_to_draw(num_missing: int, num_informative: int, num_explored: int, limit: int) -> int:
     """

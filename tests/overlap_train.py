@@ -1,0 +1,49 @@
+"""
+Train a tiny policy with LoRA through a server. A script, for `torch.distributed.run`.
+
+    overlap_train.py OUTPUT SETTINGS
+
+Each process writes what it logged to OUTPUT.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from factory import letters, make_trainer
+from models import make_model
+from peft import LoraConfig
+from transformers import set_seed
+
+from fr3e_trl import FR3ETrainer
+
+# Two updates a batch, of rows that the stand-in's draws teach
+SETTINGS = {
+    "num_generations": 4,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "num_iterations": 2,
+    "max_completion_length": 16,
+    "max_steps": 6,
+    "learning_rate": 0.0,
+    "use_vllm": True,
+    "vllm_mode": "server",
+    "vllm_server_timeout": 1,
+}
+
+
+def make(cls=FR3ETrainer, **settings):
+    """A trainer of a policy that is nearly uniform, as the stand-in for the server is."""
+    model = make_model()
+    model.lm_head.weight.data.div_(20)
+    defaults = {"model": model, "reward_funcs": letters, "peft_config": LoraConfig(r=2, target_modules="all-linear")}
+    return make_trainer(cls, **SETTINGS | defaults | settings)
+
+
+if __name__ == "__main__":
+    trainer = make(**json.loads(sys.argv[2]))
+    set_seed(1)
+    trainer.train()
+    file = Path(sys.argv[1]) / f"{os.environ.get('RANK', 0)}.json"
+    file.write_text(json.dumps({"logs": trainer.state.log_history}))

@@ -1,0 +1,262 @@
+"""Generation and training at the same time, with a stand-in for the server whose draws depend on the prefix alone."""
+
+import random
+import signal
+import threading
+import time
+
+import pytest
+from datasets import IterableDataset
+from factory import digits
+from launches import launch
+from models import CPU, TINY, make_dataset, make_tokenizer
+from overlap_train import SETTINGS, make
+from tool_policy import look, make_tool_dataset, make_tool_policy, make_tool_tokenizer
+from torch.utils.data import SequentialSampler
+from transformers import TrainerCallback, set_seed
+
+from benchmarks.cost.stand_in import StandIn
+from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl.generation import vllm_server
+from fr3e_trl.generation.vllm_server import VLLMServerError
+
+
+@pytest.fixture
+def server():
+    """A stand-in that takes a hundredth of a second for a token, and is left with no request and no thread."""
+    with make_server() as stand_in:
+        yield stand_in
+        check_nothing_is_left(stand_in)
+
+
+def make_server(tokenizer=None):
+    tokenizer = tokenizer or make_tokenizer()
+    tokenize = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    return StandIn(tokenize, TINY["vocab_size"], end=1, seconds_per_token=0.01)
+
+
+def check_nothing_is_left(server):
+    until = time.monotonic() + 5
+    while server.num_in_flight and time.monotonic() < until:
+        time.sleep(0.01)
+    assert server.num_in_flight == 0
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("fr3e-")]
+
+
+def trained(server, *args, resume=None, **settings):
+    trainer = make(*args, vllm_server_base_url=server.url, **settings)
+    set_seed(1)
+    trainer.train(resume)
+    return trainer
+
+
+def losses(trainer):
+    """What each step logged, with its rewards if its batch is new."""
+    names = ("loss", "grad_norm", "reward", "reward_std", "completions/mean_length")
+    return [[entry.get(name, 0.0) for name in names] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_staleness": 1},
+        {"num_anchors": 0, "value_prior_strength": 0, "reject_degenerate_states": False, "epsilon_high": 0.2},
+        {"max_refills": 1, "reward_funcs": digits},
+        {"max_steps": 14, "gradient_accumulation_steps": 4},  # an epoch has three batches, and a prompt that has none
+        {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": make_dataset(4)},
+        {"reuse_base": False, "num_generations": 8, "num_anchors": 1},  # branches are asked for afterwards
+    ],
+    ids=str,
+)
+def test_losses_are_those_without_overlap(server, settings):
+    """With a rate of 0, rollouts are of the same policy whenever they are drawn. No weights are sent amid them."""
+    settings = {"dataset": make_dataset(13)} | settings
+    server.seconds_per_token = 0.002
+    expected = losses(trained(server, **settings | {"max_staleness": 0}))
+    server.events.clear()
+    trainer = trained(server, **{"max_staleness": 2} | settings)
+    assert losses(trainer) == [pytest.approx(step) for step in expected]
+    in_flight = 0
+    for _, what, adapter in server.events:
+        in_flight += {"begin": 1, "end": -1, "aborted": -1}.get(what, 0)
+        if what == "load":
+            assert in_flight == 0
+            last = adapter
+        elif what == "begin":
+            assert adapter == last
+    num_batches = SETTINGS["max_steps"] // 2
+    if not settings.keys() & {"max_steps", "eval_steps"}:
+        # Those of the constructor, of the first batch and of the later ones. With all updates to come, the second batch
+        # begins at the weights of the first
+        num_sent = sum(what == "load" for _, what, _ in server.events)
+        assert num_sent == num_batches + (trainer.args.max_staleness == 1)
+
+
+def test_generation_hides_behind_training(server):
+    """As long as all updates take: what is logged, and when requests begin."""
+
+    class Slow(FR3ETrainer):
+        def _compute_loss(self, *args, **kwargs):
+            time.sleep(0.1)
+            return super()._compute_loss(*args, **kwargs)
+
+    trainer = trained(server, Slow, max_staleness=2, share_prefixes=False)
+    entries = [entry for entry in trainer.state.log_history if "fr3e/overlap/seconds_waited" in entry]
+    waited, hidden = ([entry[f"fr3e/overlap/seconds_{name}"] for entry in entries] for name in ("waited", "hidden"))
+    assert waited[0] == hidden[0] == 0
+    assert all(seconds > 0.1 for seconds in hidden[1:])
+    assert all(seconds < 0.1 for seconds in waited[1:])
+
+
+def test_two_processes(server, tmp_path):
+    """Groups that straddle them too."""
+    settings = {"vllm_server_base_url": server.url, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    script = __file__.replace("test_overlap", "overlap_train")
+    of_runs = []
+    for m in (0, 2):
+        results = launch(tmp_path / str(m), 2, settings | {"max_staleness": m}, script=script)
+        of_runs.append([[entry.get("loss") for entry in result["logs"]] for result in results])
+    assert of_runs[0] == of_runs[1]
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_a_resumed_run_begins_its_batch_anew(server, tmp_path, max_staleness):
+    """The stand-in's draws do not depend on the weights, so that the run is the one that was not cut."""
+    settings = {"max_staleness": max_staleness, "learning_rate": 1e-3, "output_dir": str(tmp_path)}
+    whole = trained(server, **settings, save_strategy="steps", save_steps=1)
+    for step in (2, 3):
+        resumed = trained(server, **settings, resume=f"{tmp_path}/checkpoint-{step}")
+        assert losses(resumed)[step:] == losses(whole)[step:]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        ({"use_vllm": False}, "use_vllm=True and vllm_mode='server'"),
+        ({"vllm_mode": "colocate"}, "use_vllm=True and vllm_mode='server'"),
+        ({"max_staleness": 3}, "at most steps_per_generation"),
+        ({"max_staleness": -1}, "at least 0"),
+        ({"steps_per_generation": 3, "num_iterations": 1, "max_staleness": 1}, "divides steps_per_generation"),
+        ({"vllm_importance_sampling_correction": False}, "makes up for the rollouts' age"),
+        ({"base_selection": "mixed"}, "base_selection='all'"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_go_with_it(settings, told):
+    defaults = CPU | SETTINGS | {"max_staleness": 2, "output_dir": "output"}
+    with pytest.raises(ValueError, match=told):
+        FR3EConfig(**defaults | settings)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, told",
+    [
+        ({"dataset": IterableDataset.from_generator(lambda: iter(make_dataset()))}, ValueError, "without streaming"),
+        ({"sampler": lambda trainer: None}, ValueError, "sampler= takes its place"),
+    ],
+    ids=["stream", "sampler"],
+)
+def test_what_does_not_go_with_it(server, arguments, error, told):
+    with pytest.raises(error, match=told):
+        make(vllm_server_base_url=server.url, max_staleness=2, **arguments)
+
+
+def test_tools():
+    tokenizer = make_tool_tokenizer()
+    policy = {"model": make_tool_policy(), "tokenizer": tokenizer, "dataset": make_tool_dataset(), "tools": [look]}
+    with make_server(tokenizer) as server, pytest.raises(NotImplementedError, match="tools and environments"):
+        make(vllm_server_base_url=server.url, max_staleness=2, **policy)
+
+
+def test_another_order_of_the_data(server):
+    class Sequential(FR3ETrainer):
+        def _get_train_sampler(self, *args, **kwargs):
+            return SequentialSampler([0] * 1000)
+
+    with pytest.raises(RuntimeError, match="set max_staleness=0"):
+        trained(server, Sequential, max_staleness=2, dataset=make_dataset(1000))
+
+
+# Live settings, faults and ends
+
+
+class Act(TrainerCallback):
+    """Does something at the end of a step."""
+
+    def __init__(self, act, step=2):
+        self.act, self.step = act, step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.act(control)
+
+
+def test_a_temperature_that_is_set_meanwhile(server):
+    """What was begun at the old one is given up."""
+    trainer = make(vllm_server_base_url=server.url, max_staleness=2)
+    trainer.add_callback(Act(lambda control: setattr(trainer, "temperature", 0.7), step=1))
+    trainer.train()
+    assert trainer.state.global_step == 6 and trainer.scoring_temperature == 0.7
+
+
+def fail(*args, **kwargs):
+    raise OSError("the reward model is gone")
+
+
+@pytest.mark.parametrize(
+    "act, error",
+    [
+        (lambda control: setattr(control, "should_training_stop", True), None),
+        (fail, OSError),
+        (lambda control: signal.raise_signal(signal.SIGINT), KeyboardInterrupt),
+    ],
+    ids=["stopped", "failed", "interrupted"],
+)
+def test_ends_amid_a_batch_leave_nothing(server, act, error):
+    """What the server still draws is aborted there."""
+    trainer = make(vllm_server_base_url=server.url, max_staleness=1)
+    trainer.add_callback(Act(lambda control: setattr(server, "seconds_per_token", 60.0), step=1))
+    trainer.add_callback(Act(act, step=2))
+    began = time.monotonic()
+    if error is None:
+        trainer.train()
+    else:
+        with pytest.raises(error):
+            trainer.train()
+    assert time.monotonic() - began < 60
+    check_nothing_is_left(server)
+    assert any(what == "aborted" for _, what, _ in server.events)
+
+
+def test_a_server_that_dies_meanwhile(server, tmp_path, monkeypatch):
+    """One error at the batch's beginning, and a checkpoint of the step before, which the run goes on from."""
+    monkeypatch.setattr(vllm_server, "MAX_FAULTS", 1)
+    settings = {"max_staleness": 2, "output_dir": str(tmp_path)}
+    trainer = make(vllm_server_base_url=server.url, **settings)
+    trainer.add_callback(Act(lambda control: setattr(server, "is_dead", True), step=1))
+    server.seconds_per_token = 0.2
+    with pytest.raises(VLLMServerError, match="failed 1 times in a row") as raised:
+        trainer.train()
+    assert "Step 2, the last that was trained, is saved" in raised.value.__notes__[0]
+    server.is_dead, server.seconds_per_token = False, 0.001
+    assert trained(server, **settings, resume=True).state.global_step == 6
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_interrupt_at_any_moment(server, tmp_path, seed):
+    """Leaves nothing behind, and the last checkpoint is one to go on from."""
+    settings = {"max_staleness": 1 + seed % 2, "output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1}
+    trainer = make(vllm_server_base_url=server.url, **settings, max_steps=100)
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    trainer.add_callback(
+        Act(lambda control: signal.setitimer(signal.ITIMER_REAL, random.Random(seed).uniform(0.05, 1)), step=1)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    check_nothing_is_left(server)
+    done = trainer.state.global_step
+    assert trained(server, **settings, max_steps=done + 2, resume=True).state.global_step == done + 2
