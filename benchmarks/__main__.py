@@ -8,6 +8,7 @@ from fr3e_trl.commands import cli
 
 COSTS: cli.Commands = {
     "step": ("A step of FR3E compared with one of GRPO: tokens, time, and where it goes.", "benchmarks.cost.step"),
+    "overlap": ("What rollouts drawn during training save.", "benchmarks.cost.overlap"),
     "bookkeeping": ("FR3E's bookkeeping overhead in a large step.", "benchmarks.cost.bookkeeping"),
 }
 COMMANDS: cli.Commands = {

@@ -253,7 +253,7 @@ def test_an_interrupt_at_any_moment(server, tmp_path, seed):
     trainer = make(vllm_server_base_url=server.url, **settings, max_steps=100)
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     trainer.add_callback(
-        Act(lambda control: signal.setitimer(signal.ITIMER_REAL, random.Random(seed).uniform(0.05, 1)), step=1)
+        Act(lambda control: signal.setitimer(signal.ITIMER_REAL, random.Random(seed).uniform(0.01, 1)))
     )
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
