@@ -248,5 +248,5 @@ def _check_same_policy(trainer: TypedTrainer, batch: dict[str, torch.Tensor]) ->
         raise RuntimeError(
             f"vLLM does not sample from the policy {trainer.model.name_or_path!r}, but from a distribution "
             f"{divergence:.2f} nats a token away from it ({MAX_DIVERGENCE} are allowed). Does it serve the same "
-            "model?"
+            "model? With max_staleness, rollouts may also be too old: lower that, or the learning rate."
         )

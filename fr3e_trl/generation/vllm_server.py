@@ -402,6 +402,8 @@ class VLLMServer:
                 return action()
             except ServerFault as error:
                 fault = error
+            if self._connections.are_cut.is_set():
+                raise Aborted
             if number < MAX_FAULTS:
                 logger.warning("Fault %d of the vLLM server at %s: %s", number, self.base_url, fault)
                 self._connections.are_cut.wait(2**number)

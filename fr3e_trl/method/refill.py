@@ -34,19 +34,20 @@ class PromptStream:
         """Go on as after `num_drawn` draws."""
         sampler = self._new_sampler()
         self._indices: Iterator[int] = chain.from_iterable(repeat(sampler))  # iterating a sampler begins an epoch
+        self._peeked: list[int] = []
         self.num_drawn = 0
         self.draw(num_drawn)
 
     def draw(self, num_indices: int) -> list[int]:
         """The next indices."""
         self.num_drawn += num_indices
-        return list(islice(self._indices, num_indices))
+        drawn, self._peeked = self.peek(num_indices), self._peeked[num_indices:]
+        return drawn
 
     def peek(self, num_indices: int) -> list[int]:
         """The next indices, which stay the next."""
-        indices = list(islice(self._indices, num_indices))
-        self._indices = chain(indices, self._indices)
-        return indices
+        self._peeked += islice(self._indices, max(num_indices - len(self._peeked), 0))
+        return self._peeked[:num_indices]
 
 
 def num_to_draw(num_missing: int, num_informative: int, num_explored: int, limit: int) -> int:
