@@ -27,7 +27,7 @@ COMMANDS: Commands = {
     "train": ("Train a model. --dry_run prints what a run will do.", "fr3e_trl.commands.train"),
     "eval": ("Evaluate a model on a dataset with answers.", "fr3e_trl.commands.eval"),
     "tree": ("Show the trees that a run logged, as a web page.", "fr3e_trl.commands.tree"),
-    "check": ("Check that training works on this machine.", "fr3e_trl.commands.check.command"),
+    "check": ("Check that training works on this machine.", "fr3e_trl.commands.check"),
 }
 
 # Commands that `python -m benchmarks` has instead, in a clone of the repository

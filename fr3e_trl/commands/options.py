@@ -18,13 +18,11 @@ import yaml
 
 from .usage import UsageError, did_you_mean, sentence, unrecognized, usage_errors
 
+ARGUMENTS = ("fr3e_trl.commands.data", "FR3EScriptArguments")
+
 # The dataclasses of each command's options
 DATACLASSES = {
-    "train": [
-        ("fr3e_trl.commands.train", "TrainArguments"),
-        ("fr3e_trl", "FR3EConfig"),
-        ("trl", "ModelConfig"),
-    ],
+    "train": [("fr3e_trl.commands.train", "TrainArguments"), ("fr3e_trl", "FR3EConfig"), ("trl", "ModelConfig")],
     "eval": [("fr3e_trl.commands.eval_arguments", "EvalArguments"), ("trl", "ModelConfig")],
 }
 
@@ -38,20 +36,11 @@ MODEL_AND_DATA = {
     "config": "recipe whose settings the other options override",
     "model_name_or_path": "model on the hub, or a directory",
     "dataset_name": "dataset on the hub, or a JSON, JSON Lines, Parquet or CSV file",
-    "reward_funcs": "rewards by name, import path or file, such as my_rewards.py:score",
-    "prompt_column": "column with the question as text",
-    "answer_column": "column with the answer",
 }
-# What people set most, by the groups of a help page
+# What people set most of TRL's options, by the groups of a help page
 PAGES: dict[str, dict[str, dict[str, str]]] = {
     "train": {
-        "Model and data": {
-            **MODEL_AND_DATA,
-            "use_peft": "train a LoRA adapter",
-            "num_processes": "number of processes to start, one per GPU",
-            "dry_run": "print what the run will do, and train nothing",
-            "eval_dataset_name": "dataset or file to evaluate on during training",
-        },
+        "Model and data": {**MODEL_AND_DATA, "use_peft": "train a LoRA adapter"},
         "Batch and generation": {
             "num_generations": "completions per prompt",
             "max_completion_length": "maximum number of tokens of a completion",
@@ -80,21 +69,26 @@ PAGES: dict[str, dict[str, dict[str, str]]] = {
         }
     },
 }
+# What a command does, and the group of its page whose options are its own
 SUMMARIES = {
-    "train": "Train a model with FR3E.",
-    "eval": "Evaluate a model on a dataset with answers: pass@1, pass@k and maj@k.",
+    "train": ("Train a model with FR3E.", "FR3E", DATACLASSES["train"][1]),
+    "eval": (
+        "Evaluate a model on a dataset with answers: pass@1, pass@k and maj@k.",
+        "Sampling and results",
+        DATACLASSES["eval"][0],
+    ),
 }
 
 
 def print_help(command: str) -> None:
-    """Print a page with the options that are set most, and all of FR3E's own."""
+    """Print a page with the options that are set most, and all of our own."""
+    summary, own, dataclass = SUMMARIES[command]
     print(f"usage: fr3e {command} [--config RECIPE.yaml] [--OPTION VALUE ...]\n")
-    print(f"{SUMMARIES[command]} All options: fr3e {command} --help-all")
-    groups = dict(PAGES[command])
+    print(f"{summary} All options: fr3e {command} --help-all")
+    groups = {**PAGES[command], own: own_help(*dataclass)}
+    groups["Model and data"] |= own_help(*ARGUMENTS)
     if command == "train":
-        groups["FR3E"] = own_help("fr3e_trl", "FR3EConfig")
-    else:
-        groups["Sampling and results"] = own_help(*DATACLASSES["eval"][0])
+        groups["Model and data"] |= own_help(*DATACLASSES["train"][0])
     for group, options in groups.items():
         print(f"\n{group}:")
         for name, what in options.items():
@@ -102,16 +96,15 @@ def print_help(command: str) -> None:
 
 
 def own_help(module: str, name: str) -> dict[str, str]:
-    """The first sentence of the help of each field that a dataclass adds."""
-    _, node = class_in(module, name)
+    """The first sentence of the help of each field that a dataclass adds, and its default."""
     found = {}
-    for field_name, field in fields_in(node):
+    for field_name, field in fields_in(class_in(module, name)[1]):
         texts = [x.value for x in ast.walk(field) if isinstance(x, ast.Constant) and isinstance(x.value, str)]
         text = max(texts, key=len, default="")  # the help is longer than what else is said of a field
         what = re.split(r"(?<=\.)\s", text)[0].rstrip(".")
-        default = next((k.value for k in getattr(field, "keywords", []) if k.arg == "default"), None)
-        told = default.value if isinstance(default, ast.Constant) else None
-        found[field_name] = what[:1].lower() + what[1:] + ("" if told is None else f" (default: {told!s})")
+        given = [k.value for k in getattr(field, "keywords", []) if k.arg == "default"] + getattr(field, "args", [])
+        default = given[0].value if given and isinstance(given[0], ast.Constant) else None
+        found[field_name] = what[:1].lower() + what[1:] + ("" if default in (None, False) else f" (default: {default})")
     return found
 
 

@@ -31,8 +31,8 @@ from trees import rollouts_of
 from trl.generation.vllm_client import VLLMClient
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.commands.check.command import Setup
-from fr3e_trl.commands.check.lines import vllm_server
+from fr3e_trl.commands.check import Setup
+from fr3e_trl.commands.check_lines import vllm_server
 from fr3e_trl.generation.generate import GenerateSampler
 from fr3e_trl.generation.vllm_server import VLLMServer, VLLMServerError
 from fr3e_trl.method.sampling import SamplingRequest
