@@ -183,28 +183,30 @@ def run_lines(lines: Iterable[Line], setup: Setup) -> Iterator[Line | Result]:
     """
     ends, over = time.monotonic() + setup.time_limit, f"the {setup.time_limit:.0f} s of --time_limit were over"
     log, pool = Path(setup.directory, "log"), None
-    for line in lines:
-        left = ends - time.monotonic()
-        if left <= 0:
-            yield Result(line.name, NOT_RUN, over)
-            continue
-        yield line
-        pool = pool or ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), print_to, [str(log)])
-        try:
-            result = pool.submit(run_line, line, setup).result(min(left, LINE_SECONDS))
-        except TimeoutError:
-            is_slow = left >= LINE_SECONDS
-            told = f"It still ran after {LINE_SECONDS:.0f} s. {line.remedy}." if is_slow else over
-            result = Result(line.name, FAILED if is_slow else NOT_RUN, told, min(left, LINE_SECONDS))
-        except BrokenProcessPool:
-            result = Result(line.name, FAILED, f"It took its process down, see the log. {line.remedy}.")
-        if result.outcome == FAILED:
+    try:
+        for line in lines:
+            left = ends - time.monotonic()
+            if left <= 0:
+                yield Result(line.name, NOT_RUN, over)
+                continue
+            yield line
+            pool = pool or ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), print_to, [str(log)])
+            try:
+                result = pool.submit(run_line, line, setup).result(min(left, LINE_SECONDS))
+            except TimeoutError:
+                is_slow = left >= LINE_SECONDS
+                told = f"It still ran after {LINE_SECONDS:.0f} s. {line.remedy}." if is_slow else over
+                result = Result(line.name, FAILED if is_slow else NOT_RUN, told, min(left, LINE_SECONDS))
+            except BrokenProcessPool:
+                result = Result(line.name, FAILED, f"It took its process down, see the log. {line.remedy}.")
+            if result.outcome == FAILED:
+                end(pool)
+                pool = None
+                result = result._replace(log=f"{result.log}\n{log.read_text(errors='replace')[-LOG_CHARACTERS:]}")
+            yield result
+    finally:
+        if pool is not None:
             end(pool)
-            pool = None
-            result = result._replace(log=f"{result.log}\n{log.read_text(errors='replace')[-LOG_CHARACTERS:]}")
-        yield result
-    if pool is not None:
-        end(pool)
 
 
 def print_to(log: str) -> None:

@@ -17,7 +17,7 @@ from .completions import Completion, complete, sampling_config
 from .data import model_argument
 from .eval_arguments import EvalArguments
 from .outputs import read_object
-from .usage import UsageError, usage_errors
+from .usage import usage_errors
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ EvalSampler = Callable[[list[Key], list[list[int]]], Iterator[Batch]]
 
 def local_sampler(args: EvalArguments, model_args: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> EvalSampler:
     """Completions from a model that is loaded here, using transformers' `generate`."""
-    refuse_lost_base(model_args)
     with usage_errors(model_argument(model_args), "Use the directory or the id of a model or an adapter.", OSError):
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(model_args.model_name_or_path),
@@ -56,17 +55,6 @@ def local_sampler(args: EvalArguments, model_args: ModelConfig, tokenizer: PreTr
             done += len(batch)
 
     return sample
-
-
-def refuse_lost_base(model_args: ModelConfig) -> None:
-    """Raise a `UsageError` if an adapter's base model is a directory that is not there from here."""
-    path = Path(str(model_args.model_name_or_path), "adapter_config.json")
-    base = str(read_object(path).get("base_model_name_or_path")) if path.is_file() else ""
-    if base.startswith((".", "/", "~")) and not Path(base).exists():
-        raise UsageError(
-            f"{model_argument(model_args)} is an adapter of {base!r}, which does not exist. Run this from the folder "
-            f"that it was trained in, or correct base_model_name_or_path in {path}."
-        )
 
 
 def seed_of(seed: int, problem: int, sample: int) -> int:

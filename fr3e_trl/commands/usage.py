@@ -13,16 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # The extra that brings a package
-EXTRAS = {
-    "gguf": "lm",
-    "math_verify": "math",
-    "matplotlib": "bench",
-    "peft": "peft",
-    "reasoning_gym": "bench",
-    "rich": "bench",
-    "scipy": "bench",
-    "sentencepiece": "lm",
-}
+EXTRAS = {"math_verify": "math", "peft": "peft", "gguf": "lm", "sentencepiece": "lm"}
+EXTRAS |= dict.fromkeys(("matplotlib", "reasoning_gym", "rich", "scipy"), "bench")
 
 # Packages whose own refusals are for the user: this one, and the benchmarks of a clone
 OWN = ("fr3e_trl", "benchmarks")
@@ -124,10 +116,11 @@ def explain(error: Exception) -> str | None:
     Returns:
         `str`, *optional*: `None` for an unexpected error, whose whole traceback is needed.
     """
+    line = one_line(error)
     if isinstance(error, ExplainedError):
         return str(error)
     if isinstance(error, UsageError):
-        return _with_notes(error, one_line(error))
+        return _with_notes(error, line)
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package in EXTRAS:
         return f"{package} is missing. Install it with: pip install 'fr3e-trl[{EXTRAS[package]}]'"
@@ -138,16 +131,14 @@ def explain(error: Exception) -> str | None:
         return told_of_user_code(error) or _with_notes(error, f"{_without_number(error)}.")
     raiser = _raised_by(error)
     if raiser in OWN:
-        return _with_notes(error, one_line(error))
+        return _with_notes(error, line)
     of_users = told_of_user_code(error)
     if of_users is not None:
         return of_users
     if raiser in LIBRARIES and isinstance(error, (ValueError, TypeError, ImportError, NotImplementedError, OSError)):
-        return _with_notes(error, f"{one_line(error).rstrip('.')}. (Raised by {raiser}; --debug shows where.)")
+        return _with_notes(error, f"{line.rstrip('.')}. (Raised by {raiser}; --debug shows where.)")
     if raiser in REPORTERS:
-        return _with_notes(
-            error, f"{raiser}: {one_line(error).rstrip('.')}. To train without it, use --report_to none."
-        )
+        return _with_notes(error, f"{raiser}: {line.rstrip('.')}. To train without it, use --report_to none.")
     return None
 
 
