@@ -18,7 +18,18 @@ from trl import GRPOTrainer
 
 from fr3e_trl import FR3ETrainer, Sample
 from fr3e_trl.commands import check, check_lines, cli
-from fr3e_trl.commands.check import FAILED, LINES, NOT_RUN, PASSED, Line, Result, read_setup, run_line, run_lines
+from fr3e_trl.commands.check import (
+    FAILED,
+    LINES,
+    NOT_RUN,
+    PASSED,
+    Line,
+    Result,
+    in_directory,
+    read_setup,
+    run_line,
+    run_lines,
+)
 from fr3e_trl.prefix_sharing import forward as shared_forward
 
 # What takes what a CPU, or this environment, has not
@@ -46,7 +57,7 @@ def setup(tmp_path_factory):
 
 
 def made_in(directory, *arguments):
-    setup = changed(read_setup([*arguments]), directory=str(directory))
+    setup = in_directory(read_setup([*arguments]), str(directory))
     check_lines.make_policy(setup)
     return setup
 
@@ -74,7 +85,7 @@ def test_a_torch_that_does_not_see_the_gpu(setup, tmp_path, monkeypatch):
 
 def test_a_model_that_is_none(setup, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
-    broken = changed(setup, directory=str(tmp_path / "made"), model_name_or_path=str(tmp_path))
+    broken = in_directory(changed(setup, model_name_or_path=str(tmp_path)), str(tmp_path / "made"))
     outcome, told = result_of("model", broken)
     assert outcome == FAILED and "abacus" in told
     assert result_of("trees by generate", broken) == (NOT_RUN, "the model was not made")
@@ -134,10 +145,8 @@ def test_shared_prefixes_are_compared_without_cudnn(setup, monkeypatch):
     assert seen == [False] and torch.backends.cuda.cudnn_sdp_enabled()
 
 
-class Uniform:
-    """Draws tokens that the policy would not."""
-
-    logprobs = None
+class Overconfident:
+    """Draws tokens that the policy would not, and says that they were likely."""
 
     def __init__(self, trainer):
         self.vocab_size = trainer.model.config.vocab_size
@@ -146,18 +155,12 @@ class Uniform:
         return [[self.draw(request.max_new_tokens) for _ in range(request.num_samples)] for request in requests]
 
     def draw(self, length):
-        ids = torch.randint(2, self.vocab_size, (length,)).tolist()
-        return Sample(ids, self.logprobs and [self.logprobs] * length)
-
-
-class Overconfident(Uniform):
-    logprobs = -0.1
+        return Sample(torch.randint(2, self.vocab_size, (length,)).tolist(), [-0.1] * length)
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"arguments": {"sampler": Uniform}}, "not the policy's"),
         ({"arguments": {"sampler": Overconfident}}, "log-probs of what was sampled"),
         ({"num_anchors": 0}, "no branch"),
         ({"use_vllm": True, "vllm_mode": "colocate"}, "vLLM"),
@@ -177,11 +180,11 @@ def test_an_adapter_that_stays(setup, monkeypatch):
 def test_weights_that_were_cut_and_a_kernel_that_is_not_there(setup, tmp_path):
     outcome, told = result_of("trees by generate", changed(setup, attn_implementation="flash_attention_2"))
     assert outcome == FAILED and "flash" in told.lower()
-    shutil.copytree(check_lines.policy_of(setup), tmp_path / "policy")
+    shutil.copytree(setup.policy, tmp_path / "policy")
     weights = tmp_path / "policy" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     for name in ("QLoRA", "save and resume"):
-        outcome, told = result_of(name, changed(setup, directory=str(tmp_path)))
+        outcome, told = result_of(name, in_directory(setup, str(tmp_path)))
         assert outcome == FAILED and "Safetensor" in told
 
 

@@ -50,7 +50,7 @@ class Line(NamedTuple):
 
 
 REPORT = "Attach this file to an issue of fr3e_trl"
-SHARING = f"docs/models.md says which families cannot. Of others: train with share_prefixes=False. {REPORT}"
+SHARING = f"The docs on models say which families cannot. Of others: train with share_prefixes=False. {REPORT}"
 LINES = [
     Line(
         "versions and devices", ".check_lines:machine", "Install a torch for this GPU and its driver, or use --use_cpu"
@@ -63,7 +63,7 @@ LINES = [
     Line("QLoRA", ".check_lines:qlora", f"Update bitsandbytes, or train without load_in_4bit. {REPORT}"),
     Line("save and resume", ".check_lines:resume", f"Look at the room on the disk of TMPDIR. {REPORT}"),
     Line("several processes", ".check_lines:processes", f"Set NCCL_DEBUG=INFO to see more. {REPORT}"),
-    Line("vLLM server", ".check_lines:vllm_server", "Start the server as docs/vllm.md says, and look at its log"),
+    Line("vLLM server", ".check_lines:vllm_server", "Start the server as the docs on vLLM say, and look at its log"),
     Line("vLLM colocate", ".check_lines:vllm_colocate", f"Use a vLLM server. {REPORT}"),
 ]
 
@@ -93,8 +93,8 @@ def main(argv: list[str]) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with which matrices are multiplied alike each time
     results: list[Result] = []
     write(setup.output, argv, results)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as setup.directory:
-        for found in run_lines(LINES, setup):
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        for found in run_lines(LINES, in_directory(setup, directory)):
             if isinstance(found, Line):
                 print(f"[{len(results) + 1:>2}/{len(LINES)}] {found.name} ...", file=sys.stderr, flush=True)
                 continue
@@ -108,8 +108,8 @@ def main(argv: list[str]) -> None:
 
 def read_setup(argv: list[str]) -> Setup:
     """
-    The options, with the directory of what the runs write, and `CUDA_VISIBLE_DEVICES` as it was given as `devices`. All
-    lines but that of several processes have the first device alone, because transformers would spread each batch.
+    The options, with `CUDA_VISIBLE_DEVICES` as it was given as `devices`. All lines but that of several processes have
+    the first device alone, because transformers would spread each batch.
     """
     parser = Parser(prog="fr3e check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -130,10 +130,16 @@ def read_setup(argv: list[str]) -> Setup:
         raise UsageError(f"--num_processes {setup.num_processes} must be at least 1.")
     if not setup.time_limit > 0:
         raise UsageError(f"--time_limit {setup.time_limit:g} must be above 0, for example 180.")
-    setup.directory, setup.devices = None, "" if setup.use_cpu else os.environ.get("CUDA_VISIBLE_DEVICES")
+    setup.devices = "" if setup.use_cpu else os.environ.get("CUDA_VISIBLE_DEVICES")
     if (setup.devices or "").startswith("-"):  # CUDA takes -1 for none
         setup.devices = ""
     return setup
+
+
+def in_directory(setup: Setup, directory: str) -> Setup:
+    """With the directory of what the runs write, and the directory or hub id of the model, the `policy`."""
+    policy = setup.model_name_or_path if setup.with_weights else str(Path(directory) / "policy")
+    return argparse.Namespace(**vars(setup) | {"directory": directory, "policy": policy})
 
 
 def row(result: Result) -> str:
@@ -190,7 +196,7 @@ def run_lines(lines: Iterable[Line], setup: Setup) -> Iterator[Line | Result]:
                 yield Result(line.name, NOT_RUN, over)
                 continue
             yield line
-            pool = pool or ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), print_to, [str(log)])
+            pool = pool or ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), print_to, (str(log),))
             try:
                 result = pool.submit(run_line, line, setup).result(min(left, LINE_SECONDS))
             except TimeoutError:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -94,16 +94,11 @@ def num_gpus(setup: Setup) -> int:
 # What is trained
 
 
-def policy_of(setup: Setup) -> str:
-    """Directory or hub id of the model that is trained."""
-    return setup.model_name_or_path if setup.with_weights else str(Path(setup.directory) / "policy")
-
-
 def make_policy(setup: Setup) -> str:
     """Make the model, with as many of its layers as have each kind among them."""
     source = {"trust_remote_code": setup.trust_remote_code}
     if setup.with_weights:
-        return f"{AutoConfig.from_pretrained(policy_of(setup), **source).model_type} of {policy_of(setup)}, as it is"
+        return f"{AutoConfig.from_pretrained(setup.policy, **source).model_type} of {setup.policy}, as it is"
     if setup.model_name_or_path is None:
         config, origin = AutoConfig.for_model("qwen3", **SMALL), "made here"
     else:
@@ -122,7 +117,7 @@ def make_policy(setup: Setup) -> str:
     set_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **source)
     for part in (model, tokenizer):
-        part.save_pretrained(policy_of(setup))
+        part.save_pretrained(setup.policy)
     size = f"{config.num_hidden_layers} layers, {model.num_parameters() / 1e6:.1f} million parameters"
     return f"{type(model).__name__}, {size}, {origin}"
 
@@ -150,7 +145,7 @@ def make_trainer(
     **settings: Any,
 ) -> Any:
     """A trainer of the model, with further arguments of its own, and settings of its configuration."""
-    if not setup.with_weights and not Path(policy_of(setup), "config.json").is_file():
+    if not setup.with_weights and not Path(setup.policy, "config.json").is_file():
         raise NotRun("the model was not made")
     gc.collect()  # of the line before, for vLLM to have the memory of a GPU
     torch.cuda.empty_cache()
@@ -162,15 +157,13 @@ def make_trainer(
         "bf16": on_gpu and torch.cuda.is_bf16_supported(including_emulation=False),
         "use_cpu": not on_gpu,
     }
-    tokenizer = AutoTokenizer.from_pretrained(
-        policy_of(setup), padding_side="left", trust_remote_code=setup.trust_remote_code
-    )
+    source = {"padding_side": "left", "trust_remote_code": setup.trust_remote_code}
     return trainer_class(
-        policy_of(setup),
+        setup.policy,
         variety,
         (FR3EConfig if issubclass(trainer_class, FR3ETrainer) else GRPOConfig)(**defaults | SETTINGS | settings),
         train_dataset=Dataset.from_dict({"prompt": [f"What is {3 * i} + {i}? Think, then say: " for i in range(32)]}),
-        processing_class=tokenizer,
+        processing_class=AutoTokenizer.from_pretrained(setup.policy, **source),
         **arguments or {},
     )
 
@@ -298,25 +291,15 @@ def grow(setup: Setup, arguments: dict[str, Any] | None = None, **settings: Any)
     if not num_branches:
         raise Wrong("no branch grew")
     statistics = trainer.token_statistics([prompt for prompt, _, _ in rows], [ids for _, ids, _ in rows])
-    surprises: list[float] = []
-    differences: list[float] = []
-    for (_, _, rollout), (logprobs, entropies) in zip(rows, statistics, strict=True):
-        own, entropies = logprobs[-rollout.length :], entropies[-rollout.length :]
-        surprises += (-own - entropies).tolist()
-        if rollout.logprobs is not None:
-            differences += (own - torch.from_numpy(rollout.logprobs)).abs().tolist()
-    mean, error = fmean(surprises), stdev(surprises) / math.sqrt(len(surprises))
-    told = f"{num_branches} branches in {len(trainer.trees)} trees"
-    if differences:
-        apart, dtype = fmean(differences), torch.bfloat16 if trainer.use_vllm else computed_in(trainer)
-        allowed = ENGINE_TOLERANCE[dtype]
-        if not apart <= allowed:
-            raise Wrong(f"log-probs of what was sampled differ by {apart:.2g} nats ({allowed:g} allowed)")
-        told += f", log-probs within {apart:.1g} nats (allowed: {allowed:g})"
-    surprise = f"mean surprisal − entropy is {mean:.2f} ± {error:.2f} nats (0 expected)"
-    if not abs(mean) <= 5 * error:
-        raise Wrong(f"tokens are not the policy's: {surprise}")
-    return f"{told}, {surprise}"
+    apart = fmean(
+        (logprobs[-rollout.length :] - torch.from_numpy(rollout.logprobs)).abs().mean().item()
+        for (_, _, rollout), (logprobs, _) in zip(rows, statistics, strict=True)
+    )
+    allowed = ENGINE_TOLERANCE[torch.bfloat16 if trainer.use_vllm else computed_in(trainer)]
+    if not apart <= allowed:
+        raise Wrong(f"log-probs of what was sampled differ by {apart:.2g} nats ({allowed:g} allowed)")
+    grown = f"{num_branches} branches in {len(trainer.trees)} trees"
+    return f"{grown}, log-probs within {apart:.1g} nats (allowed: {allowed:g})"
 
 
 def vllm_colocate(setup: Setup) -> str:
@@ -330,7 +313,7 @@ def vllm_server(setup: Setup) -> str:
     """Whether the server answers, with branches that go on from a completion."""
     if setup.vllm_server_base_url is None:
         raise NotRun("no address: --vllm_server_base_url")
-    server = VLLMServer(setup.vllm_server_base_url, "see docs/vllm.md", up_timeout=2, request_timeout=30)
+    server = VLLMServer(setup.vllm_server_base_url, "see the docs on vLLM", up_timeout=2, request_timeout=30)
     prompt = server.tokenize("What is 12 + 7?")
     payload = {"prompt": prompt, "max_tokens": 16, "min_tokens": 8, "temperature": 1.0}
     (base,) = server.complete([payload])

@@ -120,7 +120,8 @@ def own_help(module: str, name: str) -> dict[str, str]:
         what = re.split(r"(?<=\.)\s", text)[0].rstrip(".")
         given = [k.value for k in getattr(field, "keywords", []) if k.arg == "default"] + getattr(field, "args", [])
         default = given[0].value if given and isinstance(given[0], ast.Constant) else None
-        found[field_name] = what[:1].lower() + what[1:] + ("" if default in (None, False) else f" (default: {default})")
+        told = "" if default in (None, False) else f" (default: {default!s})"
+        found[field_name] = what[:1].lower() + what[1:] + told
     return found
 
 

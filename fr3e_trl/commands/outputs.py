@@ -108,7 +108,7 @@ def differing(earlier: dict[str, Any], settings: dict[str, Any], growing: str | 
     """Settings that differ, with their earlier and present values; see [`check_same`]."""
     was, now = (
         {name: value for name, value in of.items() if name != growing}
-        | {f"{growing}.{name}": value for name, value in of.get(growing, {}).items()}
+        | {f"{growing}.{name}": value for name, value in of.get(growing or "", {}).items()}
         for of in (earlier, as_json(settings))
     )
     return ", ".join(

@@ -65,18 +65,13 @@ def unrecognized(arguments: list[str], options: Iterable[str]) -> str:
     return f"unrecognized arguments: {' '.join(arguments)}.{did_you_mean(names, options)}"
 
 
-def did_you_mean(names: Iterable[str], known: Iterable[str], prefix: str = "") -> str:
-    """` Did you mean learning_rate?`, or nothing if no known name is like one of these."""
-    known = list(known)
-    near = [nearest(name, known) for name in names]
-    found = list(dict.fromkeys(prefix + name for name in near if name is not None))
-    return f" Did you mean {' and '.join(found)}?" if found else ""
-
-
-def nearest(name: str, known: list[str]) -> str | None:
-    """The shortest known name that begins with this one, or else the one that is most like it."""
-    longer = sorted((other for other in known if other.startswith(name)), key=len)
-    return next(iter(longer or difflib.get_close_matches(name, known, 1)), None)
+def did_you_mean(names: Iterable[str], known: Iterable[str]) -> str:
+    """` Did you mean learning_rate?`: the shortest known name that begins with one of these, or one that is like it."""
+    known, found = list(known), []
+    for name in names:
+        longer = sorted((other for other in known if other.startswith(name)), key=len)
+        found += (longer or difflib.get_close_matches(name, known, 1))[:1]
+    return f" Did you mean {' and '.join(dict.fromkeys(found))}?" if found else ""
 
 
 def sentence(message: str) -> str:
@@ -171,9 +166,9 @@ def _of_disk(error: BaseException | None) -> BaseException | None:
     while error is not None:
         number = error.errno if isinstance(error, OSError) else None
         if number in FULL or (number is None and any(words in str(error) for words in FULL_IN_WORDS)):
-            return error
+            break
         error = error.__cause__
-    return None
+    return error
 
 
 def _without_number(error: BaseException) -> str:
