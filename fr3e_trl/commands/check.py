@@ -37,7 +37,6 @@ LINE_SECONDS = 120  # that a line may take
 LAUNCHER_SECONDS = 2  # for a launcher to end its processes
 LOG_CHARACTERS = 3000  # of what was printed before a failure
 
-
 Setup = argparse.Namespace  # see `read_setup`
 
 
@@ -189,6 +188,7 @@ def run_lines(lines: Iterable[Line], setup: Setup) -> Iterator[Line | Result]:
     """
     ends, over = time.monotonic() + setup.time_limit, f"the {setup.time_limit:.0f} s of --time_limit were over"
     log, pool = Path(setup.directory, "log"), None
+    log.touch()
     try:
         for line in lines:
             left = ends - time.monotonic()

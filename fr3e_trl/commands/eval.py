@@ -43,17 +43,8 @@ from .usage import UsageError, require_argument
 RECIPE = "recipes/eval/gsm8k.yaml"
 
 # Arguments that may change between one call and the next, because no completion or reward depends on them
-FREE = (
-    "output_dir",
-    "num_samples",
-    "limit",
-    "batch_size",
-    "pass_at",
-    "answer_regex",
-    "vllm_server_base_url",
-    "vllm_server_timeout",
-    "vllm_request_timeout",
-)
+FREE = "output_dir num_samples limit batch_size pass_at answer_regex".split()
+FREE += "vllm_server_base_url vllm_server_timeout vllm_request_timeout".split()
 
 
 def main(argv: list[str]) -> None:
