@@ -37,6 +37,13 @@ def evaluated(name: str, *says: str, setup: Setup | None = None, arguments: str 
     return Case(name, f"{EVAL} {arguments}", says, after=EVAL, setup=setup)
 
 
+def model(name: str, *says: str, content: str = "", setup: Setup | None = None, command: str = TRAIN) -> Case:
+    """A directory of a model, whose configuration has this content, or is made by the setup."""
+    files = {"bare/config.json": content} if content else {}
+    return Case(name, f"{command} --model_name_or_path=bare", ("model_name_or_path='bare'", *says), files, setup=setup)
+
+
+UNKNOWN = "config.json", "architectures"
 STEP, METRICS, COMPLETIONS = "out/trees/step-2.json.gz", "out/trees/metrics.jsonl", "out/completions.jsonl"
 NO_LOG = f"{STEP} is not a complete tree log"
 
@@ -62,46 +69,18 @@ CASES = [
     logged("page onto a directory", "model", "--output", arguments="--output model"),
     logged("page below a file", "data.jsonl/page.html", "--output", arguments="--output data.jsonl/page.html"),
     # Models
-    Case(
-        "model without weights",
-        f"{TRAIN} --model_name_or_path=bare",
-        ("model_name_or_path='bare'",),
-        files={"bare/config.json": BARE},
-    ),
-    Case(
-        "model without architectures",
-        f"{TRAIN} --model_name_or_path=bare",
-        ("model_name_or_path='bare'", "config.json", "architectures"),
-        setup=copied_model(lambda config: config.pop("architectures")),
-    ),
-    Case(
-        "model with architectures of null, by grpo",
-        f"{TRAIN} --model_name_or_path=bare --num_anchors=0",
-        ("model_name_or_path='bare'", "config.json", "architectures"),
+    model("no weights", content=BARE),
+    model("no weights of eval", content=BARE, command=EVAL),
+    model("cut config", content='{"model_type'),
+    model("unknown type", "qwen99", content='{"model_type": "qwen99"}'),
+    model("no architectures", *UNKNOWN, setup=copied_model(lambda config: config.pop("architectures"))),
+    model(
+        "architectures of null, by grpo",
+        *UNKNOWN,
         setup=copied_model(lambda config: config.update(architectures=None)),
+        command=f"{TRAIN} --num_anchors=0",
     ),
     Case(
-        "model with cut config",
-        f"{TRAIN} --model_name_or_path=bare",
-        ("model_name_or_path='bare'",),
-        files={"bare/config.json": '{"model_type'},
-    ),
-    Case(
-        "model of an unknown type",
-        f"{TRAIN} --model_name_or_path=bare",
-        ("model_name_or_path='bare'", "qwen99"),
-        files={"bare/config.json": '{"model_type": "qwen99"}'},
-    ),
-    Case(
-        "model without weights in eval",
-        f"{EVAL} --model_name_or_path=bare",
-        ("model_name_or_path='bare'",),
-        files={"bare/config.json": BARE},
-    ),
-    Case(
-        "empty directory for a model",
-        f"{EVAL} --model_name_or_path=bare",
-        ("model_name_or_path='bare'",),
-        files={"bare/notes": ""},
+        "empty directory", f"{EVAL} --model_name_or_path=bare", ("model_name_or_path='bare'",), files={"bare/notes": ""}
     ),
 ]
