@@ -2,7 +2,7 @@
 
 # ruff: noqa: RUF009 (`option` makes a field)
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from trl import ModelConfig
 
 from benchmarks.counts import check_counts, check_distinct, check_lists, check_rate
-from fr3e_trl.commands.data import FR3EScriptArguments, check_reward_columns
+from fr3e_trl.commands.data import FR3EScriptArguments, check_reward_columns, option
 from fr3e_trl.commands.usage import usage_errors
 
 from .arms import DEFAULTS, FALLING, check_settings, make_config, read_settings, whole_prompts
@@ -34,13 +34,6 @@ PEFT_LEARNING_RATE = 1e-5
 OWN_ARMS: dict[str, Any] = {"grpo": {"trainer": "grpo"}, "fr3e": {"trainer": "fr3e"}}
 
 
-def option(default: Any, text: str) -> Any:
-    """A field of a command's dataclass, with its help."""
-    if isinstance(default, list):
-        return field(default_factory=lambda: [*default], metadata={"help": text})
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(kw_only=True)
 class ArmsArguments(FR3EScriptArguments, ModelConfig):
     """
@@ -50,8 +43,8 @@ class ArmsArguments(FR3EScriptArguments, ModelConfig):
 
     task: str | None = option(
         None,
-        f"Task to learn: {', '.join(TASKS)}. If `None`, model_name_or_path, dataset_name and "
-        "reward_funcs are the task.",
+        "Task of the bench to learn, such as chain. If `None`, model_name_or_path, dataset_name and reward_funcs are "
+        "the task.",
     )
     output_dir: str = option("outputs/compare", "Directory of the results. What was cut goes on from it.")
     base: dict[str, Any] | str | None = option(
@@ -243,7 +236,10 @@ class CompareArguments(ArmsArguments):
         "File that was kept of this comparison, a `kept.jsonl.gz` under any name. Its runs count as done: "
         "further seeds and arms are added to them.",
     )
-    plan: bool = option(False, "Say what the comparison takes, in runs, tokens and hours, and end.")
+    plan: bool = option(
+        False,
+        "Say what the comparison takes, in runs and tokens, and end. Nothing is run.",
+    )
     keep_policies: bool | None = option(
         None,
         "Keep the trained policy of each run in `output_dir/policies`. If `None`, those of the bench's "

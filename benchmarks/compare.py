@@ -42,7 +42,7 @@ from .outcomes import BUDGETS, COSTS, GRIDS, TUNED, Results, mean_accuracy
 from .own_task import OwnTask
 from .report import write_report
 from .runs import MEASURED, UNDER_WAY, Run, be_quiet, probe, read_result
-from .tasks import HELDOUT_SEED, Task
+from .tasks import HELDOUT_SEED, TASKS, Task
 from .worker import execute_all, tell
 
 # Settings that may change between one call and the next: no finished run depends on them
@@ -66,6 +66,8 @@ def main(argv: list[str]) -> None:
     """Run a comparison, or what is missing of it, and write its report."""
     be_quiet()
     (args,) = parse_arguments(RecipeParser([CompareArguments]), argv)
+    if args.plan:
+        return tell(plan_of(args))
     with resumable(args.output_dir):
         compare(args, f"python -m benchmarks compare {shlex.join(argv)}")
 
@@ -91,8 +93,6 @@ def compare(args: CompareArguments, command: str) -> None:
     if kept is not None:
         comparison.take_over(kept)
     tell(comparison.plan())
-    if args.plan:
-        return
     arms, screening, tuning = comparison.tuned_arms()
     runs = list(comparison.final_runs(arms))
     execute_all("runs", runs, args.num_workers)
@@ -107,6 +107,12 @@ def compare(args: CompareArguments, command: str) -> None:
     )
     write_report(results, output_dir)
     tell(f"Report: {output_dir / 'report.md'}")
+
+
+def plan_of(args: CompareArguments) -> str:
+    """What a comparison takes, see [`Comparison.plan`]. Nothing is run or written for it."""
+    task = OwnTask(args, args.num_heldout) if args.task is None else TASKS[args.task]
+    return Comparison(args, task, Path(args.policy or "")).plan()
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,7 @@ class Comparison:
         What the comparison takes: runs, what they spend, and hours.
 
         Hours are by two batches of each arm and an evaluation, and take it that points with the most updates a batch
-        will win. They are not told where these were not measured, as without a grid, and with kept runs.
+        will win. They are told where an earlier call has measured these, as it does for `tokens_per_batch`.
         """
         args = self.args
         grids = {
@@ -169,9 +175,6 @@ class Comparison:
             "runs": list(self.final_runs({arm: points[0] for arm, points in grids.items()})),
         }
         cost = COSTS[stages["runs"][0].cost]
-        if args.plan and args.kept is None:
-            for arm in grids:
-                self.probed(arm, with_seconds=True)
         probes = self.probes()
         lines = []
         total_amount, total_hours = 0.0, 0.0
@@ -207,19 +210,21 @@ class Comparison:
         args, settings = self.args, self.args.settings_of(arm)
         axes: dict[str, list[Any]] = {"learning_rate": args.learning_rates or []}
         if "num_prompts" not in settings:
-            tokens = self.probed(arm)["tokens_per_prompt"]
-            axes["num_prompts"] = [whole_prompts(wanted / tokens, settings) for wanted in args.tokens_per_batch or []]
+            sizes = args.tokens_per_batch or []
+            if not args.plan or arm in self.probes():  # a plan runs nothing: it has as many points as there are sizes
+                tokens = self.probed(arm)["tokens_per_prompt"]
+                sizes = [whole_prompts(size / tokens, settings) for size in sizes]
+            axes["num_prompts"] = sizes
         axes["num_iterations"] = args.num_iterations or []
         axes = {name: sorted({*values}) for name, values in axes.items() if values and name not in settings}
         return [settings | dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
 
-    def probed(self, arm: str, with_seconds: bool = False) -> dict[str, float]:
+    def probed(self, arm: str) -> dict[str, float]:
         """What two batches of an arm took, measured once: see [`~.runs.probe`]."""
         probes = self.probes()
-        if arm not in probes or (with_seconds and "batch" not in probes[arm]):
+        if arm not in probes:
             tell(f"Measuring what two batches of {arm} take")
-            measured = probe(self.make_run(arm, self.args.settings_of(arm), HELDOUT_SEED, None, "runs"))
-            probes[arm] = measured | probes.get(arm, {})
+            probes[arm] = probe(self.make_run(arm, self.args.settings_of(arm), HELDOUT_SEED, None, "runs"))
             write_json(Path(self.args.output_dir) / PROBES, probes)
         return probes[arm]
 
@@ -294,7 +299,9 @@ def expected_seconds(run: Run, probed: dict[str, float]) -> float:
 
 
 def _told_hours(hours: float) -> str:
-    return "" if math.isnan(hours) else f", {hours:.1f} hours of one worker" if hours >= 0.05 else ", minutes"
+    if math.isnan(hours):
+        return ""
+    return f", {hours:.1f} hours of one worker" if hours >= 1 else f", {math.ceil(60 * hours)} minutes of one worker"
 
 
 def best_points(arm: str, points: list[Settings], runs: list[Run]) -> list[Settings]:

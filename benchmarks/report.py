@@ -1,5 +1,6 @@
 """From the runs of a comparison to its report."""
 
+import math
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,8 @@ def headline(results: Results) -> str:
 
 def verdict(results: Results) -> str:
     """The headline, and what the intervals say of every arm beside the reference."""
-    return f"{headline(results)}. {beside_reference(results)}".strip()
+    fell = "No arm improved. " if math.isnan(results.levels()["¾"]) else ""
+    return f"{fell}{headline(results)}. {beside_reference(results)}".strip()
 
 
 def beside_reference(results: Results) -> str:

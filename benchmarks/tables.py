@@ -137,6 +137,8 @@ def tuned(settings: dict[str, Any], name: str) -> float:
 
 def speed(results: Results, arm: str, reference: str, cost: str, level: float) -> str:
     """What an arm's runs had spent at a level, over another's, or how many came there if not all did."""
+    if math.isnan(level):
+        return "not measured"
     spent, of_reference = ([reached(run, cost, level) for run in results.of_arm(name)] for name in (arm, reference))
     num_reached = sum(map(math.isfinite, spent))
     if num_reached < len(spent):
@@ -152,6 +154,8 @@ def speed(results: Results, arm: str, reference: str, cost: str, level: float) -
 def speeds(results: Results, found: Verdict) -> dict[str, str]:
     """Tokens and seconds of the leader to ¾ of the way, as multiples of the other's, where all runs came there."""
     level = results.levels()["¾"]
+    if math.isnan(level):
+        return {}
     ratios = {
         name: speed(results, found.leader, found.other, cost, level)
         for cost, name in (("generated_tokens", "tokens"), ("seconds", "seconds"))

@@ -17,7 +17,6 @@ settings.load_profile("reproducible")
 # Each takes half a minute. At the end, one of them would leave all workers but its own with nothing to do
 LONGEST = (
     "test_check.py::test_on_a_cpu",
-    "test_check.py::test_it_prints",
     "test_cost.py::test_bookkeeping",
     "test_device.py",
     "test_failures.py::test_of_several_processes",

@@ -11,6 +11,7 @@ import pytest
 
 from fr3e_trl.commands import cli
 from fr3e_trl.commands.data import FR3EScriptArguments
+from fr3e_trl.commands.eval_arguments import EvalArguments
 from fr3e_trl.commands.options import read_recipe
 from fr3e_trl.commands.recipe import RecipeParser
 from fr3e_trl.commands.statistics import t_quantile
@@ -49,12 +50,6 @@ def test_subcommand_gets_what_follows(monkeypatch):
     monkeypatch.setattr("fr3e_trl.commands.tree.main", given.extend)
     cli.main(["tree", "--config", "x.yaml", "--help"])
     assert given == ["--config", "x.yaml", "--help"]
-
-
-def test_unknown_subcommand(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["evla"])
-    assert "eval" in capsys.readouterr().err
 
 
 def test_missing_extra(monkeypatch, capsys):
@@ -127,3 +122,12 @@ def test_the_environment_of_a_recipe_that_is_extended(monkeypatch):
     Path("recipe.yaml").write_text("extends: low.yaml\nenv: {OF_BOTH: own}\n")
     RecipeParser([FR3EScriptArguments]).parse_args_and_config(["--config", "recipe.yaml"])
     assert os.environ["OF_BOTH"] == "own" and os.environ["OF_BASE"] == "1"
+
+
+def test_a_mapping_of_the_command_line_is_laid_over_the_recipes():
+    Path("recipe.yaml").write_text("chat_template_kwargs: {a: 1, b: {c: 2}}\n")
+    given = ["--config", "recipe.yaml", "--chat_template_kwargs", '{"b": {"d": 3}}']
+    (args,) = RecipeParser([EvalArguments]).parse_args_and_config(given)
+    assert args.chat_template_kwargs == {"a": 1, "b": {"c": 2, "d": 3}}
+    with pytest.raises(ValueError, match="is not JSON"):
+        RecipeParser([EvalArguments]).parse_args_and_config([*given[:3], "{b"])

@@ -66,44 +66,6 @@ def test_columns_of_a_csv(tmp_path):
     assert list(loaded["level"]) == [1, 2]
 
 
-# What each file holds, and what is said of it
-BAD_DATASETS = {
-    "empty.jsonl": ("", "it is empty"),
-    "blank.jsonl": ("\n\n", "it is empty"),
-    "broken.jsonl": ('{"prompt": "1+1="', "line 1 is not JSON"),
-    "header.csv": ("prompt,solution\n", "it is empty"),
-    "data.xml": ("<prompt/>", r"must end with one of \.csv, \.json, \.jsonl, \.parquet"),
-    "missing.jsonl": (None, "Unable to find .*Use a file"),
-    "missing_directory": (None, "Couldn't reach .*or a dataset on the hub"),
-    "other_split.jsonl": ('{"prompt": "1+1="}', 'Unknown split "train"'),
-}
-
-
-@pytest.mark.parametrize("name", BAD_DATASETS)
-def test_dataset_that_cannot_be_loaded(name, tmp_path, monkeypatch):
-    content, message = BAD_DATASETS[name]
-    monkeypatch.chdir(tmp_path)
-    if content is not None:
-        Path(name).write_text(content)
-    if name == "other_split.jsonl":
-        name = "other"
-        Path(name).mkdir()
-        Path(name, "test.jsonl").write_text(content)
-    with pytest.raises(UsageError, match=f"dataset_name='{name}'.*{message}") as error:
-        data.load_examples(FR3EScriptArguments(dataset_name=name), "train", make_tokenizer())
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_dataset_of_which_nothing_is_left(is_streamed, tmp_path):
-    Dataset.from_dict({"prompt": ["12", "1234"]}).to_json(tmp_path / "data.jsonl")
-    args = FR3EScriptArguments(
-        dataset_name=str(tmp_path / "data.jsonl"), max_prompt_length=1, dataset_streaming=is_streamed
-    )
-    with pytest.raises(UsageError, match="max_prompt_length=1: no example is left"):
-        data.load_examples(args, "train", make_tokenizer())
-
-
 @pytest.mark.parametrize("prompt_column, kept", [(None, ["12", "1234"]), ("prompt", ["12"])])
 def test_long_prompts_are_dropped(prompt_column, kept, tmp_path):
     """The tokens of the chat template count: here a user's, `<eos>` and the assistant's."""
@@ -145,27 +107,6 @@ def test_reward_in_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("accuracy", "There is no reward function 'accuracy'"),
-        ("recipes.smoke_reward.answer", "module 'recipes.smoke_reward' has no function 'answer'"),
-        ("recipes.smoke_reward.re", "has no function 're'"),  # a module
-        ("recipes.smoke_rewards.answer_reward", "No module named 'recipes.smoke_rewards'"),
-        ("recipes/smoke_reward.py", "name the function in it too"),
-    ],
-)
-def test_unknown_reward_is_told_those_that_work(name, message):
-    with pytest.raises(UsageError, match=message) as error:
-        data.get_reward(name)
-    assert all(reward in str(error.value) for reward in [*data.REWARDS, "my_lib.rewards.my_reward"])
-
-
-def test_missing_column_is_told_those_there_are():
-    with pytest.raises(ValueError, match=r"no column 'question'.* answer, problem"):
-        data.map_columns({"problem": "", "answer": ""}, FR3EScriptArguments(prompt_column="question"))
-
-
-@pytest.mark.parametrize(
     ("answer", "right", "wrong"),
     [(["$\\frac{1}{2}$"], "0.5", "2"), (["1", "-1"], "-1, 1", "1"), (204, "204", "20"), ("025", "25", "5")],
 )
@@ -174,24 +115,6 @@ def test_answers_of_other_types(answer, right, wrong):
     mapped = data.map_columns({"answer": answer}, FR3EScriptArguments(answer_column="answer"))
     completions = [[{"role": "assistant", "content": rf"So \boxed{{{text}}}."}] for text in (right, wrong)]
     assert accuracy_reward(completions, [mapped["solution"]] * 2) == [1.0, 0.0]
-
-
-def test_reward_whose_module_fails(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "failing_rewards.py").write_text("limit = 1 / 0\n")
-    with pytest.raises(UsageError, match="division by zero"):
-        data.get_reward("failing_rewards.mine")
-
-
-def test_answer_without_separator():
-    with pytest.raises(ValueError, match="'####' is not in the answer '42'"):
-        data.final_answer("42", "####")
-
-
-@pytest.mark.parametrize("name, needed", [("system_prompt", "prompt_column"), ("answer_separator", "answer_column")])
-def test_arguments_that_go_together(name, needed):
-    with pytest.raises(ValueError, match=f"{name}='x' has no effect without {needed}"):
-        FR3EScriptArguments(**{name: "x"})
 
 
 @pytest.mark.parametrize(

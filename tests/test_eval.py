@@ -101,11 +101,6 @@ def test_majority_of_many_different_answers():
     assert majority_of_k([(1, 1.0), *[(1, 0.0)] * 63], 0, 32) == pytest.approx(1 / 64)
 
 
-def test_majority_of_more_than_there_are():
-    with pytest.raises(ValueError, match="maj@3 cannot be estimated from 2 samples"):
-        majority_of_k([(1, 1.0)], 1, 3)
-
-
 # Answers
 
 
@@ -301,44 +296,6 @@ def test_recipe(evaluate, name):
     assert math_reward([rf"So \boxed{{{RIGHT[name]}}}.", r"So \boxed{1}."], [solution] * 2) == [1, 0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"model_name_or_path": "nowhere"}, "model_name_or_path='nowhere': "),
-        (
-            {"model_name_or_path": None},
-            "model_name_or_path is not set. Use a recipe, for example --config recipes/eval",
-        ),
-        ({"dataset_name": "nowhere.jsonl"}, "dataset_name='nowhere.jsonl', split 'train': Unable to find"),
-        ({"dataset_name": "data.jsonl", "prompt_column": "question"}, "The dataset has no column 'question'"),
-        ({"reward_funcs": "tests_of_eval.digits"}, "module 'tests_of_eval' has no function 'digits'"),
-        ({"temperature": 0}, "temperature=0 would give the same completion num_samples=4 times"),
-        ({"pass_at": 5}, "pass_at=[5] must be from 1 to num_samples=4"),
-        ({"top_p": 0}, "top_p=0.0 must be above 0"),
-        ({"chat_template_kwargs": "x"}, "chat_template_kwargs='x' is not JSON: Expecting value"),
-        ({"limit": 0}, "limit=0 must be a whole number of at least 1"),
-        ({"answer_regex": "("}, "answer_regex='(' is not a regular expression"),
-        (
-            {"vllm_server_base_url": "localhost"},
-            "error: vllm_server_base_url='localhost' is no address",
-        ),
-    ],
-)
-def test_errors_of_usage_take_one_line(evaluate, settings, message, capsys):
-    with pytest.raises(SystemExit) as ending:
-        evaluate(**settings)
-    assert ending.value.code == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
-    assert line.startswith("fr3e eval: error: ") and message in line
-
-
-def test_completions_of_another_evaluation_are_refused(evaluate, capsys):
-    evaluate(limit=1)
-    with pytest.raises(SystemExit):
-        evaluate(limit=1, temperature=0.5)
-    assert "has results of other arguments: temperature was 1.0 and is 0.5. Use" in capsys.readouterr().err
-
-
 def test_completions_of_a_model_that_was_trained_since_are_refused(evaluate, tmp_path, capsys):
     """It has the same name, and other weights."""
     model = tmp_path / "model"
@@ -396,4 +353,5 @@ def test_an_adapter_whose_base_is_not_there_is_told_of(evaluate, tmp_path, capsy
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "../base"}))
     with pytest.raises(SystemExit):
         evaluate(limit=1, model_name_or_path=str(adapter))
-    assert "is an adapter of '../base', which does not exist. Run this from the folder" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"error: model_name_or_path='{adapter}': " in told and "../base" in told and "Traceback" not in told

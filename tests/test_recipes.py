@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -24,7 +23,6 @@ from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.commands import cli, train
 from fr3e_trl.commands.eval_arguments import EvalArguments
 from fr3e_trl.commands.options import option_names
-from fr3e_trl.commands.usage import UsageError
 from fr3e_trl.fr3e_config import PRESETS
 
 ROOT = Path(__file__).parent.parent
@@ -226,13 +224,6 @@ def test_evaluates_on_the_test_split_of_a_directory(trainers, tmp_path):
     assert [entry["step"] for entry in trainers[0].state.log_history if "eval_reward" in entry] == [2]
 
 
-@pytest.mark.parametrize("missing", ["model_name_or_path", "dataset_name"])
-def test_missing_argument(missing, tmp_path):
-    given = {"model_name_or_path": "x", "dataset_name": "x", "bf16": False, "output_dir": tmp_path}
-    with pytest.raises(ValueError, match=f"{missing} is not set"):
-        run([f"--{key}={value}" for key, value in given.items() if key != missing])
-
-
 @pytest.mark.parametrize(
     ("command", "misspelt", "meant"),
     [
@@ -271,7 +262,7 @@ def test_a_mistyped_option_or_setting_is_found_before_anything_is_imported(tmp_p
 def test_the_options_that_the_source_has_are_those_of_the_parser(command):
     dataclasses = {"train": [train.TrainArguments, FR3EConfig, ModelConfig], "eval": [EvalArguments, ModelConfig]}
     parser = {field.name for part in dataclasses[command] for field in fields(part) if field.init}
-    assert parser <= option_names(command)
+    assert parser <= option_names(f"fr3e {command}")
 
 
 def test_a_recipe_that_is_begun_trains_and_its_settings_train_again(trainers, tmp_path, monkeypatch, capsys):
@@ -321,85 +312,23 @@ def test_help_of_training_is_a_page_of_options_that_there_are(capsys):
     assert "--fp16_full_eval" in capsys.readouterr().out
     cli.main(["eval", "--help"])
     options = re.findall(r"^  --(\w+) ", capsys.readouterr().out, flags=re.MULTILINE)
-    assert {*options} <= option_names("eval") and {field.name for field in fields(EvalArguments)} >= {
+    assert {*options} <= option_names("fr3e eval") and {field.name for field in fields(EvalArguments)} >= {
         "limit",
         "pass_at",
     }
     assert {"num_samples", "vllm_server_base_url"} <= {*options} and "use_peft" not in options
 
 
-def test_without_a_command_there_is_help(capsys):
+def test_what_a_command_says_before_it_imports_anything(tmp_path, capsys):
+    """In a log too."""
     with pytest.raises(SystemExit):
         cli.main([])
     assert "train     " in capsys.readouterr().err
-
-
-def test_a_command_says_that_it_loads(tmp_path, capsys):
-    """In a log too."""
-    cli.main(["init", str(tmp_path / "run")])
-    assert capsys.readouterr().err == "fr3e init: loading ...\n"
-
-
-def test_version(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--version"])
     assert re.fullmatch(r"fr3e_trl \S+, trl \S+, transformers \S+, torch \S+\n", capsys.readouterr().out)
-
-
-# As a command
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--dataset_name=empty.jsonl"], "dataset_name='empty.jsonl', split 'train': it is empty"),
-        (["--num_anchors=9"], "num_anchors=9 does not fit num_generations=8"),
-        (["--model_name_or_path=nowhere"], "model_name_or_path='nowhere': "),
-        (["--model_name_or_path=no_weights"], "model_name_or_path='no_weights': "),
-        (["--dataset_name=other.jsonl"], "no column 'prompt'. Its columns are question: name the one"),
-        (["--dataset_name=data.jsonl", "--reward_funcs=broken.reward"], "reward_funcs='broken.reward': "),
-        (["--config", "unknown.yaml"], "Unknown setting in the recipe: learnign_rate. Did you mean learning_rate?"),
-        (["--config", "unparsable.yaml"], "wrong arguments: mapping values are not allowed here"),
-        (["--config", "no_preset.yaml"], "preset='mine' is not allowed: it must be 'paper' or 'released'"),
-        (["--epsilon=-1"], "wrong arguments: epsilon=-1.0 is not allowed: it must be a finite number above 0, for"),
-        (["--anchor_threshold=inf"], "wrong arguments: anchor_threshold=inf is not allowed: it must be 'auto', None"),
-        (["--config", "missing.yaml"], "wrong arguments: [Errno 2] No such file or directory: 'missing.yaml'"),
-    ],
-)
-def test_errors_of_usage_take_one_line(arguments, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("empty.jsonl").touch()
-    Path("data.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}')
-    Path("other.jsonl").write_text('{"question": "1+1="}')
-    Path("broken.py").write_text("def reward(completions, **kwargs:")
-    Path("unknown.yaml").write_text("learnign_rate: 1.0e-6")
-    Path("no_preset.yaml").write_text("preset: mine")
-    Path("unparsable.yaml").write_text("learning_rate: 1: 2")
-    shutil.copytree(model_on_disk(), "no_weights", ignore=lambda _, names: [n for n in names if "safetensors" in n])
-    given = [] if "--model" in arguments[0] else [f"--model_name_or_path={model_on_disk()}"]
-    dataset = [] if "--dataset" in arguments[0] else ["--dataset_name=data.jsonl"]
-    settings = ["--output_dir=out", "--bf16=false", "--use_cpu=true", "--num_generations=8"]
-    with pytest.raises(SystemExit) as ending:
-        cli.main(["train", *given, *dataset, *settings, *arguments])
-    assert ending.value.code == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
-    assert line.startswith("fr3e train: error: ") and message in line
-
-
-def test_errors_of_usage_end_a_launched_command(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "fr3e_trl.commands.cli",
-        "train",
-        f"--model_name_or_path={tmp_path}",
-        "--dataset_name=x",
-    ]
-    settings = ["--output_dir=out", "--bf16=false", "--use_cpu=true"]
-    result = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=280)
-    assert result.returncode == 2
-    assert "Traceback" not in result.stderr
-    assert f"fr3e train: error: model_name_or_path='{tmp_path}': " in result.stderr.splitlines()[-1]
+    cli.main(["init", str(tmp_path / "run")])
+    assert capsys.readouterr().err == "fr3e init: loading ...\n"
 
 
 # Resuming
@@ -417,11 +346,3 @@ def test_resumes_where_it_is_told_to(trainers, value, is_resumed, tmp_path):
     assert trainers[1].state.global_step == 2
     # A run from the start writes one of its own
     assert (tmp_path / "other" / "checkpoint-1").is_dir() != is_resumed
-
-
-@pytest.mark.parametrize(
-    ("value", "message"), [("true", "there is no checkpoint in output_dir"), ("nowhere", "'nowhere' must be the dir")]
-)
-def test_nothing_to_resume_from(value, message, tmp_path):
-    with pytest.raises(UsageError, match=message):
-        run([*command_line("smoke", tmp_path), f"--resume_from_checkpoint={value}"])

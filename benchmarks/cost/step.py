@@ -25,14 +25,13 @@ from typing import Any
 
 from rich.console import Console
 
-from fr3e_trl.commands.check.lines import peak_memory
 from fr3e_trl.commands.usage import usage_errors
 from fr3e_trl.fr3e_config import FR3EConfig
 
 from ..arms import make_trainer, read_settings
 from ..runs import be_quiet
 from .common import SETTINGS, add_own_task_options, add_task_options, count, followed, make_parser, make_table, task_of
-from .stopwatch import PARTS, measure
+from .stopwatch import PARTS, measure, peak_memory
 
 # As the tables call them, with what makes FR3E one of them
 TRAINERS: dict[str, dict[str, Any]] = {

@@ -2,14 +2,17 @@
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from torch.profiler import ProfilerActivity, profile
 from transformers import GenerationMixin
 from trl import GRPOTrainer
 
@@ -112,3 +115,18 @@ def measure(
                     for part in PARTS:
                         seconds[name][part] += stopwatch.seconds[part]
     return seconds, generated, updated
+
+
+def peak_memory(trainer: GRPOTrainer) -> int:
+    """Most bytes of tensors of a step beside those before it: on the GPU, or as PyTorch's profiler records them."""
+    gc.collect()  # what is freed below was made below
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trainer.train()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        trainer.train()
+    events: Any = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(accumulate(num_bytes for _, num_bytes in changes))

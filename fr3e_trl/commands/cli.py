@@ -16,7 +16,7 @@ import time
 import traceback
 from typing import Any
 
-from .options import check_options, print_help
+from .options import PAGES, check_options, print_help
 from .revision import versions
 from .usage import Parser, UsageError, explain
 
@@ -27,7 +27,7 @@ COMMANDS: Commands = {
     "train": ("Train a model. --dry_run prints what a run will do.", "fr3e_trl.commands.train"),
     "eval": ("Evaluate a model on a dataset with answers.", "fr3e_trl.commands.eval"),
     "tree": ("Show the trees that a run logged, as a web page.", "fr3e_trl.commands.tree"),
-    "check": ("Check that training works on this machine.", "fr3e_trl.commands.check.command"),
+    "check": ("Check that training works on this machine.", "fr3e_trl.commands.check"),
 }
 
 # Commands that `python -m benchmarks` has instead, in a clone of the repository
@@ -97,31 +97,26 @@ def run(argv: list[str] | None, prog: str, description: str, commands: Commands)
 
 def run_command(prog: str, implementation: str, arguments: list[str]) -> None:
     """Do at once what takes no import of PyTorch and TRL, and say so before the rest."""
-    is_launched = "RANK" in os.environ
-    if prog in ("fr3e train", "fr3e eval"):
-        command = prog.removeprefix("fr3e ")
+    if prog in PAGES:
         if {"--help", "-h"} & {*arguments}:
-            return print_help(command)
+            return print_help(prog)
         if "--help-all" in arguments:
             arguments = ["--help"]
-        elif not is_launched:
-            recipe = check_options(command, arguments)
-            num_processes = processes_of(recipe, arguments) if command == "train" else None
-            if num_processes is not None:
-                return launch(num_processes, arguments)
+        elif "RANK" not in os.environ:  # of what is launched, the launcher has checked it
+            recipe = check_options(prog, arguments)
+            number = str(num_processes_of(arguments) or recipe.get("num_processes"))
+            if prog == "fr3e train" and number.isdecimal() and int(number) > 0:
+                return launch(int(number), arguments)
     if os.environ.get("RANK", "0") == "0":
         print(f"{prog}: loading ...", file=sys.stderr, flush=True)
     importlib.import_module(implementation).main(arguments)
 
 
-def processes_of(recipe: dict[str, Any], arguments: list[str]) -> int | None:
-    """How many processes to start: `num_processes`, if it is a number that they can be."""
-    number = str(recipe.get("num_processes"))
-    for i, word in enumerate(arguments):
-        name, has_value, value = word.partition("=")
-        if name in ("--num_processes", "--num-processes"):
-            number = value if has_value else "".join(arguments[i + 1 : i + 2])
-    return int(number) if number.isdecimal() and int(number) > 0 else None
+def num_processes_of(arguments: list[str]) -> str | None:
+    """What the command line says of it, whatever it is."""
+    parser = Parser(add_help=False)
+    parser.add_argument("--num_processes", "--num-processes", nargs="?")
+    return parser.parse_known_args(arguments)[0].num_processes
 
 
 def launch(num_processes: int, arguments: list[str]) -> None:
@@ -171,13 +166,13 @@ def read_command(prog: str, description: str, commands: Commands, arguments: lis
 
 def without_debug(arguments: list[str]) -> tuple[list[str], bool]:
     """The arguments without our `--debug`, and whether it was there. With a value, it is a setting of the trainer."""
-    following = [*arguments, ""][1:]
-    is_ours = [
-        argument == "--debug" and value not in DEBUG_OPTIONS
-        for argument, value in zip(arguments, following, strict=True)
+    values = [*arguments[1:], ""]
+    others = [
+        argument
+        for argument, value in zip(arguments, values, strict=False)
+        if argument != "--debug" or value in DEBUG_OPTIONS
     ]
-    others = [argument for argument, ours in zip(arguments, is_ours, strict=True) if not ours]
-    return others, any(is_ours) or os.environ.get("FR3E_DEBUG", "0") not in ("", "0")
+    return others, len(others) < len(arguments) or os.environ.get("FR3E_DEBUG", "0") not in ("", "0")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Completions of prompts from a model in this process, for evaluation."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase, TrainerState
@@ -12,17 +11,8 @@ from ..checks import NEUTRAL
 from ..generation.decoding import contiguous_at_head
 
 
-@dataclass(frozen=True)
-class Completion:
-    """
-    A completion as it was sampled.
-
-    Args:
-        token_ids (`list[int]`):
-            Its tokens, with the one that ends it.
-        is_finished (`bool`):
-            Whether an end token ended it, rather than the length limit.
-    """
+class Completion(NamedTuple):
+    """A completion's tokens, with the one that ends it, and whether one did, rather than the length limit."""
 
     token_ids: list[int]
     is_finished: bool
@@ -65,23 +55,19 @@ def complete(
     Sample a completion of each prompt, and yield them batch by batch.
 
     Args:
-        model (`PreTrainedModel`):
-            The policy.
-        tokenizer (`PreTrainedTokenizerBase`):
-            Its tokenizer, which pads on the left.
+        model (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`):
+            The policy, and its tokenizer, which pads on the left.
         prompt_ids (`Sequence[list[int]]`):
             Tokens of each prompt. A prompt with several completions is there as often.
-        config (`GenerationConfig`):
-            How to sample.
-        batch_size (`int`):
-            Number of completions generated at once.
+        config (`GenerationConfig`), batch_size (`int`):
+            How to sample, and how many completions at once.
         seeds (`Sequence[int]`, *optional*):
             A seed for each completion; a batch uses that of its first. If `None`, the random state is not touched.
         recorder (`LogitsProcessor`, *optional*):
             Receives the logits of each step.
     """
-    ends = [] if config.eos_token_id is None else config.eos_token_id
-    eos_token_ids = [ends] if isinstance(ends, int) else ends
+    ends = config.eos_token_id
+    eos_token_ids = [ends] if isinstance(ends, int) else ends or []
     for start in range(0, len(prompt_ids), batch_size):
         if seeds is not None:
             torch.manual_seed(seeds[start])
@@ -93,13 +79,13 @@ def complete(
                 logits_processor=None if recorder is None else [recorder],
             )
         rows = sequences[:, inputs["input_ids"].shape[1] :].tolist()
-        yield [Completion(*until_end(token_ids, eos_token_ids)) for token_ids in rows]
+        yield [until_end(token_ids, eos_token_ids) for token_ids in rows]
 
 
-def until_end(token_ids: list[int], eos_token_ids: Sequence[int]) -> tuple[list[int], bool]:
-    """Tokens up to the first that ends them, and whether there is one. What follows is padding."""
+def until_end(token_ids: list[int], eos_token_ids: Sequence[int]) -> Completion:
+    """Tokens up to the first that ends them, if there is one. What follows is padding."""
     end = next((i for i, token_id in enumerate(token_ids) if token_id in eos_token_ids), None)
-    return (token_ids, False) if end is None else (token_ids[: end + 1], True)
+    return Completion(token_ids[: None if end is None else end + 1], end is not None)
 
 
 def texts_of(completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -110,15 +96,7 @@ def texts_of(completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBa
 def reward_arguments(
     examples: Sequence[dict[str, Any]], completions: Sequence[Completion], texts: Sequence[str]
 ) -> dict[str, Any]:
-    """
-    Arguments of a reward function, as TRL's trainers pass them. Its logs go nowhere, because nothing is trained.
-
-    Args:
-        examples (`Sequence[dict[str, Any]]`):
-            The example of each completion.
-        completions (`Sequence[Completion]`), texts (`Sequence[str]`):
-            The completions.
-    """
+    """What TRL's trainers pass to a reward function of completions. Its logs go nowhere, because nothing is trained."""
     conversational = is_conversational(examples[0])
     return {
         **columns_of(examples),

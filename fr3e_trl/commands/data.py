@@ -1,5 +1,7 @@
 """Datasets, rewards and tokenizers by name, as the commands take them from a recipe or the command line."""
 
+# ruff: noqa: RUF009 (`option` makes a field)
+
 import asyncio
 import copy
 import hashlib
@@ -39,6 +41,13 @@ GIVEN_TO_REWARDS = ("prompts", "completions", "completion_ids", "trainer_state",
 FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
+def option(default: Any, text: str) -> Any:
+    """A field of a command's dataclass, with its help."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: [*default], metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass
 class FR3EScriptArguments(ScriptArguments):
     """
@@ -48,36 +57,27 @@ class FR3EScriptArguments(ScriptArguments):
     directory with such a file for each split.
     """
 
-    reward_funcs: list[str] = field(
-        default_factory=lambda: ["math_reward"],
-        metadata={
-            "help": f"Reward functions: {', '.join(REWARDS)}, the import path of another, or my_rewards.py:score."
-        },
+    reward_funcs: list[str] = option(
+        ["math_reward"],
+        "Reward functions: math_reward, accuracy_reward, reasoning_accuracy_reward, think_format_reward, the import "
+        "path of another, or my_rewards.py:score.",
     )
-    prompt_column: str | None = field(
-        default=None,
-        metadata={
-            "help": "Column with the question as text, which becomes a user's message. If `None`, the dataset must "
-            "have a `prompt` column in one of TRL's formats."
-        },
+    prompt_column: str | None = option(
+        None,
+        "Column with the question as text, which becomes a user's message. If `None`, the dataset must have a `prompt` "
+        "column in one of TRL's formats.",
     )
-    system_prompt: str | None = field(
-        default=None, metadata={"help": "System message before the question of `prompt_column`."}
+    system_prompt: str | None = option(None, "System message before the question of `prompt_column`.")
+    answer_column: str | None = option(
+        None,
+        "Column with the final answer. It is boxed and becomes the `solution`, because math-verify reads `2\\sqrt{3}` "
+        "as 2 unless it is marked as LaTeX. If `None`, a `solution` column is left as it is.",
     )
-    answer_column: str | None = field(
-        default=None,
-        metadata={
-            "help": "Column with the final answer. It is boxed and becomes the `solution`, because math-verify reads "
-            "`2\\sqrt{3}` as 2 unless it is marked as LaTeX. If `None`, a `solution` column is left as it is."
-        },
+    answer_separator: str | None = option(
+        None, "What comes before the final answer in `answer_column`, for example '####' in GSM8K."
     )
-    answer_separator: str | None = field(
-        default=None,
-        metadata={"help": "What comes before the final answer in `answer_column`, for example '####' in GSM8K."},
-    )
-    max_prompt_length: int | None = field(
-        default=None,
-        metadata={"help": "Maximum number of tokens of a prompt. Examples with longer prompts are dropped."},
+    max_prompt_length: int | None = option(
+        None, "Maximum number of tokens of a prompt. Examples with longer prompts are dropped."
     )
 
     def __post_init__(self) -> None:
@@ -94,14 +94,11 @@ class FR3EScriptArguments(ScriptArguments):
                 raise ValueError(
                     f"{name}={value!r} must be a file, a directory or the id of a dataset, for example data.jsonl."
                 )
-        for name, needed, example in [
-            ("system_prompt", "prompt_column", "question"),
-            ("answer_separator", "answer_column", "answer"),
-        ]:
+        for name, needed in (("system_prompt", "prompt_column"), ("answer_separator", "answer_column")):
             if getattr(self, name) is not None and getattr(self, needed) is None:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} has no effect without {needed}. Name the column, for example "
-                    f"{needed}={example!r}."
+                    f"{needed}={needed.partition('_')[0]!r}."
                 )
 
 
@@ -147,27 +144,27 @@ def check_reward_columns(rewards: dict[str, Callable[..., Any]], dataset: Datase
     columns = {*next(iter(dataset))}
     for name, reward in rewards.items():
         try:
-            parameters = inspect.signature(reward).parameters.values()
+            parameters = inspect.signature(reward).parameters
         except (TypeError, ValueError):
             continue  # not written in Python
-        taken = {parameter.name for parameter in parameters}
-        left = [*(given for given in GIVEN_TO_REWARDS if given not in taken), *sorted(columns - taken - {"prompt"})]
-        if left and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        kinds = {parameter.kind for parameter in parameters.values()}
+        left = [given for given in (*GIVEN_TO_REWARDS, *sorted(columns - {"prompt"})) if given not in parameters]
+        if left and inspect.Parameter.VAR_KEYWORD not in kinds:
             raise UsageError(f"reward_funcs={name!r} is also given {left[0]!r}. Add **kwargs to its parameters.")
-        given = {*GIVEN_TO_REWARDS, "environments", *columns}
-        for parameter in parameters:
-            is_single = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            if is_single and parameter.default is parameter.empty and parameter.name not in given:
-                remedy = "Name the one with the answer as answer_column" if parameter.name == "solution" else "Add it"
+        for needed, parameter in parameters.items():
+            is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            is_given = needed in (*GIVEN_TO_REWARDS, "environments", *columns)
+            if not (is_variadic or is_given) and parameter.default is parameter.empty:
+                remedy = "Name the one with the answer as answer_column" if needed == "solution" else "Add it"
                 raise UsageError(
-                    f"reward_funcs={name!r} needs a column {parameter.name!r}. The dataset has the columns "
+                    f"reward_funcs={name!r} needs a column {needed!r}. The dataset has the columns "
                     f"{', '.join(sorted(columns))}. {remedy}, or use another reward function."
                 )
 
 
 def call_reward(name: str, reward: Callable[..., Any], /, **arguments: Any) -> list[float | None]:
     """
-    Scores of completions by a reward function, asynchronous or not: a number, or `None` where it has none, or NaN.
+    Scores of completions by a reward function, asynchronous or not: a number, or `None` for `None` and NaN.
 
     Raises:
         UsageError: It does not return a number or `None` for each completion.
@@ -182,16 +179,14 @@ def call_reward(name: str, reward: Callable[..., Any], /, **arguments: Any) -> l
             "number or None for each."
         )
     scores: list[float | None] = []
-    for reward_of_one in rewards:
+    for of_one in rewards:
         try:
-            score = math.nan if reward_of_one is None else float(reward_of_one)
+            score = math.nan if of_one is None else float("text" if isinstance(of_one, str) else of_one)
         except (TypeError, ValueError):
-            score = None
-        if score is None or isinstance(reward_of_one, str):
             raise UsageError(
-                f"reward_funcs={name!r} returned {str(reward_of_one)[:200]!r} for a completion. It must be a number, "
-                "or None for a completion that cannot be scored."
-            )
+                f"reward_funcs={name!r} returned {str(of_one)[:200]!r} for a completion. It must be a number, or None "
+                "for a completion that cannot be scored."
+            ) from None
         scores.append(score if math.isfinite(score) else None)
     return scores
 
@@ -234,14 +229,10 @@ def load_examples(
     A split of the dataset, with the columns that the trainer and the rewards need.
 
     Args:
-        args ([`FR3EScriptArguments`]):
-            The dataset and its columns.
-        split (`str`):
-            The split.
-        tokenizer (`PreTrainedTokenizerBase`):
-            Counts the tokens of prompts.
-        template (`dict[str, Any]`, *optional*):
-            Further arguments of the chat template.
+        args ([`FR3EScriptArguments`]), split (`str`):
+            The dataset, its columns, and the split.
+        tokenizer (`PreTrainedTokenizerBase`), template (`dict[str, Any]`, *optional*):
+            What counts the tokens of prompts, and further arguments of the chat template.
     """
     remedy = f"Use a file ({', '.join(FORMATS)}), a directory with one for each split, or a dataset on the hub."
     argument = f"dataset_name={args.dataset_name!r}, split {split!r}"
@@ -259,7 +250,13 @@ def load_examples(
             raise
     if args.prompt_column is not None or args.answer_column is not None:
         dataset = dataset.map(lambda example, row: map_columns(example, args, row), with_indices=True)
-    dataset = without_empty_prompts(dataset, args)
+    if isinstance(dataset, IterableDataset):
+        dataset = dataset.map(
+            lambda example, row: check_prompt(example.get("prompt", "?"), args, row), with_indices=True
+        )
+    elif "prompt" in dataset.column_names:
+        for row, prompt in enumerate(dataset["prompt"]):
+            check_prompt(prompt, args, row)
     if args.max_prompt_length is not None:
         dataset = dataset.filter(
             has_short_prompt,
@@ -286,40 +283,31 @@ def load_held_out(
     args: Any, tokenizer: PreTrainedTokenizerBase, template: dict[str, Any] | None = None
 ) -> Dataset | IterableDataset:
     """The examples of `eval_dataset_name`, or of the dataset's test split; see [`load_examples`]."""
-    if args.eval_dataset_name is None:
-        try:
-            return load_examples(args, args.dataset_test_split, tokenizer, template)
-        except UsageError as error:
-            if "Unknown split" in str(error):
-                error.add_note(WITH_TEST_SPLIT)
-            raise
     other = copy.copy(args)
-    other.dataset_name, other.dataset_config = args.eval_dataset_name, None
+    if args.eval_dataset_name is not None:
+        other.dataset_name, other.dataset_config = args.eval_dataset_name, None
     try:
-        return load_examples(other, test_split(other), tokenizer, template)
+        split = args.dataset_test_split if args.eval_dataset_name is None else test_split(other)
+        return load_examples(other, split, tokenizer, template)
     except UsageError as error:
-        raise UsageError(str(error).replace("dataset_name=", "eval_dataset_name=")) from error
+        if args.eval_dataset_name is not None:
+            raise UsageError(str(error).replace("dataset_name=", "eval_dataset_name=")) from error
+        if "Unknown split" in str(error):
+            error.add_note(WITH_TEST_SPLIT)
+        raise
 
 
-def without_empty_prompts(dataset: Dataset | IterableDataset, args: FR3EScriptArguments) -> Dataset | IterableDataset:
-    """The dataset. An empty prompt or message raises a `UsageError` that names its row; if streamed, when it comes."""
-
-    def check(prompt: Any, row: int) -> dict[str, Any]:
-        reason = f"the prompt is {prompt!r}" if prompt in (None, "", []) else None
-        for message in prompt if isinstance(prompt, list) else []:
-            if isinstance(message, dict) and message.get("content") is None and not message.get("tool_calls"):
-                reason = f"a message has no content: {message!r}"
-        if reason is not None:
-            raise UsageError(
-                f"dataset_name={args.dataset_name!r}, row {row}: {reason[:200]}. Fill it in, or drop such rows."
-            )
-        return {}
-
-    if isinstance(dataset, IterableDataset):
-        return dataset.map(lambda example, row: check(example.get("prompt", "?"), row), with_indices=True)
-    for row, prompt in enumerate(dataset["prompt"] if "prompt" in dataset.column_names else []):
-        check(prompt, row)
-    return dataset
+def check_prompt(prompt: Any, args: FR3EScriptArguments, row: int) -> dict[str, Any]:
+    """Raise a `UsageError` that names the row if a prompt or a message of it is empty. Nothing is added to the row."""
+    reason = f"the prompt is {prompt!r}" if prompt in (None, "", []) else None
+    for message in prompt if isinstance(prompt, list) else []:
+        if isinstance(message, dict) and message.get("content") is None and not message.get("tool_calls"):
+            reason = f"a message has no content: {message!r}"
+    if reason is not None:
+        raise UsageError(
+            f"dataset_name={args.dataset_name!r}, row {row}: {reason[:200]}. Fill it in, or drop such rows."
+        )
+    return {}
 
 
 def test_split(args: FR3EScriptArguments) -> str:
@@ -352,9 +340,7 @@ def source_of(args: FR3EScriptArguments) -> dict[str, Any]:
 
 def data_files(dataset_name: str | None) -> list[Path]:
     """The files of a local dataset. None of one on the hub."""
-    if dataset_name is None:
-        return []
-    path = Path(dataset_name)
+    path = Path(str(dataset_name))
     return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in FORMATS)
 
 
@@ -363,16 +349,12 @@ def digests(files: list[Path], rewards: dict[str, Callable[..., Any]], output_di
     Short hashes of the files that results depend on, by their names: those of the dataset, and of the user's own reward
     functions. Files in `output_dir`, where the results are, are left out.
     """
-    own = output_dir.resolve()
-    named = [(str(file), file) for file in files if own not in file.resolve().parents]
-    named += [(name, source) for name, reward in rewards.items() if (source := source_file(reward)) is not None]
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in named}
-
-
-def source_file(reward: Callable[..., Any]) -> Path | None:
-    """The file of a reward function, if it is a user's own."""
-    code = getattr(inspect.unwrap(reward), "__code__", None)
-    return Path(code.co_filename) if code is not None and is_users(code.co_filename) else None
+    named = {str(file): file for file in files if output_dir.resolve() not in file.resolve().parents}
+    for name, reward in rewards.items():
+        code = getattr(inspect.unwrap(reward), "__code__", None)
+        if code is not None and is_users(code.co_filename):
+            named[name] = Path(code.co_filename)
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in named.items()}
 
 
 def check_lines(args: FR3EScriptArguments, for_json: bool) -> None:
@@ -380,21 +362,20 @@ def check_lines(args: FR3EScriptArguments, for_json: bool) -> None:
     for path in data_files(args.dataset_name):
         if path.suffix not in ((".jsonl",) if for_json else (".json", ".jsonl")):
             continue
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                fault = None
-                try:
-                    line.decode()
-                    if for_json and not isinstance(json.loads(line.strip() or "{}"), dict):
-                        fault = "not a JSON object"
-                except UnicodeDecodeError:
-                    fault = "not UTF-8"
-                except ValueError as error:
-                    fault = f"not JSON: {error}"
-                if fault is not None:
-                    text = line[:100].decode(errors="replace").strip()
-                    remedy = "Fix it, or remove it." if for_json else "Save the file as UTF-8."
-                    raise UsageError(f"dataset_name={str(path)!r}: line {number} is {fault}: {text!r}. {remedy}")
+        for number, line in enumerate(path.open("rb"), 1):
+            fault = None
+            try:
+                line.decode()
+                if for_json and not isinstance(json.loads(line.strip() or "{}"), dict):
+                    fault = "not a JSON object"
+            except UnicodeDecodeError:
+                fault = "not UTF-8"
+            except ValueError as error:
+                fault = f"not JSON: {error}"
+            if fault is not None:
+                text = line[:100].decode(errors="replace").strip()
+                remedy = "Fix it, or remove it." if for_json else "Save the file as UTF-8."
+                raise UsageError(f"dataset_name={str(path)!r}: line {number} is {fault}: {text!r}. {remedy}")
 
 
 def has_short_prompt(

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 from trl import ModelConfig, is_conversational, maybe_apply_chat_template
 
-from .answers import mean, measures
+from .answers import measures
 from .completions import reward_arguments, texts_of
 from .data import (
     call_reward,
@@ -42,17 +43,8 @@ from .usage import UsageError, require_argument
 RECIPE = "recipes/eval/gsm8k.yaml"
 
 # Arguments that may change between one call and the next, because no completion or reward depends on them
-FREE = (
-    "output_dir",
-    "num_samples",
-    "limit",
-    "batch_size",
-    "pass_at",
-    "answer_regex",
-    "vllm_server_base_url",
-    "vllm_server_timeout",
-    "vllm_request_timeout",
-)
+FREE = "output_dir num_samples limit batch_size pass_at answer_regex".split()
+FREE += "vllm_server_base_url vllm_server_timeout vllm_request_timeout".split()
 
 
 def main(argv: list[str]) -> None:
@@ -64,18 +56,7 @@ def main(argv: list[str]) -> None:
 
 
 def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict[str, Any]:
-    """
-    Sample the completions that are missing, and write the results.
-
-    Args:
-        args ([`EvalArguments`]), model_args (`ModelConfig`):
-            The evaluation.
-        command (`str`):
-            The command, for the report.
-
-    Returns:
-        `dict`: The content of `results.json`.
-    """
+    """Sample the completions that are missing, write the results, and return the content of `results.json`."""
     without_bars_in_logs()
     require_argument(model_args, "model_name_or_path", RECIPE)
     require_argument(args, "dataset_name", RECIPE)
@@ -113,8 +94,8 @@ def evaluate(args: EvalArguments, model_args: ModelConfig, command: str) -> dict
         "command": command,
         "arguments": settings,
         "num_problems": len(examples),
-        "mean_completion_length": mean([line["num_tokens"] for lines in of_problems for line in lines]),
-        "share_finished": mean([line["is_finished"] for lines in of_problems for line in lines]),
+        "mean_completion_length": fmean(line["num_tokens"] for lines in of_problems for line in lines),
+        "share_finished": fmean(line["is_finished"] for lines in of_problems for line in lines),
         "rewards": measures(of_problems, args.reward_funcs, args.pass_at or [], args.answer_regex),
     }
     for name, of_reward in results["rewards"].items():
@@ -199,24 +180,19 @@ def as_markdown(results: dict[str, Any]) -> str:
         f"{arguments['temperature']} and top_p {arguments['top_p']}: {results['mean_completion_length']:.1f} tokens on "
         f"average, {results['share_finished']:.1%} of them finished within {arguments['max_completion_length']}.",
     ]
-    has_interval = False
     for name, of_reward in results["rewards"].items():
         lines += ["", f"| {name} | mean of {of_reward['num_scored']} problems | 95% interval |", "|---|---|---|"]
         for measure, value in of_reward.items():
             if isinstance(value, dict):
                 is_huge = max(map(abs, value.values())) >= 1e6
                 form = ".1%" if of_reward["are_shares"] else ".4g" if is_huge else ".3f"
-                has_interval |= "low" in value
                 interval = f"{value['low']:{form}} to {value['high']:{form}}" if "low" in value else ""
                 lines.append(f"| {measure} | {value['mean']:{form}} | {interval} |")
         if of_reward["num_unscored"]:
             num_out = results["num_problems"] - of_reward["num_scored"]
-            lines += [
-                "",
-                f"{of_reward['num_unscored']} completions had no score (None or NaN). Their {num_out} problem(s) are "
-                "left out.",
-            ]
-    if has_interval:
+            told = f"{of_reward['num_unscored']} completions had no score (None or NaN)."
+            lines += ["", f"{told} Their {num_out} problem(s) are left out."]
+    if any("low" in value for of in results["rewards"].values() for value in of.values() if isinstance(value, dict)):
         lines += [
             "",
             "95% intervals show how much the results may vary with another sample of such problems. They are Wilson's "

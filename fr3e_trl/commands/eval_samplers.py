@@ -17,7 +17,7 @@ from .completions import Completion, complete, sampling_config
 from .data import model_argument
 from .eval_arguments import EvalArguments
 from .outputs import read_object
-from .usage import UsageError, usage_errors
+from .usage import usage_errors
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ EvalSampler = Callable[[list[Key], list[list[int]]], Iterator[Batch]]
 
 def local_sampler(args: EvalArguments, model_args: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> EvalSampler:
     """Completions from a model that is loaded here, using transformers' `generate`."""
-    refuse_lost_base(model_args)
     with usage_errors(model_argument(model_args), "Use the directory or the id of a model or an adapter.", OSError):
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(model_args.model_name_or_path),
@@ -58,17 +57,6 @@ def local_sampler(args: EvalArguments, model_args: ModelConfig, tokenizer: PreTr
     return sample
 
 
-def refuse_lost_base(model_args: ModelConfig) -> None:
-    """Raise a `UsageError` if an adapter's base model is a directory that is not there from here."""
-    path = Path(str(model_args.model_name_or_path), "adapter_config.json")
-    base = str(read_object(path).get("base_model_name_or_path")) if path.is_file() else ""
-    if base.startswith((".", "/", "~")) and not Path(base).exists():
-        raise UsageError(
-            f"{model_argument(model_args)} is an adapter of {base!r}, which does not exist. Run this from the folder "
-            f"that it was trained in, or correct base_model_name_or_path in {path}."
-        )
-
-
 def seed_of(seed: int, problem: int, sample: int) -> int:
     """A seed of its own for each completion, whatever was sampled before it."""
     return (seed * 1_000_003 + problem) * 1009 + sample
@@ -81,9 +69,18 @@ class _AnyServer(VLLMServer):
         self.config = self.environment = {}
 
 
-def warn_of_other_model(server: VLLMServer, adapter: dict[str, Any], model_args: ModelConfig) -> None:
-    """Warn if the server's model has another name than the model to evaluate, or than the adapter's base model."""
-    name = str(adapter.get("base_model_name_or_path", model_args.model_name_or_path))
+def server_sampler(args: EvalArguments, model_args: ModelConfig) -> EvalSampler:
+    """Completions from a vLLM server, using its OpenAI-compatible API. All requests are sent at once."""
+    directory = Path(str(model_args.model_name_or_path)).resolve()
+    adapter = directory / "adapter_config.json"
+    argument = f"vllm_server_base_url={args.vllm_server_base_url!r}"
+    model = str(model_args.model_name_or_path)
+    with usage_errors(argument, "Leave it out to load the model here.", VLLMServerError):
+        url, timeouts = args.vllm_server_base_url or "", (args.vllm_server_timeout, args.vllm_request_timeout)
+        server = _AnyServer(url, f"vllm serve {model}", *timeouts)
+        if adapter.is_file():
+            server.load_adapter(f"fr3e-eval-{uuid.uuid4().hex[:8]}", directory)
+    name = read_object(adapter).get("base_model_name_or_path", model) if adapter.is_file() else model
     if Path(name).resolve() not in {Path(served).resolve() for served in (server.base_model, server.base_root)}:
         logger.warning(
             "The vLLM server at %s serves %r, but %r is to be evaluated. Unless these are two names of one model, "
@@ -92,39 +89,18 @@ def warn_of_other_model(server: VLLMServer, adapter: dict[str, Any], model_args:
             server.base_model,
             name,
         )
-
-
-def server_sampler(args: EvalArguments, model_args: ModelConfig) -> EvalSampler:
-    """Completions from a vLLM server, using its OpenAI-compatible API. All requests are sent at once."""
-    directory = Path(str(model_args.model_name_or_path)).resolve()
-    is_adapter = (directory / "adapter_config.json").is_file()
-    argument = f"vllm_server_base_url={args.vllm_server_base_url!r}"
-    with usage_errors(argument, "Leave it out to load the model here.", VLLMServerError):
-        server = _AnyServer(
-            args.vllm_server_base_url or "",
-            f"vllm serve {model_args.model_name_or_path}",
-            args.vllm_server_timeout,
-            args.vllm_request_timeout,
-        )
-        if is_adapter:
-            server.load_adapter(f"fr3e-eval-{uuid.uuid4().hex[:8]}", directory)
-    warn_of_other_model(server, read_object(directory / "adapter_config.json") if is_adapter else {}, model_args)
+    sampling = {
+        "max_tokens": args.max_completion_length,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        # A server takes what is left out from the model's generation config, such as Qwen's
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }
 
     def sample(missing: list[Key], prompt_ids: list[list[int]]) -> Iterator[Batch]:
-        payloads = [
-            {
-                "prompt": prompt_ids[problem],
-                "max_tokens": args.max_completion_length,
-                "temperature": args.temperature,
-                "top_p": args.top_p,
-                # A server takes what is left out from the model's generation config, such as Qwen's
-                "top_k": 0,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
-                "seed": seed_of(args.seed, problem, number),
-            }
-            for problem, number in missing
-        ]
+        payloads = [{**sampling, "prompt": prompt_ids[key[0]], "seed": seed_of(args.seed, *key)} for key in missing]
         arrived: queue.SimpleQueue[Batch | Exception | None] = queue.SimpleQueue()
 
         def take(i: int, response: dict[str, Any]) -> list[dict[str, Any]]:
@@ -147,7 +123,7 @@ def server_sampler(args: EvalArguments, model_args: ModelConfig) -> EvalSampler:
                         raise batch
                 yield batch
         finally:
-            if is_adapter:
+            if adapter.is_file():
                 server.unload_adapter()
 
     return sample

@@ -1,5 +1,5 @@
 """
-The options of `fr3e train` and `fr3e eval`, and the recipes that set them, without the import of PyTorch and TRL.
+The options of commands that take recipes, and these recipes that set them, without the import of PyTorch and TRL.
 
 Importing these takes many seconds. Names and help are therefore read from the source of the dataclasses, so that a
 mistyped option ends a command at once. What cannot be found in this way is checked after the import.
@@ -12,21 +12,11 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from .usage import UsageError, did_you_mean, sentence, unrecognized, usage_errors
-
-# The dataclasses of each command's options
-DATACLASSES = {
-    "train": [
-        ("fr3e_trl.commands.train", "TrainArguments"),
-        ("fr3e_trl", "FR3EConfig"),
-        ("trl", "ModelConfig"),
-    ],
-    "eval": [("fr3e_trl.commands.eval_arguments", "EvalArguments"), ("trl", "ModelConfig")],
-}
 
 # Keys of a recipe that are no options
 OWN_KEYS = ("extends", "preset", "env")
@@ -34,88 +24,108 @@ OWN_KEYS = ("extends", "preset", "env")
 # Arguments that may name files of the recipe's own
 FILES = ("dataset_name", "eval_dataset_name", "reward_funcs")
 
+Dataclass = tuple[str, str]  # its module and its name
+
+
+class Page(NamedTuple):
+    """
+    The help of a command: what it does, the dataclasses of all of its options, and by groups those that are set most. A
+    group has options with what is said of them, and dataclasses of which each field is shown.
+    """
+
+    summary: str
+    dataclasses: list[Dataclass]
+    groups: dict[str, list[Dataclass | dict[str, str]]]
+
+
 MODEL_AND_DATA = {
     "config": "recipe whose settings the other options override",
     "model_name_or_path": "model on the hub, or a directory",
     "dataset_name": "dataset on the hub, or a JSON, JSON Lines, Parquet or CSV file",
-    "reward_funcs": "rewards by name, import path or file, such as my_rewards.py:score",
-    "prompt_column": "column with the question as text",
-    "answer_column": "column with the answer",
 }
-# What people set most, by the groups of a help page
-PAGES: dict[str, dict[str, dict[str, str]]] = {
-    "train": {
-        "Model and data": {
-            **MODEL_AND_DATA,
-            "use_peft": "train a LoRA adapter",
-            "num_processes": "number of processes to start, one per GPU",
-            "dry_run": "print what the run will do, and train nothing",
-            "eval_dataset_name": "dataset or file to evaluate on during training",
+DATA: Dataclass = ("fr3e_trl.commands.data", "FR3EScriptArguments")
+TRAIN: Dataclass = ("fr3e_trl.commands.train", "TrainArguments")
+EVAL: Dataclass = ("fr3e_trl.commands.eval_arguments", "EvalArguments")
+FR3E: Dataclass = ("fr3e_trl", "FR3EConfig")
+MODEL: Dataclass = ("trl", "ModelConfig")
+
+PAGES = {
+    "fr3e train": Page(
+        "Train a model with FR3E.",
+        [TRAIN, FR3E, MODEL],
+        {
+            "Model and data": [MODEL_AND_DATA, {"use_peft": "train a LoRA adapter"}, DATA, TRAIN],
+            "Batch and generation": [
+                {
+                    "num_generations": "completions per prompt",
+                    "max_completion_length": "maximum number of tokens of a completion",
+                    "temperature": "sampling temperature",
+                    "per_device_train_batch_size": "completions per micro-batch",
+                    "gradient_accumulation_steps": "micro-batches per update",
+                    "use_vllm": "generate with vLLM",
+                }
+            ],
+            "Training": [
+                {
+                    "learning_rate": "learning rate",
+                    "beta": "weight of the KL divergence from the reference model",
+                    "max_steps": "number of steps, instead of epochs",
+                    "output_dir": "directory for the model, checkpoints and metrics",
+                    "save_steps": "steps between checkpoints",
+                    "resume_from_checkpoint": "true: go on from the last checkpoint",
+                    "eval_strategy": "when to evaluate: no, epoch, or steps with eval_steps",
+                    "report_to": "services that get the metrics, or none",
+                }
+            ],
+            "FR3E": [FR3E],
         },
-        "Batch and generation": {
-            "num_generations": "completions per prompt",
-            "max_completion_length": "maximum number of tokens of a completion",
-            "temperature": "sampling temperature",
-            "per_device_train_batch_size": "completions per micro-batch",
-            "gradient_accumulation_steps": "micro-batches per update",
-            "use_vllm": "generate with vLLM",
+    ),
+    "fr3e eval": Page(
+        "Evaluate a model on a dataset with answers: pass@1, pass@k and maj@k.",
+        [EVAL, MODEL],
+        {
+            "Model and data": [
+                MODEL_AND_DATA,
+                {
+                    "dataset_config": "configuration of the dataset, such as main",
+                    "dataset_test_split": "split to evaluate on (default: test)",
+                    "dtype": "type of the weights, such as bfloat16",
+                },
+                DATA,
+            ],
+            "Sampling and results": [EVAL],
         },
-        "Training": {
-            "learning_rate": "learning rate",
-            "beta": "weight of the KL divergence from the reference model",
-            "max_steps": "number of steps, instead of epochs",
-            "output_dir": "directory for the model, checkpoints and metrics",
-            "save_steps": "steps between checkpoints",
-            "resume_from_checkpoint": "true: go on from the last checkpoint",
-            "eval_strategy": "when to evaluate: no, epoch, or steps with eval_steps",
-            "report_to": "services that get the metrics, or none",
-        },
-    },
-    "eval": {
-        "Model and data": {
-            **MODEL_AND_DATA,
-            "dataset_config": "configuration of the dataset, such as main",
-            "dataset_test_split": "split to evaluate on (default: test)",
-            "dtype": "type of the weights, such as bfloat16",
-        }
-    },
-}
-SUMMARIES = {
-    "train": "Train a model with FR3E.",
-    "eval": "Evaluate a model on a dataset with answers: pass@1, pass@k and maj@k.",
+    ),
 }
 
 
-def print_help(command: str) -> None:
-    """Print a page with the options that are set most, and all of FR3E's own."""
-    print(f"usage: fr3e {command} [--config RECIPE.yaml] [--OPTION VALUE ...]\n")
-    print(f"{SUMMARIES[command]} All options: fr3e {command} --help-all")
-    groups = dict(PAGES[command])
-    if command == "train":
-        groups["FR3E"] = own_help("fr3e_trl", "FR3EConfig")
-    else:
-        groups["Sampling and results"] = own_help(*DATACLASSES["eval"][0])
-    for group, options in groups.items():
+def print_help(prog: str) -> None:
+    """Print the page of a command."""
+    page = PAGES[prog]
+    print(f"usage: {prog} [--config RECIPE.yaml] [--OPTION VALUE ...]\n")
+    print(f"{page.summary} All options: {prog} --help-all")
+    for group, parts in page.groups.items():
         print(f"\n{group}:")
-        for name, what in options.items():
-            print(textwrap.fill(what, 110, initial_indent=f"  --{name:<29} ", subsequent_indent=" " * 34))
+        for part in parts:
+            for name, what in (part if isinstance(part, dict) else own_help(*part)).items():
+                print(textwrap.fill(what, 110, initial_indent=f"  --{name:<29} ", subsequent_indent=" " * 34))
 
 
 def own_help(module: str, name: str) -> dict[str, str]:
-    """The first sentence of the help of each field that a dataclass adds."""
-    _, node = class_in(module, name)
+    """The first sentence of the help of each field that a dataclass adds, and its default."""
     found = {}
-    for field_name, field in fields_in(node):
+    for field_name, field in fields_in(class_in(module, name)[1]):
         texts = [x.value for x in ast.walk(field) if isinstance(x, ast.Constant) and isinstance(x.value, str)]
         text = max(texts, key=len, default="")  # the help is longer than what else is said of a field
         what = re.split(r"(?<=\.)\s", text)[0].rstrip(".")
-        default = next((k.value for k in getattr(field, "keywords", []) if k.arg == "default"), None)
-        told = default.value if isinstance(default, ast.Constant) else None
-        found[field_name] = what[:1].lower() + what[1:] + ("" if told is None else f" (default: {told!s})")
+        given = [k.value for k in getattr(field, "keywords", []) if k.arg == "default"] + getattr(field, "args", [])
+        default = given[0].value if given and isinstance(given[0], ast.Constant) else None
+        told = "" if default in (None, False) else f" (default: {default!s})"
+        found[field_name] = what[:1].lower() + what[1:] + told
     return found
 
 
-def check_options(command: str, argv: list[str]) -> dict[str, Any]:
+def check_options(prog: str, argv: list[str]) -> dict[str, Any]:
     """
     Check the names of options, on the command line and in the recipe, before anything heavy is imported.
 
@@ -125,16 +135,16 @@ def check_options(command: str, argv: list[str]) -> dict[str, Any]:
     Raises:
         UsageError: There is no such option, or the recipe cannot be read.
     """
-    with usage_errors("wrong arguments", f"See fr3e {command} --help.", OSError, TypeError, ValueError, yaml.YAMLError):
+    with usage_errors("wrong arguments", f"See {prog} --help.", OSError, TypeError, ValueError, yaml.YAMLError):
         _, recipe = split_recipe(argv)
     try:
-        known = option_names(command)
+        known = option_names(prog)
     except (LookupError, OSError, SyntaxError):
         return recipe  # the parser checks them after the import
     names = {word: word[2:].partition("=")[0].replace("-", "_") for word in argv if word[:2] == "--" and word != "--"}
     wrong = [word for word, name in names.items() if name not in known and name.removeprefix("no_") not in known]
     if wrong:
-        raise UsageError(f"{sentence(unrecognized(wrong, [f'--{name}' for name in known]))} See fr3e {command} --help.")
+        raise UsageError(f"{sentence(unrecognized(wrong, [f'--{name}' for name in known]))} See {prog} --help.")
     check_keys(recipe, known)
     return recipe
 
@@ -146,9 +156,9 @@ def check_keys(recipe: dict[str, Any], known: Iterable[str]) -> None:
         raise UsageError(f"Unknown setting in the recipe: {', '.join(wrong)}.{did_you_mean(wrong, known)}")
 
 
-def option_names(command: str) -> set[str]:
+def option_names(prog: str) -> set[str]:
     """Names of a command's options. Raises `LookupError` where the source of a dataclass is not found."""
-    return {"config", "help"}.union(*(field_names(*where) for where in DATACLASSES[command]))
+    return {"config", "help"}.union(*(field_names(*where) for where in PAGES[prog].dataclasses))
 
 
 def field_names(module: str, name: str) -> set[str]:

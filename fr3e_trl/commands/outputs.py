@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -34,17 +34,17 @@ def check_directory(output_dir: str | Path, name: str = "output_dir") -> None:
 def weight_files(name: str) -> dict[str, str]:
     """The weight files of a local model, with their sizes and times. Empty for a model on the hub."""
     found = sorted(path for ending in ("safetensors", "bin") for path in Path(name).glob(f"*model*.{ending}"))
-    stats = {path.name: path.stat() for path in found}
     return {
-        name: f"{stat.st_size:,} bytes of {datetime.fromtimestamp(stat.st_mtime).isoformat(' ', 'milliseconds')}"
-        for name, stat in stats.items()
+        path.name: f"{stat.st_size:,} bytes of {datetime.fromtimestamp(stat.st_mtime).isoformat(' ', 'milliseconds')}"
+        for path in found
+        if (stat := path.stat())
     }
 
 
 @contextlib.contextmanager
-def locked(output_dir: str | Path) -> Iterator[None]:
+def resumable(output_dir: str | Path) -> Iterator[None]:
     """
-    Lock a directory of results for this process, until it ends in whatever way.
+    Lock a directory of results for this process, until it ends in whatever way. On Ctrl-C, say how to go on.
 
     Raises:
         UsageError: Another process has locked it.
@@ -64,31 +64,24 @@ def locked(output_dir: str | Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {os.uname().nodename} ({shlex.join(sys.argv[:1])})\n")
         file.flush()
-        yield
+        try:
+            yield
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(f"The same command goes on from what is in {output_dir}.")
+            raise
 
 
-def check_same(
-    output_dir: Path,
-    settings: dict[str, Any],
-    has_results: bool,
-    growing: str | None = None,
-    check_results: Callable[[], None] | None = None,
-) -> bool:
+def check_same(output_dir: Path, settings: dict[str, Any], has_results: bool, growing: str | None = None) -> bool:
     """
     Check that a call has the settings of earlier results, and write its settings to `arguments.json`.
 
     Args:
-        output_dir (`Path`):
-            Directory of the results.
-        settings (`dict[str, Any]`):
-            The settings that results depend on.
+        output_dir (`Path`), settings (`dict[str, Any]`):
+            Directory of the results, and the settings that they depend on.
         has_results (`bool`):
             Whether there are results. If not, settings may change.
         growing (`str`, *optional*):
             A setting that is a mapping, and may gain or lose entries. Other entries must not change.
-        check_results (`Callable`, *optional*):
-            Raises a `UsageError` if the file of a result says that it has other settings. Called before anything is
-            written.
 
     Returns:
         `bool`: Whether settings have changed.
@@ -105,8 +98,6 @@ def check_same(
             f"output_dir={str(output_dir)!r} has results of other arguments: {differences}. Use another output_dir, or "
             "remove that one."
         )
-    if check_results is not None:
-        check_results()
     if growing is not None and not differences:
         settings[growing] = earlier.get(growing, {}) | settings[growing]
     write_json(path, settings)
@@ -115,16 +106,14 @@ def check_same(
 
 def differing(earlier: dict[str, Any], settings: dict[str, Any], growing: str | None = None) -> str:
     """Settings that differ, with their earlier and present values; see [`check_same`]."""
-    was, now = _with_entries(earlier, growing), _with_entries(as_json(settings), growing)
+    was, now = (
+        {name: value for name, value in of.items() if name != growing}
+        | {f"{growing}.{name}": value for name, value in of.get(growing or "", {}).items()}
+        for of in (earlier, as_json(settings))
+    )
     return ", ".join(
         f"{name} was {was[name]!r} and is {value!r}" for name, value in now.items() if was.get(name, value) != value
     )
-
-
-def _with_entries(settings: dict[str, Any], growing: str | None) -> dict[str, Any]:
-    """The settings, with the entries of one setting instead of the setting itself."""
-    entries = {f"{growing}.{name}": value for name, value in settings.get(growing, {}).items()} if growing else {}
-    return {name: value for name, value in settings.items() if name != growing} | entries
 
 
 def as_json(content: Any) -> Any:
@@ -167,15 +156,4 @@ def write_json(path: Path, content: Any) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         error.filename = error.filename or str(path)  # a write does not know it
-        raise
-
-
-@contextlib.contextmanager
-def resumable(output_dir: str) -> Iterator[None]:
-    """Lock the directory for this process. On Ctrl-C, say how to go on."""
-    try:
-        with locked(output_dir):
-            yield
-    except KeyboardInterrupt as interrupt:
-        interrupt.add_note(f"The same command goes on from what is in {output_dir}.")
         raise

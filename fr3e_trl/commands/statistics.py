@@ -8,15 +8,7 @@ from statistics import fmean, stdev
 
 @dataclass(frozen=True)
 class Interval:
-    """
-    A mean and its confidence interval.
-
-    Args:
-        mean (`float`):
-            The mean.
-        low (`float`), high (`float`):
-            Ends of the interval, NaN where one value alone says nothing of it.
-    """
+    """A mean and the ends of its 95% interval, NaN where one value alone says nothing of it."""
 
     mean: float
     low: float
@@ -29,25 +21,22 @@ class Interval:
 
 def best_of_k(rewards: Sequence[float], k: int) -> float:
     """
-    Unbiased estimate of the expected highest reward of `k` samples, from those of n.
+    Unbiased estimate of the expected highest reward of `k` samples, from those of n ≥ k.
 
     Of C(n, k) choices, C(i, k − 1) have as their highest the reward that is above i others. With rewards of 0 and 1
     that is pass@k, 1 − C(n − c, k) / C(n, k) for c right ones (arXiv 2107.03374, equation 1).
-
-    Raises:
-        ValueError: There are fewer than `k` samples.
     """
-    n = len(rewards)
-    if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} cannot be estimated from {n} samples: it takes at least as many as k.")
     if k == 1:
-        return sum(rewards) / n
-    return sum(math.comb(i, k - 1) * reward for i, reward in enumerate(sorted(rewards))) / math.comb(n, k)
+        return fmean(rewards)
+    if k > len(rewards):
+        raise ValueError(f"pass@{k} cannot be estimated from {len(rewards)} samples: it takes at least as many as k.")
+    ordered = enumerate(sorted(rewards))
+    return sum(math.comb(i, k - 1) * reward for i, reward in ordered) / math.comb(len(rewards), k)
 
 
 def majority_of_k(answers: Sequence[tuple[int, float]], num_without: int, k: int) -> float:
     """
-    Unbiased estimate of the expected reward of the answer that most of k samples give, from those of n.
+    Unbiased estimate of the expected reward of the answer that most of k samples give, from those of n ≥ k.
 
     It is the mean over all C(n, k) choices, counted and not drawn. Of answers that tie, each wins as often. Samples
     without an answer are chosen like the others, but have no vote; where nobody has, the reward is 0.
@@ -59,13 +48,7 @@ def majority_of_k(answers: Sequence[tuple[int, float]], num_without: int, k: int
             Samples without an answer.
         k (`int`):
             How many samples vote.
-
-    Raises:
-        ValueError: There are fewer than `k` samples.
     """
-    n = sum(count for count, _ in answers) + num_without
-    if not 1 <= k <= n:
-        raise ValueError(f"maj@{k} cannot be estimated from {n} samples: it takes at least as many as k.")
     total = 0.0
     for i, (count, reward) in enumerate(answers):
         if reward == 0:
@@ -75,7 +58,7 @@ def majority_of_k(answers: Sequence[tuple[int, float]], num_without: int, k: int
             for (used, tied), ways in _losing_choices(others, votes, k - votes).items():
                 ways *= math.comb(count, votes) * math.comb(num_without, k - votes - used)
                 total += reward * ways / (1 + tied)
-    return total / math.comb(n, k)
+    return total / math.comb(sum(count for count, _ in answers) + num_without, k)
 
 
 def _losing_choices(counts: Sequence[int], most: int, k: int) -> dict[tuple[int, int], int]:
@@ -92,9 +75,8 @@ def _losing_choices(counts: Sequence[int], most: int, k: int) -> dict[tuple[int,
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Mean of independent values and its interval by Student's t. One value alone has no interval."""
-    n, mean = len(values), fmean(values)
-    half_width = t_quantile(n - 1) * stdev(values) / math.sqrt(n) if n > 1 else math.nan
+    """Mean of independent values, at least two, and its interval by Student's t."""
+    mean, half_width = fmean(values), t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - half_width, mean + half_width)
 
 
@@ -112,18 +94,16 @@ def share_interval(values: Sequence[float]) -> Interval:
     It is Wilson's, with the variance of the values and of a 0 and a 1 more: where almost all are alike, the few that
     differ and were not drawn would be overlooked.
     """
-    mean, more = sum(values) / len(values), [*values, 0.0, 1.0]
-    middle = sum(more) / len(more)
-    variance = sum((value - middle) ** 2 for value in more) / (len(more) - 1) / len(more)
-    return score_interval(mean, t_quantile(len(more) - 1) ** 2 * variance / (middle * (1 - middle)))
+    more = [*values, 0.0, 1.0]
+    middle, error = fmean(more), stdev(more) / math.sqrt(len(more))
+    return score_interval(fmean(values), (t_quantile(len(more) - 1) * error) ** 2 / (middle * (1 - middle)))
 
 
 def t_quantile(degrees: int) -> float:
     """
-    The 97.5% quantile of Student's t distribution, for intervals that hold the truth in 95 of 100 cases.
+    The 97.5% quantile of Student's t distribution, for 95% intervals.
 
-    With three degrees of freedom or more it is within 0.2% (Abramowitz and Stegun, Handbook of Mathematical Functions,
-    26.7.5, at z = 1.96).
+    With three degrees of freedom or more it is within 0.2% (Abramowitz and Stegun, 26.7.5, at z = 1.96).
     """
     if degrees < 3:
         return (12.706205, 4.302653)[degrees - 1]

@@ -11,8 +11,9 @@ Options after a recipe override its settings (`--learning_rate 2e-6`). They are 
 import json
 import logging
 import os
+import re
 import shlex
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from .data import (
     load_held_out,
     load_tokenizer,
     model_argument,
+    option,
     without_bars_in_logs,
 )
 from .dry_run import print_plan
@@ -48,7 +50,7 @@ from .recipe import RecipeParser, parse_arguments
 from .usage import UsageError, require_argument, usage_errors
 
 # What `resume_from_checkpoint` may be beside a directory. On the command line it is always text
-RESUME_WORDS = {"true": True, "yes": True, "false": False, "no": False, "none": False, "null": False, "": False}
+RESUME_WORDS = {"true": True, "yes": True, **dict.fromkeys(["false", "no", "none", "null", ""], False)}
 
 logger = logging.getLogger(__name__)
 
@@ -61,26 +63,20 @@ RESOLVED = "resolved.yaml"  # the run's settings, as a recipe that runs again
 class TrainArguments(FR3EScriptArguments):
     """Arguments of `fr3e train`."""
 
-    dry_run: bool = field(
-        default=False,
-        metadata={
-            "help": "Print what the run will do, and train nothing: its settings, completions, tokens and updates. No "
-            "weights are loaded."
-        },
+    dry_run: bool = option(
+        False,
+        "Print what the run will do, and train nothing: its settings, completions, tokens and updates. No weights are "
+        "loaded.",
     )
-    eval_dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Dataset or file to evaluate on during training, with the same columns; see `eval_strategy`. If "
-            "`None`, the test split of the dataset (`dataset_test_split`)."
-        },
+    eval_dataset_name: str | None = option(
+        None,
+        "Dataset or file to evaluate on during training, with the same columns; see `eval_strategy`. If `None`, the "
+        "test split of the dataset (`dataset_test_split`).",
     )
-    num_processes: int | None = field(
-        default=None,
-        metadata={
-            "help": "Number of processes to start, one per GPU. For FSDP and ZeRO, use `accelerate launch` with its "
-            "configuration instead. If `None`, no further process is started."
-        },
+    num_processes: int | None = option(
+        None,
+        "Number of processes to start, one per GPU. For FSDP and ZeRO, use `accelerate launch` with its configuration "
+        "instead. If `None`, no further process is started.",
     )
 
     def __post_init__(self) -> None:
@@ -93,13 +89,8 @@ class RunFiles(TrainerCallback):
     """
     Writes the settings and the metrics of a run to its output directory, from its first step on.
 
-    A resumed run continues the metrics of its checkpoint. A run that cannot start leaves the files as they are.
-
-    Args:
-        directory (`Path`):
-            The output directory.
-        given (`dict[str, Any]`, *optional*):
-            The arguments that differ from their defaults.
+    A resumed run continues the metrics of its checkpoint. A run that cannot start leaves the files as they are. The
+    settings are `given`, the arguments that differ from their defaults.
     """
 
     def __init__(self, directory: Path, given: dict[str, Any] | None):
@@ -140,13 +131,8 @@ def train(
     given: dict[str, Any] | None = None,
 ) -> None:
     """
-    Train, save the model, and push it to the hub if `push_to_hub`.
-
-    Args:
-        script_args ([`TrainArguments`]), training_args ([`FR3EConfig`]), model_args (`ModelConfig`):
-            The run.
-        given (`dict[str, Any]`, *optional*):
-            The arguments that differ from their defaults, for `resolved.yaml` in the output directory.
+    Train, save the model, and push it to the hub if `push_to_hub`. The arguments that differ from their defaults,
+    `given`, become `resolved.yaml` in the output directory.
     """
     without_bars_in_logs()
     require_argument(script_args, "dataset_name", RECIPE)
@@ -165,8 +151,7 @@ def train(
     eval_dataset = load_held_out(script_args, tokenizer, template) if evaluates else None
     warn_of_idle(script_args, training_args, model_args, given or {})
     if script_args.dry_run:
-        print_plan(training_args, len(train_dataset) if isinstance(train_dataset, Dataset) else None)
-        return
+        return print_plan(training_args, len(train_dataset) if isinstance(train_dataset, Dataset) else None)
     if checkpoint is False:
         refuse_used(training_args.output_dir)
     Path(training_args.output_dir).mkdir(parents=True, exist_ok=True)  # whose errors are not the model's
@@ -220,23 +205,19 @@ def write_recipe(path: Path, given: dict[str, Any]) -> None:
 
 def evaluation_command(script_args: FR3EScriptArguments, training_args: FR3EConfig, model_args: ModelConfig) -> str:
     """The command that evaluates the trained model on the same dataset, with the same prompts and rewards."""
-    default = FR3EScriptArguments(dataset_name=None)
-    given: dict[str, Any] = {"model_name_or_path": training_args.output_dir}
-    given |= {f.name: getattr(script_args, f.name) for f in fields(FR3EScriptArguments)}
+    given = {f.name: getattr(script_args, f.name) for f in fields(FR3EScriptArguments)}
     if isinstance(script_args, TrainArguments) and script_args.eval_dataset_name is not None:
         given |= {"dataset_name": script_args.eval_dataset_name, "dataset_config": None}
-    given = {name: value for name, value in given.items() if value != getattr(default, name, None)}
-    plain = ModelConfig()
-    names = ["dtype", *(f.name for f in fields(ModelConfig) if "bit" in f.name or "bnb" in f.name)]
-    loading = {name: getattr(model_args, name) for name in names}
-    given |= {name: value for name, value in loading.items() if value != getattr(plain, name)}
+    given |= {name: value for name, value in vars(model_args).items() if name == "dtype" or re.search("bit|bnb", name)}
+    usual = vars(FR3EScriptArguments()) | vars(ModelConfig())
+    given = {name: value for name, value in given.items() if value != usual[name]}
     if training_args.trust_remote_code:
         given["trust_remote_code"] = True
     if training_args.chat_template_kwargs:
         given["chat_template_kwargs"] = json.dumps(training_args.chat_template_kwargs)
     given["max_completion_length"] = training_args.max_completion_length
     given["output_dir"] = str(Path(str(training_args.output_dir)) / "eval")
-    words = ["fr3e", "eval"]
+    words = ["fr3e", "eval", "--model_name_or_path", str(training_args.output_dir)]
     for name, value in given.items():
         values = [str(item) for item in (value if isinstance(value, list) else [value])]
         if len(values) == 1 and values[0].startswith("-"):  # or it is taken for an option
@@ -281,20 +262,17 @@ def checkpoint_to_resume(args: FR3EConfig) -> str | bool:
 
 def how_to_go_on(output_dir: str) -> str:
     """How to resume an interrupted run."""
-    complete = {step: path for step, path in checkpoints(output_dir).items() if is_complete(path)}
-    if not complete:
-        return "No checkpoint was saved yet."
-    return f"--resume_from_checkpoint true resumes from {complete[max(complete)]}."
+    complete = [path for _, path in sorted(checkpoints(output_dir).items()) if is_complete(path)]
+    return f"--resume_from_checkpoint true resumes from {complete[-1]}." if complete else "No checkpoint was saved yet."
 
 
 def refuse_used(output_dir: str) -> None:
     """Raise a `UsageError` if a directory has weights of an earlier run, which this run would partly overwrite."""
     steps = checkpoints(output_dir)
-    resuming = (
-        ", or resume that run with --resume_from_checkpoint true" if any(map(is_complete, steps.values())) else ""
-    )
     saved = [steps[max(steps)].name] if steps else [*weight_files(output_dir)]
     if saved:
+        can_resume = any(map(is_complete, steps.values()))
+        resuming = ", or resume that run with --resume_from_checkpoint true" if can_resume else ""
         raise UsageError(
             f"output_dir={output_dir!r} has {saved[0]} from an earlier run, which this run would overwrite. Use "
             f"another output_dir, or remove this one{resuming}."

@@ -13,16 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # The extra that brings a package
-EXTRAS = {
-    "gguf": "lm",
-    "math_verify": "math",
-    "matplotlib": "bench",
-    "peft": "peft",
-    "reasoning_gym": "bench",
-    "rich": "bench",
-    "scipy": "bench",
-    "sentencepiece": "lm",
-}
+EXTRAS = {"math_verify": "math", "peft": "peft", "gguf": "lm", "sentencepiece": "lm"}
+EXTRAS |= dict.fromkeys(("matplotlib", "reasoning_gym", "rich", "scipy"), "bench")
 
 # Packages whose own refusals are for the user: this one, and the benchmarks of a clone
 OWN = ("fr3e_trl", "benchmarks")
@@ -73,18 +65,13 @@ def unrecognized(arguments: list[str], options: Iterable[str]) -> str:
     return f"unrecognized arguments: {' '.join(arguments)}.{did_you_mean(names, options)}"
 
 
-def did_you_mean(names: Iterable[str], known: Iterable[str], prefix: str = "") -> str:
-    """` Did you mean learning_rate?`, or nothing if no known name is like one of these."""
-    known = list(known)
-    near = [nearest(name, known) for name in names]
-    found = list(dict.fromkeys(prefix + name for name in near if name is not None))
-    return f" Did you mean {' and '.join(found)}?" if found else ""
-
-
-def nearest(name: str, known: list[str]) -> str | None:
-    """The shortest known name that begins with this one, or else the one that is most like it."""
-    longer = sorted((other for other in known if other.startswith(name)), key=len)
-    return next(iter(longer or difflib.get_close_matches(name, known, 1)), None)
+def did_you_mean(names: Iterable[str], known: Iterable[str]) -> str:
+    """` Did you mean learning_rate?`: the shortest known name that begins with one of these, or one that is like it."""
+    known, found = list(known), []
+    for name in names:
+        longer = sorted((other for other in known if other.startswith(name)), key=len)
+        found += (longer or difflib.get_close_matches(name, known, 1))[:1]
+    return f" Did you mean {' and '.join(dict.fromkeys(found))}?" if found else ""
 
 
 def sentence(message: str) -> str:
@@ -124,10 +111,11 @@ def explain(error: Exception) -> str | None:
     Returns:
         `str`, *optional*: `None` for an unexpected error, whose whole traceback is needed.
     """
+    line = one_line(error)
     if isinstance(error, ExplainedError):
         return str(error)
     if isinstance(error, UsageError):
-        return _with_notes(error, one_line(error))
+        return _with_notes(error, line)
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package in EXTRAS:
         return f"{package} is missing. Install it with: pip install 'fr3e-trl[{EXTRAS[package]}]'"
@@ -138,16 +126,14 @@ def explain(error: Exception) -> str | None:
         return told_of_user_code(error) or _with_notes(error, f"{_without_number(error)}.")
     raiser = _raised_by(error)
     if raiser in OWN:
-        return _with_notes(error, one_line(error))
+        return _with_notes(error, line)
     of_users = told_of_user_code(error)
     if of_users is not None:
         return of_users
     if raiser in LIBRARIES and isinstance(error, (ValueError, TypeError, ImportError, NotImplementedError, OSError)):
-        return _with_notes(error, f"{one_line(error).rstrip('.')}. (Raised by {raiser}; --debug shows where.)")
+        return _with_notes(error, f"{line.rstrip('.')}. (Raised by {raiser}; --debug shows where.)")
     if raiser in REPORTERS:
-        return _with_notes(
-            error, f"{raiser}: {one_line(error).rstrip('.')}. To train without it, use --report_to none."
-        )
+        return _with_notes(error, f"{raiser}: {line.rstrip('.')}. To train without it, use --report_to none.")
     return None
 
 
@@ -180,9 +166,9 @@ def _of_disk(error: BaseException | None) -> BaseException | None:
     while error is not None:
         number = error.errno if isinstance(error, OSError) else None
         if number in FULL or (number is None and any(words in str(error) for words in FULL_IN_WORDS)):
-            return error
+            break
         error = error.__cause__
-    return None
+    return error
 
 
 def _without_number(error: BaseException) -> str:

@@ -11,8 +11,7 @@ from peft import LoraConfig
 from transformers import GenerationMixin, set_seed
 
 import benchmarks.__main__ as cli
-from benchmarks.cost.stopwatch import MethodStopwatch
-from fr3e_trl.commands.check.lines import peak_memory
+from benchmarks.cost.stopwatch import MethodStopwatch, peak_memory
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

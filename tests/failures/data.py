@@ -50,6 +50,14 @@ CASES = [
     Case("no directory", f"{TRAIN} --dataset_name=nowhere", ("dataset_name='nowhere'",)),
     Case("XML", f"{TRAIN} --dataset_name=data.xml", ("data.xml", ".jsonl"), files={"data.xml": "<a/>"}),
     Case("no split", f"{TRAIN} --dataset_train_split=dev", ("dev", "data.jsonl")),
+    Case(
+        "no split of a directory", f"{TRAIN} --dataset_name=d", ('Unknown split "train"',), files={"d/test.jsonl": "{}"}
+    ),
+    Case(
+        "no short prompt streamed",
+        f"{TRAIN} --max_prompt_length=1 --dataset_streaming=true",
+        ("max_prompt_length=1", "no example is left"),
+    ),
     Case("header alone", f"{TRAIN} --dataset_name=h.csv", ("h.csv",), files={"h.csv": "prompt,solution\n"}),
     Case("cut parquet", f"{TRAIN} --dataset_name=d.parquet", ("d.parquet",), files={"d.parquet": b"PAR1"}),
     Case("no question column", f"{TRAIN} --prompt_column=query", ("'query'", "prompt, solution")),

@@ -27,133 +27,60 @@ def copied_model(edit: Callable[[dict[str, Any]], Any]) -> Setup:
     return setup
 
 
+def logged(name: str, *says: str, setup: Setup | None = None, arguments: str = "") -> Case:
+    """A page of the trees that a run logged."""
+    return Case(name, f"tree out {arguments}", says, after=LOGGED, setup=setup)
+
+
+def evaluated(name: str, *says: str, setup: Setup | None = None, arguments: str = "") -> Case:
+    """An evaluation that goes on from another."""
+    return Case(name, f"{EVAL} {arguments}", says, after=EVAL, setup=setup)
+
+
+def model(name: str, *says: str, content: str = "", setup: Setup | None = None, command: str = TRAIN) -> Case:
+    """A directory of a model, whose configuration has this content, or is made by the setup."""
+    files = {"bare/config.json": content} if content else {}
+    return Case(name, f"{command} --model_name_or_path=bare", ("model_name_or_path='bare'", *says), files, setup=setup)
+
+
+UNKNOWN = "config.json", "architectures"
+STEP, METRICS, COMPLETIONS = "out/trees/step-2.json.gz", "out/trees/metrics.jsonl", "out/completions.jsonl"
+NO_LOG = f"{STEP} is not a complete tree log"
+
 CASES = [
-    Case(
-        "cut arguments of eval", EVAL, ("out/arguments.json is damaged",), after=EVAL, setup=cut("out/arguments.json")
-    ),
-    Case("other arguments of eval", f"{EVAL} --temperature=0.5", ("temperature was 1.0 and is 0.5",), after=EVAL),
-    Case(
-        "damaged completion",
-        EVAL,
-        ("out/completions.jsonl, line 1, is damaged",),
-        after=EVAL,
-        setup=change("out/completions.jsonl", lambda content: content[9:]),
-    ),
-    Case(
-        "completion without a sample",
-        EVAL,
-        ("out/completions.jsonl, line 1, is damaged", "sample"),
-        after=EVAL,
-        setup=replace("out/completions.jsonl", NO_LINE),
-    ),
-    Case(
+    evaluated("cut arguments", "out/arguments.json is damaged", setup=cut("out/arguments.json")),
+    evaluated("other arguments", "temperature was 1.0 and is 0.5", arguments="--temperature=0.5"),
+    evaluated("damaged completion", f"{COMPLETIONS}, line 1, is damaged", setup=change(COMPLETIONS, lambda c: c[9:])),
+    evaluated("no sample", f"{COMPLETIONS}, line 1, is damaged", "sample", setup=replace(COMPLETIONS, NO_LINE)),
+    evaluated(
         "number for a completion",
-        EVAL,
-        ("out/completions.jsonl, line 2, is damaged",),
-        after=EVAL,
-        setup=change("out/completions.jsonl", lambda content: content.split(b"\n")[0] + b"\n3\n"),
+        f"{COMPLETIONS}, line 2, is damaged",
+        setup=change(COMPLETIONS, lambda content: content.split(b"\n")[0] + b"\n3\n"),
     ),
     # Trees
-    Case(
-        "cut tree log",
-        "tree out",
-        ("out/trees/step-1.json.gz is not a complete tree log", "EOFError"),
-        after=LOGGED,
-        setup=cut("out/trees/step-1.json.gz"),
-    ),
-    Case(
-        "empty tree log",
-        "tree out",
-        ("out/trees/step-2.json.gz is not a complete tree log",),
-        after=LOGGED,
-        setup=replace("out/trees/step-2.json.gz", ""),
-    ),
-    Case(
-        "text for a tree log",
-        "tree out",
-        ("out/trees/step-2.json.gz is not a complete tree log",),
-        after=LOGGED,
-        setup=replace("out/trees/step-2.json.gz", "hello"),
-    ),
-    Case(
-        "tree log of a step",
-        "tree out --steps 2",
-        ("out/trees/step-2.json.gz is not a complete tree log",),
-        after=LOGGED,
-        setup=cut("out/trees/step-2.json.gz"),
-    ),
-    Case(
-        "damaged metrics",
-        "tree out",
-        ("out/trees/metrics.jsonl, line 1",),
-        after=LOGGED,
-        setup=change("out/trees/metrics.jsonl", lambda content: content[3:]),
-    ),
-    Case(
-        "list of metrics",
-        "tree out",
-        ("out/trees/metrics.jsonl, line 1",),
-        after=LOGGED,
-        setup=change("out/trees/metrics.jsonl", lambda content: b"[1]\n" + content),
-    ),
-    Case(
-        "bytes of metrics",
-        "tree out",
-        ("out/trees/metrics.jsonl, line 1",),
-        after=LOGGED,
-        setup=change("out/trees/metrics.jsonl", lambda content: b"\xff\n" + content),
-    ),
-    Case(
-        "page into no directory", "tree out --output nowhere/page.html", ("nowhere/page.html", "--output"), after=LOGGED
-    ),
-    Case("page onto a directory", "tree out --output model", ("model", "--output"), after=LOGGED),
-    Case(
-        "page below a file",
-        "tree out --output data.jsonl/page.html",
-        ("data.jsonl/page.html", "--output"),
-        after=LOGGED,
-    ),
+    logged("cut tree log", NO_LOG, "EOFError", setup=cut(STEP)),
+    logged("empty tree log", NO_LOG, setup=replace(STEP, "")),
+    logged("text for a tree log", NO_LOG, setup=replace(STEP, "hello")),
+    logged("tree log of a step", NO_LOG, setup=cut(STEP), arguments="--steps 2"),
+    logged("damaged metrics", f"{METRICS}, line 1", setup=change(METRICS, lambda content: content[3:])),
+    logged("list of metrics", f"{METRICS}, line 1", setup=change(METRICS, lambda content: b"[1]\n" + content)),
+    logged("bytes of metrics", f"{METRICS}, line 1", setup=change(METRICS, lambda content: b"\xff\n" + content)),
+    logged("page into no directory", "nowhere/page.html", "--output", arguments="--output nowhere/page.html"),
+    logged("page onto a directory", "model", "--output", arguments="--output model"),
+    logged("page below a file", "data.jsonl/page.html", "--output", arguments="--output data.jsonl/page.html"),
     # Models
-    Case(
-        "model without weights",
-        f"{TRAIN} --model_name_or_path=bare",
-        ("model_name_or_path='bare'",),
-        files={"bare/config.json": BARE},
-    ),
-    Case(
-        "model without architectures",
-        f"{TRAIN} --model_name_or_path=bare",
-        ("model_name_or_path='bare'", "config.json", "architectures"),
-        setup=copied_model(lambda config: config.pop("architectures")),
-    ),
-    Case(
-        "model with architectures of null, by grpo",
-        f"{TRAIN} --model_name_or_path=bare --num_anchors=0",
-        ("model_name_or_path='bare'", "config.json", "architectures"),
+    model("no weights", content=BARE),
+    model("no weights of eval", content=BARE, command=EVAL),
+    model("cut config", content='{"model_type'),
+    model("unknown type", "qwen99", content='{"model_type": "qwen99"}'),
+    model("no architectures", *UNKNOWN, setup=copied_model(lambda config: config.pop("architectures"))),
+    model(
+        "architectures of null, by grpo",
+        *UNKNOWN,
         setup=copied_model(lambda config: config.update(architectures=None)),
+        command=f"{TRAIN} --num_anchors=0",
     ),
     Case(
-        "model with cut config",
-        f"{TRAIN} --model_name_or_path=bare",
-        ("model_name_or_path='bare'",),
-        files={"bare/config.json": '{"model_type'},
-    ),
-    Case(
-        "model of an unknown type",
-        f"{TRAIN} --model_name_or_path=bare",
-        ("model_name_or_path='bare'", "qwen99"),
-        files={"bare/config.json": '{"model_type": "qwen99"}'},
-    ),
-    Case(
-        "model without weights in eval",
-        f"{EVAL} --model_name_or_path=bare",
-        ("model_name_or_path='bare'",),
-        files={"bare/config.json": BARE},
-    ),
-    Case(
-        "empty directory for a model",
-        f"{EVAL} --model_name_or_path=bare",
-        ("model_name_or_path='bare'",),
-        files={"bare/notes": ""},
+        "empty directory", f"{EVAL} --model_name_or_path=bare", ("model_name_or_path='bare'",), files={"bare/notes": ""}
     ),
 ]

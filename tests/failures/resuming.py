@@ -14,14 +14,6 @@ def damaged(name: str, file: str, setup, *says: str, command: str = LAST) -> Cas
     return Case(name, command, (file.rpartition("/")[2], *says), after=SAVED, setup=setup)
 
 
-def both(setup_of) -> None:
-    def setup() -> None:
-        for checkpoint in ("out/checkpoint-1", "out/checkpoint-2"):
-            setup_of(checkpoint)()
-
-    return setup
-
-
 def as_best() -> None:
     for checkpoint in sorted(Path("out").glob("checkpoint-*")):
         shutil.move(checkpoint, "out/checkpoint-best")
@@ -30,48 +22,37 @@ def as_best() -> None:
         shutil.rmtree(checkpoint)
 
 
-STATE = "out/checkpoint-2/grpo_state_0.pt"
+STATE, TRAINER_STATE = "out/checkpoint-2/grpo_state_0.pt", "out/checkpoint-2/trainer_state.json"
+WEIGHTS = "out/checkpoint-2/model.safetensors"
+
+
+def resumed(name: str, checkpoint: str, *says: str, **further) -> Case:
+    return Case(name, f"{SAVED} --resume_from_checkpoint={checkpoint}", says, **further)
+
+
+def damaged_state(name: str, setup) -> Case:
+    return damaged(name, TRAINER_STATE, setup, command=SECOND)
+
+
 CASES = [
-    Case(
-        "nothing to resume",
-        f"{SAVED} --resume_from_checkpoint=true",
-        ("resume_from_checkpoint=True", "output_dir='out'"),
-    ),
-    Case(
-        "no such checkpoint", f"{SAVED} --resume_from_checkpoint=out/checkpoint-9", ("'out/checkpoint-9'", "directory")
-    ),
-    Case("a file for a checkpoint", f"{SAVED} --resume_from_checkpoint=data.jsonl", ("'data.jsonl'", "directory")),
-    Case("a directory for a checkpoint", f"{SAVED} --resume_from_checkpoint=model", ("'model'", "trainer_state.json")),
-    Case(
-        "only the best",
-        f"{SAVED} --resume_from_checkpoint=true",
-        ("resume_from_checkpoint=True",),
-        after=SAVED,
-        setup=as_best,
-    ),
+    resumed("nothing to resume", "true", "resume_from_checkpoint=True", "output_dir='out'"),
+    resumed("no such checkpoint", "out/checkpoint-9", "'out/checkpoint-9'", "directory"),
+    resumed("a file for a checkpoint", "data.jsonl", "'data.jsonl'", "directory"),
+    resumed("a directory for a checkpoint", "model", "'model'", "trainer_state.json"),
+    resumed("only the best", "true", "resume_from_checkpoint=True", after=SAVED, setup=as_best),
     damaged("cut state", STATE, cut(STATE), "is damaged"),
     damaged("empty state", STATE, replace(STATE, ""), "is damaged"),
     damaged("text for a state", STATE, replace(STATE, "hello"), "is damaged"),
     damaged("cut optimizer", "optimizer.pt", cut("out/checkpoint-2/optimizer.pt"), "is damaged", "checkpoint before"),
     damaged("cut scheduler", "scheduler.pt", cut("out/checkpoint-2/scheduler.pt"), "is damaged", "checkpoint before"),
     damaged("cut generator", "rng_state.pth", cut("out/checkpoint-2/rng_state.pth"), "is damaged"),
-    damaged("cut weights", "model.safetensors", cut("out/checkpoint-2/model.safetensors"), "is damaged"),
-    damaged("empty weights", "model.safetensors", replace("out/checkpoint-2/model.safetensors", ""), "is damaged"),
-    damaged("no weights", "checkpoint-2", remove("out/checkpoint-2/model.safetensors"), "checkpoint"),
-    damaged("cut trainer state", "trainer_state.json", cut("out/checkpoint-2/trainer_state.json"), command=SECOND),
-    damaged(
-        "empty trainer state",
-        "trainer_state.json",
-        replace("out/checkpoint-2/trainer_state.json", "{}"),
-        command=SECOND,
-    ),
-    damaged("no trainer state", "trainer_state.json", remove("out/checkpoint-2/trainer_state.json"), command=SECOND),
-    damaged(
-        "list for a trainer state",
-        "trainer_state.json",
-        replace("out/checkpoint-2/trainer_state.json", "[]"),
-        command=SECOND,
-    ),
+    damaged("cut weights", WEIGHTS, cut(WEIGHTS), "is damaged"),
+    damaged("empty weights", WEIGHTS, replace(WEIGHTS, ""), "is damaged"),
+    damaged("no weights", "checkpoint-2", remove(WEIGHTS), "checkpoint"),
+    damaged_state("cut trainer state", cut(TRAINER_STATE)),
+    damaged_state("empty trainer state", replace(TRAINER_STATE, "{}")),
+    damaged_state("no trainer state", remove(TRAINER_STATE)),
+    damaged_state("list for a trainer state", replace(TRAINER_STATE, "[]")),
     Case(
         "no trainer state at all",
         LAST,

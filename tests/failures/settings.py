@@ -1,4 +1,4 @@
-"""Settings of training that cannot be, by the command."""
+"""Settings of training that cannot be, by the command. Those of FR3E are in test_config.py."""
 
 from .case import TRAIN, Case
 
@@ -9,32 +9,12 @@ def refused(setting: str, *says: str) -> Case:
 
 CASES = [
     refused("num_anchors=9", "num_anchors=9", "num_generations=4"),
-    refused("num_anchors=-1", "num_anchors=-1"),
     refused("num_anchors=some", "--num_anchors", "some"),
-    refused("num_base_trajectories=0", "num_base_trajectories=0"),
-    refused("num_generations=0", "num_generations=0"),
     refused("num_generations=3", "num_generations"),
     refused("anchor_threshold=inf", "anchor_threshold=inf", "'auto'"),
     refused("anchor_threshold=high", "anchor_threshold='high'", "'auto'"),
-    refused("anchor_threshold=-1", "anchor_threshold=-1"),
-    refused("anchor_min_gap=0", "anchor_min_gap=0"),
     refused("anchor_score=mood", "--anchor_score", "mood", "entropy"),
     refused("credit=all", "--credit", "all", "tree"),
-    refused("value_prior_strength=-1", "value_prior_strength=-1"),
-    refused("value_prior_strength=nan", "value_prior_strength=nan"),
-    refused("max_refills=-1", "max_refills=-1"),
-    refused("negative_advantage_scale=-1", "negative_advantage_scale=-1"),
-    refused("log_trees=0", "log_trees=0"),
-    refused("tool_timeout=0", "tool_timeout=0"),
-    refused("epsilon=-1", "epsilon=-1"),
-    refused("epsilon_high=-0.5", "epsilon_high=-0.5"),
-    refused("epsilon_high=nan", "epsilon_high=nan"),
-    refused("beta=-1", "beta=-1"),
-    refused("temperature=0", "temperature=0"),
-    refused("top_p=2", "top_p=2"),
-    refused("num_iterations=0", "num_iterations=0"),
-    refused("max_completion_length=0", "max_completion_length=0"),
-    refused("loss_type=best", "best"),
     refused("scale_rewards=twice", "twice"),
     refused("optim=best", "best"),
     refused("lr_scheduler_type=wave", "wave"),

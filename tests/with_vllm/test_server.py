@@ -31,8 +31,8 @@ from trees import rollouts_of
 from trl.generation.vllm_client import VLLMClient
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.commands.check.command import Setup
-from fr3e_trl.commands.check.lines import vllm_server
+from fr3e_trl.commands.check import read_setup
+from fr3e_trl.commands.check_lines import vllm_server
 from fr3e_trl.generation.generate import GenerateSampler
 from fr3e_trl.generation.vllm_server import VLLMServer, VLLMServerError
 from fr3e_trl.method.sampling import SamplingRequest
@@ -44,7 +44,7 @@ DEEPSPEED = ROOT / ".venv" / "bin" / "python"  # of `make test`: vLLM's environm
 
 
 def test_the_check_of_an_installation_asks_it(server):
-    found = vllm_server(Setup("", vllm_server_base_url=server.url))
+    found = vllm_server(read_setup([f"--vllm_server_base_url={server.url}"]))
     assert re.fullmatch(r".*demo_policy at http\S+: 4 branches of \d+ tokens", found)
 
 

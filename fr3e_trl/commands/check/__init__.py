@@ -1,1 +1,0 @@
-"""Whether training works on this machine, line by line: `fr3e check`."""
