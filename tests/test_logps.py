@@ -5,13 +5,10 @@ import pytest
 import torch
 import transformers
 from models import TINY, make_model
-from test_images import FORM_OF, train
 from test_old_logps import Logits
 from transformers import set_seed
-from vision_models import FAMILIES, make_image_dataset
 
 from fr3e_trl import logps
-from fr3e_trl.images import images_in, select_rows
 from fr3e_trl.logps import Softmax, score, tile_logps, truncated_logps
 
 SOFTMAXES = [Softmax(), Softmax(temperature=0.7, scale=0.25), Softmax(temperature=1.3, scale=2.0, softcap=3.0)]
@@ -158,25 +155,6 @@ def test_without_a_target_the_gradient_is_0_and_not_none():
     own.sum().backward()
     assert not own.any() and not entropies.any()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_with_images(family):
-    """In batches of 3 of 8 rows, cut off at no token: as TRL scores them."""
-    trainer = train(family, dataset=make_image_dataset(form=FORM_OF[family]), learning_rate=0.0, max_steps=1)
-    batch, _ = trainer.batches[0]
-    input_ids, mask = (
-        torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], 1)[:8] for name in ("ids", "mask")
-    )
-    images = select_rows(images_in(batch), list(range(8)))
-    arguments = trainer.model, input_ids, mask, batch["completion_ids"].size(1), 3
-    with torch.no_grad():
-        expected, found = (
-            trainer._get_per_token_logps_and_entropies(*arguments, **images, truncation=truncation)[0]
-            for truncation in (None, lambda ids, logits: logits)
-        )
-    assert (expected != 0).sum() > 8
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_head_that_is_not_called_is_an_error():
