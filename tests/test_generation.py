@@ -167,14 +167,6 @@ def test_logprobs_and_entropies_are_the_policys(settings):
                 check_statistics(policy, one.prefix_ids, sample, one.temperature)
 
 
-def test_those_of_an_adapter_are_its_own():
-    model = get_peft_model(make_model(), LoraConfig(target_modules="all-linear", init_lora_weights=False))
-    ((sample,),) = make_sampler(model).sample([request(token_ids(7), budget=30)])
-    with torch.no_grad():
-        logits = model(torch.tensor([[*token_ids(7), *sample.token_ids]])).logits[0, 6:-1]
-    assert sample.entropies == pytest.approx(torch.distributions.Categorical(logits=logits).entropy().numpy(), abs=1e-4)
-
-
 def branching(threshold=1.0, num_rollouts=2, shares=(8, 2), min_gap=2):
     """Of a stopping rule: nothing asks for the anchors of finished samples."""
     return Branching(num_rollouts, None, shares, AboveThreshold(threshold=threshold, min_gap=min_gap))
@@ -238,7 +230,7 @@ def check_statistics(model, prefix_ids, sample, temperature):
     assert sample.logprobs == pytest.approx(expected.log_prob(ids[0, len(prefix_ids) :]).numpy(), abs=1e-4)
 
 
-@pytest.mark.parametrize("max_logits", [1, 500, 2**22])
+@pytest.mark.parametrize("max_logits", [1, 500])
 def test_log_probs_are_of_each_row_however_many_are_kept(max_logits, monkeypatch):
     monkeypatch.setattr(generate, "MAX_LOGITS", max_logits)
     model, requests = make_model(), [request(token_ids(5), (), 3, 9, 0.5), request(token_ids(2), (), 4, 12)]
@@ -326,11 +318,6 @@ def test_rounding_is_told_from_a_wrong_state(dtype, make):
     assert make_sampler(make().to(dtype), may_grow=True).grows == (make is make_model)
 
 
-def test_rows_of_an_adapter_grow():
-    model = get_peft_model(make_model(), LoraConfig(target_modules="all-linear", init_lora_weights=False))
-    assert make_sampler(model, may_grow=True).grows
-
-
 @pytest.mark.parametrize("threshold", ["auto", None])
 def test_a_compiled_policy_trains(threshold):
     """Three steps, of which rows grow from the second on with the default."""
@@ -345,10 +332,6 @@ def test_a_compiled_policy_trains(threshold):
     trainer.train()
     assert len(trainer.batches) == 3
     assert largest_difference(trainer) < 1e-4
-
-
-def test_no_request_draws_nothing():
-    assert make_sampler(make_model()).sample([]) == []
 
 
 def test_samples_are_distributed_as_the_policy_is():

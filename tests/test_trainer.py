@@ -369,7 +369,8 @@ def test_a_batch_that_teaches_nothing(loss_type):
     trainer.train()
     first, second = trainer.state.log_history[:2]
     assert first["loss"] == 0 and first["grad_norm"] == 0 and first["fr3e/states/rejected"] == 1 and first["kl"] == 0
-    assert {"entropy", "clip_ratio/region_mean"} <= first.keys()  # callbacks find what GRPOTrainer logs
+    assert "entropy" in first  # callbacks find what GRPOTrainer logs
+    assert loss_type in ("cispo", "sapo", "vespo") or "clip_ratio/region_mean" in first
     assert math.isfinite(second["loss"]) and second["grad_norm"] > 0
     assert weights(trainer).isfinite().all() and not weights(trainer).equal(before)
 
