@@ -64,12 +64,6 @@ def batch(rows: list[Row], prompts: list[int], prior_strength: float) -> Stretch
     return by_crowd(paths(rows, prompts), prior_strength)
 
 
-def informative_rows(credit: Stretches, num_rows: int) -> list[bool]:
-    """Rows of which any token has an advantage other than 0."""
-    informative = set(credit.rows[credit.advantages != 0].tolist())
-    return [row in informative for row in range(num_rows)]
-
-
 def num_counted(credit: Stretches, rows: list[int]) -> float:
     """How many tokens those of these rows count for."""
     counted = credit.weights * (credit.ends - credit.starts)
@@ -97,24 +91,6 @@ def test_two_bases_and_two_prompts():
     assert_credit(batch(rows, [0, 0, 0, 1], 2), expected)
 
 
-def test_unscorable_rows():
-    # kappa = 4, beta = .5. 0-1: T = {1}: 1 - 2/4. From 2 on nothing scorable passes through the base, and U of the
-    # first branch is empty: 1 - 2/4
-    rows = [(NAN, None, 0, 6), (1, 0, 2, 5), (NAN, 0, 4, 6)]
-    credit = one_tree(rows, 0.5, 4)
-    assert_credit(credit, [(0, 0, 2, 0.5), (0, 2, 4, 0), (0, 4, 6, 0), (1, 2, 5, 0.5), (2, 4, 6, 0)])
-    assert informative_rows(credit, 3) == [True, True, False]
-
-
-def test_branches_at_neighbouring_tokens_and_at_the_same():
-    # kappa = 2, beta = .5, so kappa beta = 1. The base fails; of its branches that at 2 succeeds, and one of two at 3.
-    # 0-1: T = {0, 1, 1, 0}: .5 - 1/2 = 0.  2: T = {0, 1, 0}, U = {1}: 1/3 - 2/3, three times
-    # 3-4: T = {0}, U = {1, 1, 0}: 0 - 3/5.  The others: 1 - 2/5, 1 - 2/5, 0 - 3/5
-    rows = [(0, None, 0, 5), (1, 0, 2, 6), (1, 0, 3, 5), (0, 0, 3, 4)]
-    base = [(0, 0, 2, 0), (0, 2, 3, -1), (0, 3, 5, -0.6)]
-    assert_credit(one_tree(rows, 0.5, 2), [*base, (1, 2, 6, 0.6), (2, 3, 5, 0.6), (3, 3, 4, -0.6)])
-
-
 def test_branches_of_branches():
     # kappa = 4, beta = .25, so kappa beta = 1. Row 1 leaves the base at 2, row 2 leaves row 1 at 5, row 3 the base at 4
     # Base. 0-1: T = {0, 1, 0, 1}: .5 - .25, four times. 2-3: T = {0, 1}, U = {1, 0}: .5 - 2/6, twice.
@@ -135,21 +111,6 @@ def test_one_prompt_alone():
     # The second has beta = .5
     expected = [(0, 0, 2, -1), (0, 2, 5, -1), (1, 2, 5, 0.2), (2, 0, 2, 0.5)]
     assert_credit(batch([*rows, (1, None, 0, 2)], [0, 0, 0], 4), expected)
-
-
-def test_without_strength_the_prior_only_stands_where_nothing_else_does():
-    # The first prompt's prior is .25, the second's .5. 0: .5 - .25, twice; 1-2: 1 - 0, the branch 0 - 1; .25 - .5
-    rows = [(1, None, 0, 3), (0, 0, 1, 3), (0.25, None, 0, 1)]
-    expected = [(0, 0, 1, 0.5), (0, 1, 3, 1), (1, 1, 3, -1), (2, 0, 1, -0.25)]
-    assert_credit(batch(rows, [0, 0, 1], 0), expected)
-
-
-def test_several_prompts_of_which_one_is_unscorable():
-    # Priors: (0 + .5) / 2, none is needed, (1 + .5) / 2, (1 + 0) / 2. The last row is what was expected of it
-    rows = [(1, None, 0, 1), (NAN, None, 0, 1), (0, None, 0, 1), (0.5, None, 0, 1)]
-    credit = batch(rows, [0, 1, 2, 3], 4)
-    assert_credit(credit, [(0, 0, 1, 0.75), (1, 0, 1, 0), (2, 0, 1, -0.75), (3, 0, 1, 0)])
-    assert informative_rows(credit, 4) == [True, False, True, False]
 
 
 def test_copies():
@@ -296,17 +257,6 @@ def test_the_definition_token_by_token(drawn, strength):
     assert_close(dense(batch(rows, prompts, strength), len(rows)), expected)
 
 
-@given(batches(), STRENGTHS, st.randoms())
-def test_the_order_of_rows_changes_nothing(drawn, strength, random):
-    rows, prompts = drawn
-    order = list(range(len(rows)))
-    random.shuffle(order)
-    places = {row: place for place, row in enumerate(order)}
-    shuffled = [(r, None if parent is None else places[parent], p, n) for r, parent, p, n in (rows[i] for i in order)]
-    credit = batch(shuffled, [prompts[i] for i in order], strength)
-    assert_close(dense(credit, len(rows)), dense(batch(rows, prompts, strength), len(rows))[order])
-
-
 @given(batches(max_branches=0), st.sampled_from([0.5, 4.0]))
 def test_without_branches_the_baseline_is_that_of_rollouts_of_the_prompt(drawn, strength):
     rows, prompts = drawn
@@ -315,39 +265,6 @@ def test_without_branches_the_baseline_is_that_of_rollouts_of_the_prompt(drawn, 
     credit = batch(rows, prompts, strength)
     assert credit.rows.tolist() == list(range(len(rows)))
     assert_close(credit.advantages, (rewards - baselines).nan_to_num(0))
-
-
-@given(batches(), STRENGTHS, st.sampled_from([-3.0, 0.25, 7.0]))
-def test_a_constant_added_to_all_rewards_changes_nothing(drawn, strength, constant):
-    rows, prompts = drawn
-    moved = [(row[0] + constant, *row[1:]) for row in rows]
-    one, other = (batch(x, prompts, strength) for x in (rows, moved))
-    assert_close(other.advantages, one.advantages)
-
-
-@given(batches(), STRENGTHS, st.data())
-def test_an_unscorable_row_changes_nothing_for_the_others(drawn, strength, data):
-    rows, prompts = drawn
-    parent = data.draw(st.none() | st.integers(0, len(rows) - 1))
-    position = 0 if parent is None else data.draw(st.integers(rows[parent][2], rows[parent][3]))
-    prompt = data.draw(st.integers(0, 4)) if parent is None else prompts[parent]
-    credit = batch([*rows, (NAN, parent, position, 14)], [*prompts, prompt], strength)
-    expected = dense(batch(rows, prompts, strength), len(rows))
-    assert_close(dense(credit, len(rows) + 1)[:-1], expected)
-    assert not dense(credit, len(rows) + 1)[-1].any()
-
-
-@given(batches(), STRENGTHS, st.data())
-def test_no_baseline_depends_on_the_tokens_own_rollouts(drawn, strength, data):
-    """A reward changed by 1 changes the advantages of a token that it passes through by 1."""
-    rows, prompts = drawn
-    row = data.draw(st.integers(0, len(rows) - 1))
-    changed = [*rows[:row], (rows[row][0] + 1, *rows[row][1:]), *rows[row + 1 :]]
-    one, other = (dense(batch(x, prompts, strength), len(rows)) for x in (rows, changed))
-    if not math.isnan(rows[row][0]):
-        own = slice(rows[row][2], rows[row][3])
-        compared = (one[row, own] != 0) | (other[row, own] != 0)
-        assert_close((other - one)[row, own], compared.double())
 
 
 @given(batches())

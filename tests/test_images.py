@@ -671,9 +671,9 @@ def test_what_is_refused_with_more_than_there_is_here(monkeypatch):
     """Processes, a server and sharded weights: as it would be when the trainer is made."""
     trainer = make_tool_trainer("qwen2_5_vl", look_at_picture)
     assert obstacle_to_tool_images(trainer) is None
-    monkeypatch.setattr(trainer.accelerator.state, "num_processes", 2)
-    assert "ddp_find_unused_parameters=True and log_multimodal=False" in obstacle_to_tool_images(trainer)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.accelerator.state, "num_processes", 2)
+        assert "ddp_find_unused_parameters=True and log_multimodal=False" in obstacle_to_tool_images(trainer)
     trainer = make_trainer("llava")
     assert obstacle_to_images(trainer) is None
     trainer._multi_environment = True

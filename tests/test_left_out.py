@@ -20,15 +20,14 @@ def rows_of(batch, trees):
         yield *row, {name: batch[name][i] for name in names}
 
 
-@pytest.mark.parametrize("settings", [{"num_generations": 4}, {"num_generations": 8}])
-def test_copies_are_scored_with_their_group_and_logged_means_are_over_rollouts(settings):
+def test_copies_are_scored_with_their_group_and_logged_means_are_over_rollouts():
     scored = []
 
     def letters(completions, **kwargs):
         scored.append(factory.letters(completions))
         return scored[-1]
 
-    trainer = factory.train(reward_funcs=letters, max_steps=4, **settings)
+    trainer = factory.train(reward_funcs=letters, max_steps=4, num_generations=4)
     sampled = []
     for (_, trees), rewards in zip(trainer.batches, scored, strict=True):
         rollouts = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]

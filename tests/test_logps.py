@@ -5,11 +5,33 @@ import pytest
 import torch
 import transformers
 from models import TINY, make_model
-from test_old_logps import Logits
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import set_seed
 
 from fr3e_trl import logps
 from fr3e_trl.logps import Softmax, score, tile_logps, truncated_logps
+
+
+class Logits(TorchDispatchMode):
+    """Counts the floats of tensors with a dimension of the vocabulary's size that exist at a time."""
+
+    def __init__(self, vocab_size, weights):
+        super().__init__()
+        self.vocab_size, self.storages, self.most = vocab_size, {}, 0
+        self.weights = {weight.untyped_storage().data_ptr() for weight in weights}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **kwargs or {})
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and self.vocab_size in tensor.shape and tensor.is_floating_point():
+                storage = torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage())
+                if tensor.untyped_storage().data_ptr() not in self.weights:
+                    self.storages[storage.cdata] = (storage, tensor.untyped_storage().nbytes() // tensor.itemsize)
+        self.storages = {key: value for key, value in self.storages.items() if not value[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.storages.values()))
+        return output
+
 
 SOFTMAXES = [Softmax(), Softmax(temperature=0.7, scale=0.25), Softmax(temperature=1.3, scale=2.0, softcap=3.0)]
 

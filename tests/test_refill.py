@@ -54,7 +54,7 @@ def train(dataset, **settings):
 
 
 def logged(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
+    return [value for (value,) in factory.logged(trainer, name)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_anchors": 0, "reject_degenerate_states": True}], ids=["fr3e", "grpo"])

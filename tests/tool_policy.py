@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
-from models import make_model
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from models import make_model, make_word_tokenizer
+from tokenizers import Regex
 from transformers import PreTrainedTokenizerFast
 
 WORDS = ["<pad>", "<eos>", "<|user|>", "<|assistant|>", "<|tool|>", "<call>", "</call>", *"0123456789?!{}:'", "error"]
@@ -61,18 +61,8 @@ def instead_of_look(tool):
 
 
 def make_tool_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="!"))
     special = "|".join(word.replace("|", r"\|") for word in WORDS if len(word) > 1)
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{special}|."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        additional_special_tokens=["<|user|>", "<|assistant|>", "<|tool|>"],
-        chat_template=TEMPLATE,
-        padding_side="left",
-    )
+    tokenizer = make_word_tokenizer(WORDS, "!", Regex(f"{special}|."), TEMPLATE)
     tokenizer.response_template = RESPONSE_TEMPLATE
     return tokenizer
 
