@@ -224,9 +224,8 @@ def base_of(rows: list[Row], row: int) -> int:
     return row if rows[row][1] is None else base_of(rows, rows[row][1])
 
 
-@given(batches(), STRENGTHS)
-def test_the_definition_token_by_token(drawn, strength):
-    rows, prompts = drawn
+def by_definition(rows: list[Row], prompts: list[int], strength: float, num_columns: int) -> tuple[torch.Tensor, ...]:
+    """Of each token that a row sampled itself (R, T): its advantage, and how many scorable rows pass through it."""
     rewards = [row[0] for row in rows]
     bases = [base_of(rows, i) for i in range(len(rows))]
 
@@ -242,7 +241,7 @@ def test_the_definition_token_by_token(drawn, strength):
 
     value_of = {base: mean([r for r, b in zip(rewards, bases, strict=True) if b == base]) for base in set(bases)}
     prompt_value = [mean([value_of[b] for b in value_of if prompts[b] == p]) for p in range(max(prompts) + 1)]
-    expected = torch.zeros(len(rows), 14, dtype=torch.float64)
+    advantages, numbers = torch.zeros(2, len(rows), num_columns, dtype=torch.float64)
     for row, (_, _, position, length) in enumerate(rows):
         base, prompt = bases[row], prompts[row]
         prior = mean([value for p, value in enumerate(prompt_value) if p != prompt])
@@ -253,7 +252,15 @@ def test_the_definition_token_by_token(drawn, strength):
             left = [rewards[i] for i in tree if i not in passing]
             passing = [rewards[i] for i in passing if not math.isnan(rewards[i])]
             advantage = mean(passing) - shrink(beta, left)
-            expected[row, t] = 0 if math.isnan(advantage) else advantage * len(passing)
+            advantages[row, t] = 0 if math.isnan(advantage) else advantage * len(passing)
+            numbers[row, t] = len(passing)
+    return advantages, numbers
+
+
+@given(batches(), STRENGTHS)
+def test_the_definition_token_by_token(drawn, strength):
+    rows, prompts = drawn
+    expected, _ = by_definition(rows, prompts, strength, num_columns=14)
     assert_close(dense(batch(rows, prompts, strength), len(rows)), expected)
 
 

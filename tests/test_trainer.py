@@ -126,24 +126,6 @@ def test_evaluation_does_not_explore():
 # What a batch consists of
 
 
-def test_a_completion_and_one_branch_of_it_train():
-    trainer = train(num_generations=2, reward_funcs=letters, credit="rollout", max_steps=3)
-    for batch, trees in trainer.batches:
-        check_batch(trainer, batch, trees)
-        # By hand: the prior of a prompt is the mean of the others' values; that of a branch its prompt's shrunk value,
-        # which a row alone in its state is compared with. A completion too short to branch has another beside it.
-        values = [tree.states[0].value for tree in trees]
-        expected = []
-        for tree, value in zip(trees, values, strict=True):
-            prior = (sum(values) - value) / (len(values) - 1)
-            first, *second = [rollout.score.reward for state in tree.states for rollout in state.rollouts]
-            if len(tree.states) == 2:
-                expected += [first - prior, second[0] - (4 * prior + first) / 5]
-            else:
-                expected += [first - (4 * prior + second[0]) / 5, second[0] - (4 * prior + first) / 5]
-        assert batch["advantages"].tolist() == pytest.approx(expected, abs=1e-5)
-
-
 def check_batch(trainer, batch, trees):
     args, pad_id = trainer.args, 0
     rows = rollouts_of(trees)
@@ -422,6 +404,7 @@ async def asynchronous(completions, **kwargs):
         {"torch_compile": False, "cast_lm_head_to_fp32": True},
         {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": make_dataset(8), "per_device_eval_batch_size": 8},
         {"loss_type": "luspo", "num_generations": 4, "mask_truncated_completions": True},
+        {"num_generations": 2, "credit": "rollout"},
     ],
     ids=", ".join,  # of the names of the settings; pytest numbers those that are the same
 )

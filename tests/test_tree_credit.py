@@ -10,6 +10,7 @@ from factory import graded
 from models import CPU, make_dataset, make_tokenizer
 from processes_train import FakeSampler
 from recorder import Recorder
+from test_credit import by_definition
 from transformers import set_seed
 
 from fr3e_trl import FR3EConfig
@@ -57,56 +58,18 @@ def train(cls=Recorder, sampler=None, reward_func=graded, num_prompts=16, resume
 # The definition, token by token
 
 
-def shrunk(prior, values, strength):
-    return (strength * prior + sum(values)) / (strength + len(values)) if values else prior
-
-
-def naive_credit(trees, num_anchors, strength, num_rollouts=1):
-    """For each row, (number of T, advantage) of each of its own tokens. Rows are lists of the tokens they pass."""
-    of_prompts = []
-    for tree in trees:
-        groups = {}
-        for state in tree.states:
-            for k, rollout in enumerate(state.rollouts):
-                if rollout.copy_of is not None:
-                    continue
-                base = k if state.base is None else state.base
-                path = [("base", base, t) for t in range(state.position)]
-                own = ("base", base) if state.base is None else ("branch", id(rollout))
-                path += [(*own, t) for t in range(state.position, state.position + rollout.length)]
-                groups.setdefault(base, []).append((path, rollout.score.reward))
-        # Base trajectories come first in their groups, and stand for what could not branch
-        for base, group in groups.items():
-            planned = num_anchors // 2 + (base == 0) * (num_anchors % 2) if base < 2 else 0
-            groups[base] = [group[0]] * (planned * num_rollouts + 1 - len(group)) + group
-        of_prompts.append(list(groups.values()))
-
-    def mean(values):
-        values = [value for value in values if not math.isnan(value)]
-        return sum(values) / len(values) if values else NAN
-
-    values = [[mean(reward for _, reward in group) for group in groups] for groups in of_prompts]
-    credit = []
-    for i, (tree, groups) in enumerate(zip(trees, of_prompts, strict=True)):
-        prior = mean(mean(of_groups) for k, of_groups in enumerate(values) if k != i)
-        for state in tree.states:
-            for k, rollout in enumerate(state.rollouts):
-                if rollout.copy_of is not None:
-                    credit.append((0, []))
-                    continue
-                g = k if state.base is None else state.base
-                others = [value for h, value in enumerate(values[i]) if h != g and not math.isnan(value)]
-                beta = shrunk(prior, others, strength)
-                own = ("base", g) if state.base is None else ("branch", id(rollout))
-                tokens = []
-                for t in range(state.position, state.position + rollout.length):
-                    scorable = [(path, reward) for path, reward in groups[g] if not math.isnan(reward)]
-                    through = [reward for path, reward in scorable if (*own, t) in path]
-                    left = [reward for path, reward in scorable if (*own, t) not in path]
-                    advantage = sum(reward - shrunk(beta, left, strength) for reward in through)
-                    tokens.append((len(through), advantage))
-                credit.append((state.position, tokens))
-    return credit
+def paths_in(trees):
+    """Rows as in test_credit.py, and their prompts. A copy is a branch that leaves at the end: no token is its own."""
+    rows, prompts = [], []
+    for prompt, tree in enumerate(trees):
+        first, rollouts = len(rows), [(state, rollout) for state in tree.states for rollout in state.rollouts]
+        for state, rollout in rollouts:
+            base, start, end = state.base, state.position, state.position + rollout.length
+            if rollout.copy_of is not None:
+                base, start = rollout.copy_of, end
+            rows.append((rollout.score.reward, None if base is None else first + base, start, end))
+        prompts += [prompt] * len(rollouts)
+    return rows, prompts
 
 
 @pytest.mark.parametrize(
@@ -128,25 +91,20 @@ def test_the_batch_has_the_advantages_of_the_definition(reward_func, num_anchors
     assert len(trainer.batches) == 2
     logs = factory.logged(trainer, "fr3e/advantage/mean", "fr3e/advantage/std")
     for (batch, trees), metrics in zip(trainer.batches, logs, strict=True):
-        naive = naive_credit(trees, num_anchors, strength, num_rollouts=6 // num_anchors)
-        expected = torch.zeros_like(batch["advantages"])  # but for the factor of what the loss is divided by
-        assert batch["advantages"].shape == batch["completion_ids"].shape and len(naive) == 32
-        for i, (position, tokens) in enumerate(naive):
-            values = [advantage * (scale if advantage < 0 else 1) for _, advantage in tokens]
-            expected[i, position : position + len(values)] = torch.tensor(values)
-        in_loss = [row.abs().max().item() > 1e-6 for row in expected]
-        assert batch["in_loss"].tolist() == in_loss
-        rows = zip(expected, naive, in_loss, strict=True)
-        means = torch.tensor([row.sum() / len(tokens) for row, (_, tokens), inside in rows if inside])
+        rows, prompts = paths_in(trees)
+        advantages, numbers = by_definition(rows, prompts, strength, batch["completion_ids"].size(1))
+        expected = torch.where(advantages < 0, scale * advantages, advantages).float()
+        in_loss = expected.abs().amax(1) > 1e-6
+        assert batch["in_loss"].tolist() == in_loss.tolist() and len(rows) == 32
+        lengths = torch.tensor([end - start for _, _, start, end in rows])
+        means = (expected.sum(1) / lengths)[in_loss]
         assert metrics == pytest.approx((means.mean().item(), means.std(correction=0).item()), abs=1e-5)
-        in_loss = [tokens for (_, tokens), inside in zip(naive, in_loss, strict=True) if inside]
-        counted = sum(n for tokens in in_loss for n, _ in tokens)
-        assert batch["num_items_in_batch"] == sum(map(len, in_loss)) < counted
-        expected *= sum(map(len, in_loss)) / counted
-        torch.testing.assert_close(batch["advantages"], expected, atol=1e-5, rtol=1e-5)
+        factor = lengths[in_loss].sum() / numbers[in_loss].sum()  # of what the loss is divided by
+        assert batch["num_items_in_batch"] == lengths[in_loss].sum() and factor < 1
+        torch.testing.assert_close(batch["advantages"], expected * factor, atol=1e-5, rtol=1e-5, check_dtype=False)
         num_short += sum(len(tree.states[0].rollouts) > 2 for tree in trees)
         num_unscorable += sum(math.isnan(r.score.reward) for tree in trees for s in tree.states for r in s.rollouts)
-        num_rejected += 32 - len(in_loss)
+        num_rejected += (~in_loss).sum()
     assert num_short and (num_unscorable if reward_func is graded else num_rejected > 8)
 
 
@@ -269,54 +227,6 @@ def test_a_completion_too_short_for_its_anchors_stands_for_them():
     assert [n for _, n, _ in base.rollout.credit] == [3, 2]
     assert branch.advantage == pytest.approx(-2.8 / 6)
     assert copy.advantage == 0 and not copy.in_loss
-
-
-# Anchors
-
-
-def test_anchors_of_a_run_are_above_the_threshold_of_the_steps_before():
-    """In the first step, which has none before it, they are the most uncertain positions."""
-    trainer = train(sampler=FakeSampler(), anchor_threshold="auto", max_steps=4, num_base_trajectories=2)
-    threshold = None
-    logged = [entry["fr3e/anchor/threshold"] for entry in trainer.state.log_history if "fr3e/anchor/threshold" in entry]
-    assert len(trainer.batches) == len(logged) == 4
-    for (_, trees), next_one in zip(trainer.batches, logged, strict=True):
-        found = []
-        for tree in trees:
-            for b in range(2):
-                positions = [state.position for state in tree.states if state.base == b]
-                entropies = tree.entropies[b].tolist()[1:]
-                ranked = sorted(entropies, reverse=True)
-                found.append(ranked[2] if len(ranked) > 2 else 0.0)
-                if threshold is None:
-                    assert sorted(entropies[t - 1] for t in positions) == sorted(ranked[:3])
-                else:
-                    assert positions == [t for t, h in enumerate(entropies, 1) if h > threshold][:3]
-        median = sorted(found)[len(found) // 2 - 1 : len(found) // 2 + 1]
-        now = sum(median) / 2
-        threshold = now if threshold is None else 0.7 * threshold + 0.3 * now
-        assert next_one == pytest.approx(threshold, rel=1e-5)
-
-
-def test_a_base_trajectory_without_anchors_stands_for_their_rollouts():
-    """Nothing is generated or learned for those, and the batch has a row for each."""
-    trainer = train(sampler=FakeSampler(), anchor_threshold=2.0)
-    num_copies = 0
-    for batch, trees in trainer.batches:
-        rollouts = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]
-        assert len(rollouts) == len(batch["in_loss"]) == 32
-        copies = [i for i, rollout in enumerate(rollouts) if rollout.copy_of is not None]
-        assert not batch["in_loss"][copies].any() and not batch["advantages"][copies].any()
-        for tree in trees:
-            for rollout in tree.states[0].rollouts:
-                if rollout.copy_of is not None:
-                    base = tree.bases[rollout.copy_of]
-                    assert rollout.token_ids is base.token_ids and rollout.num_written == 0
-                    assert repr(rollout.score) == repr(base.score)  # which may be NaN
-        num_copies += len(copies)
-    assert num_copies > 4
-    logs = [entry for entry in trainer.state.log_history if "fr3e/rows/copied" in entry]
-    assert sum(entry["fr3e/rows/copied"] for entry in logs) * 32 == pytest.approx(num_copies)
 
 
 # The loss
