@@ -341,31 +341,9 @@ def test_prompts_are_shuffled_in_the_place_of_rows():
 # Models that cannot have it
 
 
-def make_recurrent():
-    set_seed(0)
-    return transformers.MambaForCausalLM(
-        transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=0)
-    )
-
-
 def make_with_alibi():
     set_seed(0)
     return transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
-
-
-def make_hybrid():
-    """Layers of linear attention beside layers of full attention."""
-    set_seed(0)
-    config = transformers.Qwen3NextConfig(
-        **SIZES | EXPERTS,
-        layer_types=["linear_attention", "full_attention"],
-        shared_expert_intermediate_size=32,
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-    )
-    return transformers.Qwen3NextForCausalLM(config)
 
 
 def make_with_attention_of_its_own():
@@ -404,13 +382,11 @@ def test_processes_decide_alike(monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("make", "settings", "reason"),
     [
-        (make_recurrent, {}, "MambaForCausalLM"),
         (make_with_alibi, {}, "BloomForCausalLM"),
-        (make_hybrid, {"router_aux_loss_coef": 0.0}, "Qwen3NextForCausalLM"),
         (lambda: make_family("Qwen3Moe"), {}, "router_aux_loss_coef"),
         (make_with_attention_of_its_own, {}, "attn_implementation='of_its_own'"),
     ],
-    ids=["recurrent", "alibi", "hybrid", "router", "attention"],
+    ids=["alibi", "router", "attention"],
 )
 def test_it_is_off_by_itself(make, settings, reason, caplog):
     trainer = make_trainer(make(), **settings)

@@ -387,6 +387,7 @@ async def asynchronous(completions, **kwargs):
         {"reward_funcs": [sometimes_none, squared], "reward_weights": [1.0, 0.0]},
         {"reward_funcs": sometimes_none},
         {"reward_funcs": [asynchronous, digits]},
+        {"dataset": IterableDataset.from_generator(lambda: iter(make_dataset()))},
         {"gradient_checkpointing": False},
         {"importance_sampling_level": "sequence", "loss_type": "grpo"},
         {"temperature": 1.5, "num_iterations": 2},
