@@ -1,8 +1,8 @@
 """
 A tiny tabular policy, and everything that can happen when trees are grown from it.
 
-Every base trajectory, every choice of where to branch and every branch, with its probability: an estimator's mean and
-variance are sums, not samples.
+Every base trajectory, every choice of where to branch and every branch, with its probability: an estimator's mean is a
+sum, not a sample.
 """
 
 import functools
@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fr3e_trl.method.credit.prior import Prior
-from fr3e_trl.method.credit.rollout import row_baselines
 from fr3e_trl.method.credit.tree import Paths, Stretches, root_baselines, tree_credit, tree_values
 
 Completion = tuple[int, ...]
@@ -137,13 +135,6 @@ def most_uncertain(num_anchors: int = 1) -> Rule:
     return rule
 
 
-def if_right(rule: Rule) -> Rule:
-    """As `rule`, in right trajectories only: looks ahead."""
-    return lambda policy, completion: (
-        rule(policy, completion) if policy.rewards[policy.completions.index(completion)] > 0.5 else [(1.0, ())]
-    )
-
-
 # What can happen
 
 
@@ -229,57 +220,12 @@ def several(outcomes: list[Outcome], count: int) -> list[Outcome]:
 # What estimators make of it
 
 
-@dataclass
-class Estimate:
-    """
-    What an estimator of the gradient makes of every outcome.
-
-    Args:
-        probabilities, tokens (`torch.Tensor` of shape (O,)):
-            Of each outcome: its probability, and how many tokens were generated.
-        gradients (`torch.Tensor` of shape (O, D)):
-            Estimated gradients.
-    """
-
-    probabilities: torch.Tensor
-    gradients: torch.Tensor
-    tokens: torch.Tensor
-
-    @property
-    def mean(self) -> torch.Tensor:
-        return self.probabilities @ self.gradients
-
-    @property
-    def tokens_generated(self) -> float:
-        return float(self.probabilities @ self.tokens)
-
-    @property
-    def variance(self) -> float:
-        """Trace of the covariance."""
-        return float(self.probabilities @ self.gradients.square().sum(dim=1) - self.mean.square().sum())
-
-    def angle(self, gradient: torch.Tensor) -> float:
-        """Between mean and gradient, in degrees."""
-        cosine = float(self.mean @ gradient / (self.mean.norm() * gradient.norm()))
-        return math.degrees(math.acos(min(1.0, cosine)))
-
-    def noise(self, gradient: torch.Tensor) -> float:
-        """Tokens to generate until the variance of their estimates' mean, scaled to fit, is the gradient's square."""
-        scale = self.mean @ gradient / (gradient @ gradient)
-        return float(self.variance / scale**2 * self.tokens_generated / (gradient @ gradient))
-
-
-def estimate(policy: Policy, outcomes: list[Outcome], credit: Stretches) -> Estimate:
-    """Gradients of the outcomes, by the credit of all their rows one after the other."""
-    owners = torch.tensor([i for i, outcome in enumerate(outcomes) for _ in outcome.completions])
-    completions = torch.tensor([i for outcome in outcomes for i in outcome.completions])
-    of_stretches = completions[credit.rows]
-    scores = policy.scores[of_stretches, credit.ends] - policy.scores[of_stretches, credit.starts]
-    gradients = torch.zeros(len(outcomes), scores.shape[1], dtype=torch.float64)
-    gradients.index_add_(0, owners[credit.rows], credit.advantages[:, None] * scores)
-    own_tokens = torch.zeros(len(completions)).index_add(0, credit.rows, (credit.ends - credit.starts).float())
-    tokens = torch.zeros(len(outcomes)).index_add(0, owners, own_tokens).double()
-    return Estimate(torch.tensor([outcome.probability for outcome in outcomes], dtype=torch.float64), gradients, tokens)
+def estimate(policy: Policy, outcomes: list[Outcome], credit: Stretches) -> torch.Tensor:
+    """The expected gradient (D,) by the credit of the outcomes' rows, which are one after the other."""
+    probabilities = [outcome.probability for outcome in outcomes for _ in outcome.completions]
+    completions = torch.tensor([i for outcome in outcomes for i in outcome.completions])[credit.rows]
+    scores = policy.scores[completions, credit.ends] - policy.scores[completions, credit.starts]
+    return (torch.tensor(probabilities, dtype=torch.float64)[credit.rows] * credit.advantages) @ scores
 
 
 def of_trees(
@@ -287,31 +233,24 @@ def of_trees(
     outcomes: list[Outcome],
     prior: float,
     prior_strength: float = 4.0,
-    copies: bool = True,
-    counted: bool = True,
     length_normalized: bool = False,
     masked: Callable[[Completion], bool] = lambda completion: False,
-) -> Estimate:
+) -> torch.Tensor:
     """
     Tree credit. The prior of the prompt is a number that the outcome has no part in.
 
-    Without `copies`, missing branches are not made up for; without `counted`, a token counts for one row, not for |T|.
     Completions that are `masked` are in no T and no U.
     """
     paths = paths_of(policy, outcomes)
     is_masked = torch.tensor([masked(policy.completions[i]) for outcome in outcomes for i in outcome.completions])
     paths = paths._replace(rewards=paths.rewards.masked_fill(is_masked, math.nan))
-    if not copies:
-        paths = paths._replace(counts=[1] * len(paths.counts))
     priors = torch.full((len(outcomes),), prior, dtype=torch.float64)
     baselines = root_baselines(tree_values(paths), paths.prompts, priors, prior_strength)
     credit = tree_credit(paths, baselines, prior_strength, length_normalized)
-    if not counted:
-        credit = replace(credit, advantages=(credit.advantages / credit.weights).nan_to_num(0))
     return estimate(policy, outcomes, credit)
 
 
-def of_groups(policy: Policy, size: int) -> Estimate:
+def of_groups(policy: Policy, size: int) -> torch.Tensor:
     """GRPO with `loss_type="grpo"` and `scale_rewards="none"`: `size` rows, whose mean reward is the baseline."""
     outcomes = several(grow(policy, lambda *_: [(1.0, ())], 0), size)
     paths = paths_of(policy, outcomes)
@@ -320,27 +259,6 @@ def of_groups(policy: Policy, size: int) -> Estimate:
     rows, weights = torch.arange(len(lengths)), 1 / lengths.double()
     advantages = (paths.rewards - means[paths.prompts]) * weights
     return estimate(policy, outcomes, Stretches(rows, torch.zeros_like(lengths), lengths, weights, advantages))
-
-
-def of_branches(policy: Policy, outcomes: list[Outcome], prior: float, prior_strength: float = 4.0) -> Estimate:
-    """The release's credit: each row's own tokens, with its reward less the shrunk baseline of its state."""
-    advantages = []
-    for outcome in outcomes:
-        rewards = policy.rewards[outcome.completions]
-        states = {position: i for i, position in enumerate(sorted({0, *outcome.positions}))}
-        chain = [None if i == 0 else i - 1 for i in range(len(states))]
-        # The prior is what another prompt of the batch got
-        baselines = row_baselines(
-            torch.cat([rewards, torch.tensor([prior], dtype=torch.float64)]),
-            torch.tensor([states[position] for position in outcome.positions] + [len(states)]),
-            [*chain, None],
-            Prior(prior_strength),
-        )
-        advantages.append(rewards - baselines[:-1])
-    paths, flat = paths_of(policy, outcomes), torch.cat(advantages)
-    starts, ends = torch.tensor(paths.positions), torch.tensor(paths.lengths)
-    credit = Stretches(torch.arange(len(flat)), starts, ends, torch.ones_like(flat), flat.nan_to_num(0))
-    return estimate(policy, outcomes, credit)
 
 
 def paths_of(policy: Policy, outcomes: list[Outcome]) -> Paths:

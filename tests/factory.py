@@ -89,6 +89,15 @@ def logged(trainer, *names: str) -> list[tuple]:
     return [tuple(entry[name] for name in names) for entry in steps]
 
 
+def assert_same_run(mine, theirs):
+    """What two trainers logged is the same, but for times, and so are their weights."""
+    for entry, expected in zip(mine.state.log_history, theirs.state.log_history, strict=True):
+        assert entry.keys() == expected.keys()
+        for name in entry.keys() - {"step_time", "train_runtime", "eval_runtime", "train_loss"}:
+            assert name.endswith("per_second") or entry[name] == expected[name], (name, entry["step"])
+    assert weights(mine).equal(weights(theirs))
+
+
 def weights(trainer) -> torch.Tensor:
     """All weights of the model, one after the other."""
     return torch.cat([p.detach().float().flatten() for p in trainer.model.parameters()])

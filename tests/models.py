@@ -6,7 +6,7 @@ import shutil
 import tempfile
 
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
 
 CHAT_TEMPLATE = (
@@ -25,15 +25,20 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         "<|system|>",
         *"0123456789+-*=() abcdefghijklmnopqrstuvwxyz?.\n",
     ]
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocab)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return make_word_tokenizer(vocab, "?", "", CHAT_TEMPLATE)
+
+
+def make_word_tokenizer(words: list[str], unknown: str, pattern: str | Regex, template: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of `words`, which are where `pattern` splits."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         eos_token="<eos>",
-        additional_special_tokens=["<|user|>", "<|assistant|>", "<|system|>"],
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=[word for word in words if word.startswith("<|")],
+        chat_template=template,
         padding_side="left",
     )
 

@@ -156,15 +156,24 @@ def test_anchors_are_eligible_distinct_and_apart(data):
     assert first == sorted(first) and all(scores[position] >= threshold for position in first)
 
 
-@given(st.lists(st.floats(0, 2), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 5))
-def test_a_stopping_rule_chooses_the_same_while_a_trajectory_grows(entropies, min_gap, num_anchors):
-    rule = AboveThreshold(threshold=1.0, min_gap=min_gap)
-    growing: list[int] = []
-    for position, entropy in enumerate(torch.tensor(entropies)):
-        if len(growing) < num_anchors and rule.is_uncertain(entropy, position) and rule.takes(position, growing):
-            growing.append(position)
-    finished = torch.tensor(entropies)
-    assert growing == rule.choose(finished, None, eligible_positions(finished, len(entropies)), num_anchors)
+def test_the_first_positions_above_a_threshold():
+    entropies = torch.tensor([9.0, 0.2, 0.4, 0.3, 2.0, 0.5, 3.0])
+    eligible = eligible_positions(entropies, budget=7)
+    for threshold, min_gap, expected in ((0.3, 1, [2, 3, 4]), (0.35, 2, [2, 4, 6]), (1.0, 1, [4, 6])):
+        rule = AboveThreshold(threshold=threshold, min_gap=min_gap)  # the .3 itself, not the prompt's
+        assert rule.choose(entropies, None, eligible, 3) == expected
+
+
+def test_the_threshold_follows_the_policy():
+    """By hand: the second, and the third most uncertain position, the median, and the smoothing."""
+    entropies = torch.tensor([9.0, 0.2, 0.4, NAN, 2.0, 0.5])
+    eligible = torch.tensor([False, True, True, False, True, True])
+    assert [uncertainty(entropies, eligible, k) for k in (1, 2, 4, 5)] == pytest.approx([2.0, 0.5, 0.2, 0.0])
+    assert math.isnan(uncertainty(entropies, eligible, 0))
+    # Beside the fourth position there are none: with a gap, the second is the one at 2, and there is no third
+    assert [uncertainty(entropies, eligible, k, min_gap=2) for k in (1, 2, 3)] == pytest.approx([2.0, 0.4, 0.0])
+    assert next_threshold(None, [0.5, 0.1, 0.3, NAN]) == pytest.approx(0.3)
+    assert next_threshold(0.2, [0.4]) == pytest.approx(0.7 * 0.2 + 0.3 * 0.4)
 
 
 def test_where_all_entropies_are_alike_the_threshold_that_follows_them_has_anchors():

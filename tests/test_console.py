@@ -13,7 +13,7 @@ from factory import make_trainer, train, weights
 from huggingface_hub import ModelCard
 from models import make_dataset, model_on_disk
 from test_recipes import command_line
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, set_seed
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers import trainer as transformers_trainer
 from trl import GRPOTrainer
 
@@ -233,19 +233,6 @@ def test_the_card_says_what_was_trained(smoke):
     assert "num_anchors=6" in rows["FR3E"] and " → " in rows["reward"] and "- FR3E for TRL: " in card.text
 
 
-def test_the_card_has_settings_that_differ_and_results_of_evaluation():
-    settings = {"num_anchors": 3, "modulation": "exp", "credit": "rollout"}
-    set_seed(1)
-    saved = {"model": model_on_disk(), "max_steps": 6, "save_strategy": "steps"}
-    trainer = make_trainer(FR3ETrainer, **saved, **settings, **EVALUATION)
-    trainer.train()
-    trainer.save_model()
-    text = Path("output/README.md").read_text()
-    for name, value in settings.items():
-        assert f"{name}={value!r}" in text
-    assert "max_refills" not in text and re.search(r"\| eval_reward \| `0\.\d{3} → 0\.\d{3}` \|", text)
-
-
 def test_a_step_that_generates_nothing_says_nothing_of_what_was_generated(capsys):
     train(FR3ETrainer, num_iterations=2, **LINES)
     first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step "))
@@ -260,17 +247,19 @@ def test_letters_that_the_output_cannot_have_end_no_run(monkeypatch):
     assert output.getvalue() == "0.1 ? 0.2 ± 0.1\n".encode("latin-1")
 
 
-def test_the_best_weights_are_said_to_be_those():
-    """transformers loads them after the last log."""
-    dataset = make_dataset()
-    saved = {"model": model_on_disk(), "dataset": dataset, "save_strategy": "steps", "learning_rate": 0.02}
+def test_the_card_has_settings_that_differ_results_of_evaluation_and_the_step_of_the_best_weights():
+    """Which transformers loads after the last log."""
+    settings = {"num_anchors": 3, "modulation": "exp", "credit": "rollout"}
+    saved = {"model": model_on_disk(), "save_strategy": "steps", "learning_rate": 0.02, "max_steps": 2}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "step", "greater_is_better": False}
-    trainer = make_trainer(FR3ETrainer, **saved, **EVALUATION | {"eval_steps": 1, "save_steps": 1}, **best, max_steps=2)
+    trainer = make_trainer(FR3ETrainer, **saved, **settings, **EVALUATION | {"eval_steps": 1, "save_steps": 1}, **best)
     evaluate = trainer.evaluate
     trainer.evaluate = lambda **given: evaluate(**given) | {"eval_step": trainer.state.global_step}
     trainer.train()
     trainer.save_model()
     text = Path("output/README.md").read_text()
+    assert all(f"{name}={value!r}" in text for name, value in settings.items()) and "max_refills" not in text
+    assert re.search(r"\| eval_reward \| `0\.\d{3} → 0\.\d{3}` \|", text)
     assert "| weights of step | `1` |" in text and "| steps | `2 (" in text
 
 

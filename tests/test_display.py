@@ -82,17 +82,12 @@ def test_branches_that_differ():
     assert "    ✗ 4=↵7<eos>  (same token)" in render_tree(tree, TOKENIZER)
 
 
-def test_rewards_other_than_right_and_wrong_are_numbers():
-    text = render_tree(make_tree(right=1.25, wrong=-0.5), TOKENIZER)
+def test_rewards_other_than_right_and_wrong_are_numbers_and_unscorable_ones_question_marks():
+    tree = make_tree(right=1.25, wrong=-0.5)
+    tree.states[2].rollouts[0] = rollout("6<eos>", math.nan)
+    text = render_tree(tree, TOKENIZER)
     assert "✓" not in text and "✗" not in text
-    assert "    1.25 3+3=↵6<eos>" in text
-    assert "    -0.5 4=↵7<eos>" in text
-
-
-def test_an_unscorable_rollout_is_a_question_mark():
-    tree = make_tree()
-    tree.states[1].rollouts[0] = rollout("4=\n7<eos>", math.nan)
-    assert "    ? 4=↵7<eos>" in render_tree(tree, TOKENIZER)
+    assert "    1.25 3+3=↵6<eos>" in text and "    -0.5 4=↵7<eos>" in text and "    ? 6<eos>" in text
 
 
 @pytest.mark.parametrize("length", [200, 5000])
@@ -107,14 +102,6 @@ def test_long_texts_are_shortened_to_their_ends(length):
     assert len(text) < 4000
     assert "    ✗ 4=777" in text and "777-8\n" in text
     assert "what is 1+1" in text and "1+2=" in text
-
-
-def test_without_exploration_there_is_the_prompt_alone():
-    tree = make_tree()
-    del tree.states[1:]
-    text = render_tree(tree, TOKENIZER)
-    assert "S1" not in text and "TRAJECTORY" not in text
-    assert "    ✓ 3+3=↵6<eos>\n    ✗ 1+5=↵7<eos>" in text
 
 
 def test_a_terminal_obeys_no_completion():

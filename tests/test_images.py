@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from factory import logged, weights
+from factory import assert_same_run, logged, weights
 from launches import launch
 from models import make_dataset
 from peft import LoraConfig
@@ -21,6 +21,7 @@ from tool_policy import (
     CALLS,
     WORDS,
     MoodyWalk,
+    instead_of_look,
     look,
     make_tool_dataset,
     make_tool_tokenizer,
@@ -43,6 +44,7 @@ from fr3e_trl import FR3ETrainer, checks, old_logps
 from fr3e_trl.checks import obstacle_to_images, obstacle_to_tool_images
 from fr3e_trl.generation.generate import _initial_width
 from fr3e_trl.generation.vllm import VLLMColocateSampler
+from fr3e_trl.images import images_in, select_rows
 from fr3e_trl.method.sampling import SamplingRequest, images_of
 from fr3e_trl.samplers import make_sampler
 
@@ -115,6 +117,10 @@ def with_other_images(messages):
     ]
 
 
+def rollouts_of(trees):
+    return [(tree, state, rollout) for tree in trees for state in tree.states for rollout in state.rollouts]
+
+
 def close(x, y) -> bool:
     return np.allclose(np.asarray(x), np.asarray(y), atol=2e-4)
 
@@ -122,17 +128,11 @@ def close(x, y) -> bool:
 # Without exploration, it is GRPOTrainer
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
-def test_without_exploration_it_is_grpo_trainer_exactly(family):
+def test_without_exploration_it_is_grpo_trainer_exactly():
     settings = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2, "per_device_eval_batch_size": 4}
     settings |= {"eval_dataset": make_image_dataset(4), "max_completion_length": 6}
-    theirs = train(family, GRPOTrainer, **settings)
-    ours = train(family, FR3ETrainer, num_anchors=0, **settings)
-    for mine, their in zip(ours.state.log_history, theirs.state.log_history, strict=True):
-        assert mine.keys() == their.keys()
-        for name in mine.keys() - {"step_time", "train_runtime", "eval_runtime"}:
-            assert name.endswith("per_second") or mine[name] == their[name], name
-    assert weights(ours).equal(weights(theirs))
+    ours, theirs = train("qwen2_5_vl", num_anchors=0, **settings), train("qwen2_5_vl", GRPOTrainer, **settings)
+    assert_same_run(ours, theirs)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "smolvlm"])
@@ -166,10 +166,35 @@ def test_rows_without_anchors_are_grpo_trainers(family):
 # Exploring
 
 
+@functools.cache
+def explored(family):
+    """A trainer that has drawn one batch, and learned nothing."""
+    return train(family, dataset=make_image_dataset(form=FORM_OF[family]), learning_rate=0.0, max_steps=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_truncated_log_probs_are_of_the_images(family):
+    """In batches of 3 of 8 rows, cut off at no token: as TRL scores them."""
+    trainer = explored(family)
+    ((batch, _),) = trainer.batches
+    input_ids, mask = (
+        torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], 1)[:8] for name in ("ids", "mask")
+    )
+    images = select_rows(images_in(batch), list(range(8)))
+    arguments = trainer.model, input_ids, mask, batch["completion_ids"].size(1), 3
+    with torch.no_grad():
+        expected, found = (
+            trainer._get_per_token_logps_and_entropies(*arguments, **images, truncation=truncation)[0]
+            for truncation in (None, lambda ids, logits: logits)
+        )
+    assert (expected != 0).sum() > 8
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rollouts_see_their_prompts_images(family):
     """Log-probs and entropies that generation found, and a pass finds: those by hand, and of no other image."""
-    trainer = train(family, dataset=make_image_dataset(form=FORM_OF[family]), learning_rate=0.0, max_steps=1)
+    trainer = explored(family)
     ((_, trees),) = trainer.batches
     num_branches = 0
     for tree in trees:
@@ -241,9 +266,7 @@ def test_rows_keep_their_images_when_they_are_shuffled_split_and_rejected(family
     ((batch, trees),) = trainer.batches
     sampled = {
         (*tree.prompt_ids, *state.prefix_ids, *rollout.token_ids): rollout
-        for tree in trees
-        for state in tree.states
-        for rollout in state.rollouts
+        for tree, state, rollout in rollouts_of(trees)
     }
     assert 0 < len(trainer.passes) < len(batch["advantages"])  # the others are rejected
     for input_ids, mask, logprobs in trainer.passes:
@@ -269,40 +292,14 @@ class KeepsLeftovers(Recorder):
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
-def test_old_log_probs_are_of_the_images(family, knows_nothing):
-    """Scored by TRL, and beside it where rows were left over from the step before."""
-    settings = {"max_refills": 3, "learning_rate": 0.0, "max_steps": 6}
-    trainer = train(
-        family,
-        KeepsLeftovers,
-        dataset=make_image_dataset(),
-        reward_funcs=parity,
-        value_prior_strength=0,
-        steps_per_generation=2,
-        per_device_train_batch_size=8,
-        gradient_accumulation_steps=1,
-        **settings,
-    )
-    checked = 0
-    for batch, trees in trainer.batches:
-        sampled = {
-            (*tree.prompt_ids, -1, *state.prefix_ids, -1, *rollout.token_ids): rollout
-            for tree in trees
-            for state in tree.states
-            for rollout in state.rollouts
-        }
-        in_loss = (batch["completion_mask"] * batch["tool_mask"]).bool()
-        for i in batch["in_loss"].nonzero().flatten().tolist():
-            is_prefix = batch["completion_mask"][i].bool() & ~in_loss[i]
-            masks = {"prompt_ids": [batch["prompt_mask"][i].bool()], "completion_ids": [is_prefix, in_loss[i]]}
-            parts = [batch[name][i][mask].tolist() for name, of_name in masks.items() for mask in of_name]
-            rollout = sampled.get((*parts[0], -1, *parts[1], -1, *parts[2]))
-            if rollout is not None:  # not left over from the step before
-                assert close(batch["old_per_token_logps"][i][in_loss[i]], rollout.logprobs)
-                checked += 1
+def test_old_log_probs_of_rows_left_over_are_of_the_images(family, knows_nothing):
+    """They are scored beside TRL's step, which scores those of the batch."""
+    settings = {"max_refills": 3, "learning_rate": 0.0, "max_steps": 6, "reward_funcs": parity}
+    settings |= {"value_prior_strength": 0, "steps_per_generation": 2, "per_device_train_batch_size": 8}
+    trainer = train(family, KeepsLeftovers, gradient_accumulation_steps=1, **settings)
+    assert trainer.kept
     for row in trainer.kept:
         assert close(row.old_logprobs[len(row.prefix_ids) :], row.rollout.logprobs)
-    assert checked > 8 and trainer.kept
 
 
 def test_what_an_engine_samples_is_corrected_with_the_images():
@@ -342,8 +339,7 @@ def test_resuming_continues_the_run():
     whole = train("qwen2_5_vl", **settings)
     resumed = make_trainer("qwen2_5_vl", **settings)
     resumed.train(resume_from_checkpoint="output/checkpoint-3")
-    assert logged(resumed, "loss") == logged(whole, "loss")
-    assert weights(resumed).equal(weights(whole))
+    assert_same_run(resumed, whole)
 
 
 def test_the_best_model_is_loaded_at_the_end():
@@ -370,17 +366,9 @@ def test_a_model_of_images_trains_on_text_alone(family):
     assert "pixel_values" not in batch and all(len(tree.states) > 1 for tree in trees)
 
 
+@instead_of_look
 def look_at_picture(key: str) -> list:
-    """
-    Look a digit up.
-
-    Args:
-        key: The digit.
-    """
     return shown(look(digits_in(key)))
-
-
-look_at_picture.__name__ = "look"  # which the policy knows
 
 
 def digits_in(key):
@@ -443,14 +431,12 @@ def test_tools_are_called_by_a_policy_that_sees():
     num_turns = 0
     for batch, trees in trainer.batches:
         assert len(batch["pixel_values"]) == len(batch["prompt_ids"]) == 16
-        for tree in trees:
-            for state in tree.states:
-                for rollout in state.rollouts:
-                    whole = np.concatenate([state.prefix_ids, rollout.token_ids])
-                    of_whole, _ = by_hand(trainer, tree.multimodal, whole)
-                    is_own = rollout.mask.astype(bool)
-                    assert close(rollout.logprobs[is_own], of_whole[state.position :][is_own])
-                    num_turns += len(rollout.dialogue.turns)
+        for tree, state, rollout in rollouts_of(trees):
+            whole = np.concatenate([state.prefix_ids, rollout.token_ids])
+            of_whole, _ = by_hand(trainer, tree.multimodal, whole)
+            is_own = rollout.mask.astype(bool)
+            assert close(rollout.logprobs[is_own], of_whole[state.position :][is_own])
+            num_turns += len(rollout.dialogue.turns)
     assert num_turns > 72, num_turns  # of 64 rollouts: some call a tool
 
 
@@ -463,10 +449,6 @@ def dialogue_by_hand(trainer, token_ids, images):
     assert inputs["input_ids"].tolist() == [token_ids]
     logprobs = trainer.model(**inputs).logits[0, :-1].log_softmax(1)
     return logprobs.gather(1, inputs["input_ids"][0, 1:, None]).squeeze(1)
-
-
-def rollouts_of(trees):
-    return [(tree, state, rollout) for tree in trees for state in tree.states for rollout in state.rollouts]
 
 
 @pytest.mark.parametrize("with_images", [False, True])
@@ -552,12 +534,6 @@ class ShowingWalk(MoodyWalk):
     """Shows what it tells, which is another thing when it is asked again."""
 
     def look(self, key: str) -> list:
-        """
-        Look a digit up.
-
-        Args:
-            key: The digit.
-        """
         return shown(super().look(digits_in(key)))
 
 
@@ -667,21 +643,15 @@ def test_examples_whose_images_cannot_be_read(example, error, named):
         make_trainer("llava", dataset=IterableDataset.from_generator(lambda: iter([example])))
 
 
-def test_a_tokenizer_takes_no_images():
+@pytest.mark.parametrize("form", FORMS)
+def test_a_tokenizer_takes_no_images(form):
     with pytest.raises(NotImplementedError, match=r"takes text alone. Pass the model's processor"):
-        factory.make_trainer(dataset=make_image_dataset())
+        factory.make_trainer(dataset=make_image_dataset(form=form))
 
 
 def test_continuous_batching_is_refused_by_trl():
     with pytest.raises(ValueError, match="does not support multimodal models"):
         make_trainer("llava", use_transformers_continuous_batching=True)
-
-
-def test_a_sharded_model_is_refused(monkeypatch):
-    monkeypatch.setattr(checks, "is_sharded", lambda trainer: True)
-    with pytest.raises(NotImplementedError, match="cannot explore from images here: the model is sharded"):
-        make_trainer("llava")
-    make_trainer("llava", dataset=make_dataset(8, conversational=True))
 
 
 @pytest.mark.parametrize(
@@ -697,21 +667,20 @@ def test_a_tool_that_returns_an_image_is_refused(family, settings, named):
         make_tool_trainer(family, look_at_picture, **settings).train()
 
 
-def test_processes_that_may_have_no_image_of_a_tool_are_refused():
+def test_what_is_refused_with_more_than_there_is_here(monkeypatch):
+    """Processes, a server and sharded weights: as it would be when the trainer is made."""
     trainer = make_tool_trainer("qwen2_5_vl", look_at_picture)
     assert obstacle_to_tool_images(trainer) is None
-    trainer.accelerator.state.num_processes = 2
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.accelerator.state, "num_processes", 2)
         assert "ddp_find_unused_parameters=True and log_multimodal=False" in obstacle_to_tool_images(trainer)
-    finally:
-        trainer.accelerator.state.num_processes = 1
-
-
-def test_a_server_and_a_dict_of_environments_are_refused():
-    """As they would be when the trainer is made, if there was a server to connect to."""
     trainer = make_trainer("llava")
     assert obstacle_to_images(trainer) is None
     trainer._multi_environment = True
     assert "Give one environment" in obstacle_to_images(trainer)
     trainer._multi_environment, trainer.use_vllm, trainer.vllm_mode = False, True, "server"
     assert "vllm_mode='colocate'" in obstacle_to_images(trainer)
+    monkeypatch.setattr(checks, "is_sharded", lambda trainer: True)
+    with pytest.raises(NotImplementedError, match="cannot explore from images here: the model is sharded"):
+        make_trainer("llava")
+    make_trainer("llava", dataset=make_dataset(8, conversational=True))

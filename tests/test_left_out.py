@@ -20,15 +20,14 @@ def rows_of(batch, trees):
         yield *row, {name: batch[name][i] for name in names}
 
 
-@pytest.mark.parametrize("settings", [{"num_generations": 4}, {"num_generations": 8}])
-def test_copies_are_scored_with_their_group_and_logged_means_are_over_rollouts(settings):
+def test_copies_are_scored_with_their_group_and_logged_means_are_over_rollouts():
     scored = []
 
     def letters(completions, **kwargs):
         scored.append(factory.letters(completions))
         return scored[-1]
 
-    trainer = factory.train(reward_funcs=letters, max_steps=4, **settings)
+    trainer = factory.train(reward_funcs=letters, max_steps=4, num_generations=4)
     sampled = []
     for (_, trees), rewards in zip(trainer.batches, scored, strict=True):
         rollouts = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]
@@ -39,22 +38,6 @@ def test_copies_are_scored_with_their_group_and_logged_means_are_over_rollouts(s
     for rewards, of_step in zip(sampled, logged(trainer, *names), strict=True):
         mean, std = torch.tensor(rewards).mean().item(), torch.tensor(rewards).std().item()
         assert of_step == pytest.approx((mean, std, mean), abs=1e-5)
-
-
-@pytest.mark.parametrize(("loss_type", "divisor"), [("dr_grpo", 16 * 12), ("luspo", 16)])
-def test_sums_over_rows_are_divided_by_all_rows_of_the_batch(loss_type, divisor):
-    """
-    By the credit of the trees, at ratios of 1: the sum of A over tokens, divided by rows, copies and rejected ones too.
-    """
-    settings = {"num_generations": 4, "beta": 0.0, "learning_rate": 1e-2}
-    trainer = factory.train(reward_funcs=factory.letters, loss_type=loss_type, max_steps=4, **settings)
-    num_copies = 0
-    for (_, trees), (loss,) in zip(trainer.batches, logged(trainer, "loss"), strict=True):
-        rollouts = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]
-        total = sum(length * advantage for r in rollouts for length, _, advantage in r.credit if r.copy_of is None)
-        num_copies += sum(rollout.copy_of is not None for rollout in rollouts)
-        assert loss == pytest.approx(-total / divisor, abs=1e-4)
-    assert num_copies > 0
 
 
 @pytest.mark.parametrize("settings", [{}, {"loss_type": "bnpo"}, {"steps_per_generation": 2, "max_refills": 1}])

@@ -5,14 +5,33 @@ import pytest
 import torch
 import transformers
 from models import TINY, make_model
-from test_images import FORM_OF, train
-from test_old_logps import Logits
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import set_seed
-from vision_models import FAMILIES, make_image_dataset
 
 from fr3e_trl import logps
-from fr3e_trl.images import images_in, select_rows
 from fr3e_trl.logps import Softmax, score, tile_logps, truncated_logps
+
+
+class Logits(TorchDispatchMode):
+    """Counts the floats of tensors with a dimension of the vocabulary's size that exist at a time."""
+
+    def __init__(self, vocab_size, weights):
+        super().__init__()
+        self.vocab_size, self.storages, self.most = vocab_size, {}, 0
+        self.weights = {weight.untyped_storage().data_ptr() for weight in weights}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **kwargs or {})
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and self.vocab_size in tensor.shape and tensor.is_floating_point():
+                storage = torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage())
+                if tensor.untyped_storage().data_ptr() not in self.weights:
+                    self.storages[storage.cdata] = (storage, tensor.untyped_storage().nbytes() // tensor.itemsize)
+        self.storages = {key: value for key, value in self.storages.items() if not value[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.storages.values()))
+        return output
+
 
 SOFTMAXES = [Softmax(), Softmax(temperature=0.7, scale=0.25), Softmax(temperature=1.3, scale=2.0, softcap=3.0)]
 
@@ -158,25 +177,6 @@ def test_without_a_target_the_gradient_is_0_and_not_none():
     own.sum().backward()
     assert not own.any() and not entropies.any()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_with_images(family):
-    """In batches of 3 of 8 rows, cut off at no token: as TRL scores them."""
-    trainer = train(family, dataset=make_image_dataset(form=FORM_OF[family]), learning_rate=0.0, max_steps=1)
-    batch, _ = trainer.batches[0]
-    input_ids, mask = (
-        torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], 1)[:8] for name in ("ids", "mask")
-    )
-    images = select_rows(images_in(batch), list(range(8)))
-    arguments = trainer.model, input_ids, mask, batch["completion_ids"].size(1), 3
-    with torch.no_grad():
-        expected, found = (
-            trainer._get_per_token_logps_and_entropies(*arguments, **images, truncation=truncation)[0]
-            for truncation in (None, lambda ids, logits: logits)
-        )
-    assert (expected != 0).sum() > 8
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_head_that_is_not_called_is_an_error():

@@ -10,18 +10,9 @@ import pytest
 import torch
 from models import TINY, make_model
 from peft import LoraConfig
+from test_logps import MODELS, Logits, tiny
 from tool_policy import MoodyWalk
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    set_seed,
-)
+from transformers import set_seed
 
 from fr3e_trl import FR3ETrainer, fr3e_trainer, logps, old_logps
 
@@ -100,18 +91,6 @@ def rows_in_loss(trainer):
         yield i, prompt + completion[:start], completion[start:], mask[i]
 
 
-def tiny(config_class, model_class, **settings):
-    set_seed(0)
-    model = model_class(config_class(**TINY | {"attn_implementation": "eager"} | settings))
-    model.get_input_embeddings().weight.data.mul_(20)  # of the LM head too
-    return model
-
-
-MODELS = {
-    "gemma2": lambda: tiny(Gemma2Config, Gemma2ForCausalLM, final_logit_softcapping=3.0),
-    "granite": lambda: tiny(GraniteConfig, GraniteForCausalLM, logits_scaling=4.0, tie_word_embeddings=True),
-    "cohere": lambda: tiny(CohereConfig, CohereForCausalLM, logit_scale=0.25),
-}
 LORA = LoraConfig(r=4, target_modules="all-linear")
 
 
@@ -126,7 +105,7 @@ LORA = LoraConfig(r=4, target_modules="all-linear")
         TRUNCATED,
         TRUNCATED | {"temperature": 0.8},
         TRUNCATED | {"peft_config": LORA, "beta": 0.1},
-        *[TRUNCATED | {"temperature": 1.5, "model": name} for name in MODELS],
+        *[TRUNCATED | {"temperature": 1.5, "model": name} for name in ("Gemma2", "Granite", "Cohere")],
     ],
     ids=lambda settings: ", ".join(f"{key}={value}" for key, value in settings.items() if key != "peft_config"),
 )
@@ -134,7 +113,7 @@ def test_only_the_engines_error_is_corrected(settings):
     """The ratio of the engines, what the loss divides by, and the engine's log-probs, all as by the definition."""
     settings = dict(settings)
     name = settings.pop("model", None)
-    trainer = make_trainer(MODELS[name]() if name else None, **settings)
+    trainer = make_trainer(tiny(name, **MODELS[name]) if name else None, **settings)
     set_seed(1)
     trainer.train()
     batch, _ = trainer.batches[0]
@@ -152,13 +131,7 @@ def test_only_the_engines_error_is_corrected(settings):
     assert log["sampling/sampling_logp_difference/max"] == pytest.approx(ERROR, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("settings", "again"),
-    [
-        ({}, False),
-        (TRUNCATED, True),
-    ],
-)
+@pytest.mark.parametrize(("settings", "again"), [({}, False), (TRUNCATED, True)])
 def test_how_often_a_row_is_passed_forward(settings, again, monkeypatch):
     """TRL's pass for the old policy is the only one, and a second if truncated, for no rejected row."""
     # States of two rollouts, of which some are rejected
@@ -206,26 +179,6 @@ def test_rows_left_out_are_not_passed_forward():
     for of_row, ids, is_wanted in zip(found, input_ids.tolist(), wanted, strict=True):
         expected = logprobs(trainer, ids[:4], ids[4:], 1.0) if is_wanted else [7.0] * 5
         torch.testing.assert_close(of_row, torch.tensor(expected), atol=1e-5, rtol=1e-5)
-
-
-class Logits(TorchDispatchMode):
-    """Counts the floats of tensors with a dimension of the vocabulary's size that exist at a time."""
-
-    def __init__(self, vocab_size, weights):
-        super().__init__()
-        self.vocab_size, self.storages, self.most = vocab_size, {}, 0
-        self.weights = {weight.untyped_storage().data_ptr() for weight in weights}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **kwargs or {})
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and self.vocab_size in tensor.shape and tensor.is_floating_point():
-                storage = torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage())
-                if tensor.untyped_storage().data_ptr() not in self.weights:
-                    self.storages[storage.cdata] = (storage, tensor.untyped_storage().nbytes() // tensor.itemsize)
-        self.storages = {key: value for key, value in self.storages.items() if not value[0].expired()}
-        self.most = max(self.most, sum(size for _, size in self.storages.values()))
-        return output
 
 
 def test_logits_of_a_truncated_distribution_are_few_at_a_time(monkeypatch):

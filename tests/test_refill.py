@@ -54,7 +54,7 @@ def train(dataset, **settings):
 
 
 def logged(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
+    return [value for (value,) in factory.logged(trainer, name)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_anchors": 0, "reject_degenerate_states": True}], ids=["fr3e", "grpo"])
@@ -141,7 +141,7 @@ def test_rows_that_are_left_over():
     assert sum(reused) > 0
 
 
-def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from(monkeypatch):
+def test_rows_left_over_keep_their_credit_and_the_log_probs_of_the_policy_that_they_were_sampled_from(monkeypatch):
     trainer = make_trainer(make_prompts(200, 60), max_refills=12, max_steps=6, anchor_threshold=1.0)
     kept = []
     score_leftovers = fr3e_trl.fr3e_trainer.score_leftovers
@@ -150,12 +150,11 @@ def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from(mo
         with torch.no_grad():
             statistics = [trainer.token_statistics([row.prompt_ids], [row.completion_ids])[0][0] for row in rows]
         score_leftovers(trainer, rows, *rest)
-        kept.append(
-            {
-                (len(row.prefix_ids), *row.prompt_ids.tolist(), *row.completion_ids.tolist()): (row, theirs)
-                for row, theirs in zip(rows, statistics, strict=True)
-            }
-        )
+        kept.append({})
+        for row, logprobs in zip(rows, statistics, strict=True):
+            key = (len(row.prefix_ids), *row.prompt_ids.tolist(), *row.completion_ids.tolist())
+            credit = torch.from_numpy(token_credit([row], len(row.completion_ids))[1, 0]).float()
+            kept[-1][key] = row.old_logprobs, logprobs, credit
 
     monkeypatch.setattr(fr3e_trl.fr3e_trainer, "score_leftovers", record)
     set_seed(1)
@@ -166,22 +165,18 @@ def test_rows_left_over_are_weighed_by_the_policy_that_they_were_sampled_from(mo
             (state.position, *tree.prompt_ids, *state.prefix_ids, *rollout.token_ids)
             for tree, state, rollout in rollouts_of(trees)
         }
-        for i in range(32):
+        for i in batch["in_loss"].nonzero().flatten().tolist():
             prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].tolist()
             completion = batch["completion_ids"][i][batch["completion_mask"][i].bool()].tolist()
-            if not batch["in_loss"][i]:
-                continue
-            key = (batch["tool_mask"][i].tolist().index(1), *prompt, *completion)  # the prefix is not in the loss
-            row, scored = before.get(key, (None, None))
-            if row is None or key in own:
+            start = batch["tool_mask"][i].tolist().index(1)  # the prefix is not in the loss
+            key = (start, *prompt, *completion)
+            if key in own or key not in before:
                 continue
             num_seen += 1
-            old = batch["old_per_token_logps"][i][: len(completion)]
-            torch.testing.assert_close(old, row.old_logprobs)
-            start = len(row.prefix_ids)  # the prefix is not in the loss
-            torch.testing.assert_close(old[start:], scored[start:], atol=1e-5, rtol=1e-4)
-            expected = torch.from_numpy(token_credit([row], len(completion))[1, 0]).float()
-            credit = batch["advantages"][i][: len(completion)]
+            kept_logprobs, logprobs, expected = before[key]
+            old, credit = (batch[name][i][: len(completion)] for name in ("old_per_token_logps", "advantages"))
+            torch.testing.assert_close(old, kept_logprobs)
+            torch.testing.assert_close(old[start:], logprobs[start:], atol=1e-5, rtol=1e-4)
             # All rows of a batch have the factor that makes up for what the loss is divided by
             assert credit.sign().equal(expected.sign())
             factors[id(batch)] += (credit / expected)[expected != 0].tolist()
@@ -265,13 +260,6 @@ def test_a_callback_that_looks_at_the_data_changes_nothing():
         trainer.train()
         runs.append([tree.prompt_ids.tolist() for _, trees in trainer.batches for tree in trees])
     assert runs[0] == runs[1]
-
-
-def test_the_first_prompts_are_those_of_the_data_loader():
-    trainer = make_trainer(make_dataset(16), max_refills=1)
-    trainer.begin()
-    sampler = trainer._get_train_sampler()
-    assert trainer._refill.prompts.draw(16) == list(dict.fromkeys(sampler))
 
 
 def test_refill_takes_a_dataset_that_can_be_drawn_from():

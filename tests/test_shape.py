@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fr3e_trl.method.shape import default_num_anchors, share_rows
+from fr3e_trl.method.shape import share_rows
 
 pytestmark = pytest.mark.fast
 
@@ -59,9 +59,3 @@ def test_what_an_error_says_will_work_works():
         share_rows(12, 4, None, True, False)
     for num_rows, num_anchors in [*itertools.product([12], [0, 1, 2, 3, 5]), *itertools.product([10, 15, 20, 25], [4])]:
         share_rows(num_rows, num_anchors, None, True, False)
-
-
-def test_rows_that_cannot_be_split_into_states_of_several_rollouts():
-    assert [num_rows for num_rows in range(1, 20) if default_num_anchors(num_rows) is None] == [
-        *(1, 2, 3, 5, 7, 11, 13, 17, 19)
-    ]

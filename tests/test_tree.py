@@ -143,6 +143,8 @@ def test_a_tree_has_exactly_its_rows_and_none_is_too_long(settings, budget, eos_
             assert len(completion) == budget or completion[-1] == EOS
             # Scored on the whole completion
             assert (i, completion) in scorer.scored
+        if not args.reuse_base:
+            assert not any(rollout is base for base in tree.bases for rollout in tree.states[0].rollouts)
         assert all(len(state.rollouts) == args.num_rollouts for state in tree.states[1:])
         for state in tree.states[1:]:
             assert 0 < len(state.prefix_ids) <= budget - 1
@@ -219,34 +221,21 @@ def test_immediate_eos_gives_all_rows_to_the_prompt():
     assert len(scorer.scored) == 36  # rewards see whole groups, copies among them
 
 
-def test_bases_are_thrown_away_when_not_reused():
-    trees, _, _ = grow(make_args(num_generations=8, num_anchors=1, reuse_base=False, num_base_trajectories=3), PROMPTS)
-    for tree in trees:
-        assert len(tree.bases) == 3
-        assert not any(rollout is base for base in tree.bases for rollout in tree.states[0].rollouts)
-        assert len(tree.states[0].rollouts) == 4
-
-
-def test_anchors_are_the_most_uncertain_positions_of_the_chosen_trajectory():
+def test_anchors_are_the_most_uncertain_positions_of_the_chosen_trajectories():
     args = make_args(num_generations=20, num_anchors=4, base_selection="mixed")
     trees, _, _ = grow(args, PROMPTS, eos_rate=0.02)
     for tree in trees:
         rewards = [base.score.reward for base in tree.bases]
         chosen = list(dict.fromkeys(state.base for state in tree.states[1:]))
         assert [rewards[base] for base in chosen] == sorted(set(rewards), reverse=True)
-        for base in chosen:
-            states, entropies = [state for state in tree.states if state.base == base], tree.entropies[base]
+        chains = [[state for state in tree.states if state.base == base] for base in chosen]
+        for states, entropies in zip(chains, (tree.entropies[base] for base in chosen), strict=True):
             expected = sorted(entropies[1:].argsort(descending=True)[: 4 // len(chosen)].add(1).tolist())
             assert [len(state.prefix_ids) for state in states] == expected
             assert [state.entropy for state in states] == entropies[expected].tolist()
-
-
-def test_each_of_two_trajectories_has_its_own_chain():
-    trees, _, _ = grow(make_args(num_generations=20, num_anchors=4, base_selection="mixed"), PROMPTS, eos_rate=0.02)
-    for tree in trees:
-        chains = {state.base: [s.parent for s in tree.states if s.base == state.base] for state in tree.states[1:]}
-        if len(chains) == 2:  # its scores differ: two anchors each
-            assert list(chains.values()) == [[0, 1], [0, 3]]
+        # Each of two trajectories has its own chain
+        parents = [[state.parent for state in states] for states in chains]
+        assert parents == ([[0, 1], [0, 3]] if len(chosen) == 2 else [[0, 1, 2, 3]])
     assert any(len({state.base for state in tree.states[1:]}) == 2 for tree in trees)
     states, parents = chains_of(trees)
     assert len(states) == 15 and parents[5] is parents[10] is None and parents[11] == 10
@@ -274,12 +263,6 @@ def test_what_processes_tell_each_other_is_small():
     for tree in trees:
         for base, entropies in zip(tree.bases, tree.entropies, strict=True):
             assert entropies.untyped_storage().nbytes() == 4 * base.length
-
-
-def test_the_seed_decides():
-    args = make_args(num_generations=8, anchor_score="random")
-    first, second = grow(args, PROMPTS)[0], grow(args, PROMPTS)[0]
-    assert [tree.states for tree in first] == [tree.states for tree in second]
 
 
 def rollout(reward: float, length: int = 2) -> Rollout:

@@ -296,26 +296,6 @@ def test_prompts_that_cannot_be_scored_teach_nothing():
 REFILL = {"max_refills": 4, "reject_degenerate_states": True, "value_prior_strength": 1.0, "num_anchors": 1}
 
 
-@pytest.mark.parametrize("settings", [TREE | {"num_iterations": 2}, REFILL], ids=["tree", "refill"])
-def test_resuming_is_exact(settings):
-    """In the first epoch, where all prompts are new, and in later ones."""
-    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 8}
-    reward_func = unscorable if settings is REFILL else graded
-    whole = make_trainer(reward_func, **settings, **saving)
-    whole.train()
-    if settings is REFILL:
-        assert sum(entry.get("fr3e/refill/reused", 0) for entry in whole.state.log_history) > 0
-    assert any(entry.get("fr3e/prior/known", 0) > 0 for entry in whole.state.log_history)
-    for step in (1, 2, 5):
-        resumed = make_trainer(reward_func, **settings, **saving, output_dir="resumed")
-        set_seed(100 + step)
-        resumed.train(resume_from_checkpoint=f"output/checkpoint-{step}")
-        assert all(map(torch.equal, resumed.model.parameters(), whole.model.parameters()))
-        for mine, theirs in zip(resumed.state.log_history, whole.state.log_history, strict=True):
-            for name in mine.keys() - {"step_time", "train_runtime", "train_loss"}:
-                assert name.endswith("per_second") or mine[name] == theirs[name], (name, mine["step"])
-
-
 def test_a_checkpoint_without_a_memory_is_gone_on_from():
     make_trainer(value_tracker=False, save_strategy="steps", save_steps=1, max_steps=1).train()
     trainer = make_trainer(max_steps=3, output_dir="resumed")
@@ -324,11 +304,12 @@ def test_a_checkpoint_without_a_memory_is_gone_on_from():
 
 
 @pytest.mark.parametrize("settings", [TREE, REFILL | {"num_rewards": 2}], ids=["tree", "refill"])
-def test_two_processes_are_one(settings, tmp_path):
+def test_two_processes_are_one_and_resume_exactly(settings, tmp_path):
     """Three prompts, of which one's rows lie in both: each is told what it is remembered by."""
     settings = settings | {"num_generations": 8, "max_steps": 7, "value_tracker": True, "optim": "sgd"}
     alone = launch(tmp_path / "alone", 1, settings | {"per_device_train_batch_size": 24}, "fake")
-    shared = launch(tmp_path / "shared", 2, settings | {"per_device_train_batch_size": 12}, "fake")
+    settings |= {"per_device_train_batch_size": 12, "save_strategy": "steps", "save_steps": 5}
+    shared = launch(tmp_path / "shared", 2, settings, "fake")
     assert same(trees_of(shared), trees_of(alone))
     known = [[entry.get("fr3e/prior/known", 0) for entry in result["logs"]] for result in (alone[0], shared[0])]
     assert known[0] == known[1] and known[0][0] == 0 and max(known[0]) > 0.5
@@ -336,16 +317,11 @@ def test_two_processes_are_one(settings, tmp_path):
         for name in ("loss", "fr3e/prior/strength", "fr3e/advantage/std"):
             assert name not in theirs or math.isclose(mine[name], theirs[name], rel_tol=1e-5, abs_tol=1e-6), name
     torch.testing.assert_close(weights_of(tmp_path / "shared"), weights_of(tmp_path / "alone"), atol=1e-6, rtol=1e-6)
-
-
-def test_resuming_is_exact_in_two_processes(tmp_path):
-    settings = TREE | {"num_generations": 8, "per_device_train_batch_size": 12, "max_steps": 5, "value_tracker": True}
-    settings |= {"save_strategy": "steps", "save_steps": 1}
-    whole = launch(tmp_path / "whole", 2, settings)
-    checkpoint = str(tmp_path / "whole" / "output" / "checkpoint-3")
-    resumed = launch(tmp_path / "resumed", 2, settings | {"resume": checkpoint})
-    assert [result["trees"] for result in resumed] == [result["trees"][-2:] for result in whole]
-    assert all(map(torch.equal, weights_of(tmp_path / "resumed"), weights_of(tmp_path / "whole")))
+    if settings.items() >= TREE.items():
+        checkpoint = str(tmp_path / "shared" / "output" / "checkpoint-5")
+        resumed = launch(tmp_path / "resumed", 2, settings | {"resume": checkpoint}, "fake")
+        assert [result["trees"] for result in resumed] == [result["trees"][-2:] for result in shared]
+        assert all(map(torch.equal, weights_of(tmp_path / "resumed"), weights_of(tmp_path / "shared")))
 
 
 # The setting
@@ -358,13 +334,6 @@ def test_without_it_nothing_is_remembered():
     assert trainer.state_to_resume().keys() == {"anchor_threshold"}
 
 
-def test_the_strength_is_estimated_unless_it_is_set():
-    assert FR3EConfig("output", value_tracker=True, **CPU).value_prior_strength is None
-    plain = FR3EConfig("output", value_tracker=True, num_anchors=0, **CPU).resolve()
-    assert plain.value_prior_strength is None and plain.scale_rewards == "none" and not plain.is_plain_grpo
-    assert FR3EConfig("output", value_tracker=True, value_prior_strength=4.0, **CPU).value_prior_strength == 4
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -372,18 +341,9 @@ def test_the_strength_is_estimated_unless_it_is_set():
             {"value_prior_strength": 0.0},
             "value_tracker=True is not allowed: it must be False with value_prior_strength=0",
         ),
-        ({"scale_rewards": "group"}, "value_tracker=True is not allowed: it must be False .* or scale_rewards='group'"),
         ({"value_tracker": 1}, "value_tracker=1 is not allowed"),
     ],
 )
 def test_what_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         FR3EConfig("output", **{"value_tracker": True} | CPU | settings)
-
-
-def test_one_prompt_a_batch_is_not_warned_of(caplog):
-    make_trainer(per_device_train_batch_size=8)
-    assert not any("has one prompt" in message for message in caplog.messages)
-    make_trainer(per_device_train_batch_size=8, value_tracker=False)
-    (warning,) = [message for message in caplog.messages if "has one prompt" in message]
-    assert "value_tracker=True" in warning

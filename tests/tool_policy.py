@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
-from models import make_model
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from models import make_model, make_word_tokenizer
+from tokenizers import Regex
 from transformers import PreTrainedTokenizerFast
 
 WORDS = ["<pad>", "<eos>", "<|user|>", "<|assistant|>", "<|tool|>", "<call>", "</call>", *"0123456789?!{}:'", "error"]
@@ -54,19 +54,15 @@ def look(key: str) -> str:
     return str((3 * int(key) + 1) % 10)
 
 
+def instead_of_look(tool):
+    """The policy knows one tool, by its name and what it is for."""
+    tool.__name__, tool.__doc__ = look.__name__, look.__doc__
+    return tool
+
+
 def make_tool_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="!"))
     special = "|".join(word.replace("|", r"\|") for word in WORDS if len(word) > 1)
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{special}|."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        additional_special_tokens=["<|user|>", "<|assistant|>", "<|tool|>"],
-        chat_template=TEMPLATE,
-        padding_side="left",
-    )
+    tokenizer = make_word_tokenizer(WORDS, "!", Regex(f"{special}|."), TEMPLATE)
     tokenizer.response_template = RESPONSE_TEMPLATE
     return tokenizer
 
@@ -97,7 +93,7 @@ class Walk:
         self.answer = answer
         return None
 
-    def look(self, key: str) -> str:
+    def look(self, key: str) -> str:  # what it is for, classes below take over
         """
         Look a digit up.
 
@@ -120,12 +116,6 @@ class ForkingWalk(Walk):
         return super().reset(**example)
 
     def look(self, key: str) -> str:
-        """
-        Look a digit up.
-
-        Args:
-            key: The digit.
-        """
         return str((int(super().look(key)) + self.mood) % 10)
 
     def _fork(self) -> "ForkingWalk":
@@ -146,12 +136,6 @@ class LateLockedWalk(Walk):
     """Can be copied until something is looked up."""
 
     def look(self, key: str) -> str:
-        """
-        Look a digit up.
-
-        Args:
-            key: The digit.
-        """
         self.lock = threading.Lock()
         return super().look(key)
 
@@ -167,12 +151,6 @@ class ServedWalk(Walk):
         return super().reset(**example)
 
     def look(self, key: str) -> str:
-        """
-        Look a digit up.
-
-        Args:
-            key: The digit.
-        """
         self.keys.append(key)
         session = ServedWalk.sessions[self.session]
         session.append(key)
@@ -197,12 +175,6 @@ class Dice(Walk):
         return f"{self.start}?"
 
     def look(self, key: str) -> str:
-        """
-        Look a digit up.
-
-        Args:
-            key: The digit.
-        """
         self.keys.append(key)
         self.told.append(str((int(key) + self.chance.randrange(10)) % 10))
         return self.told[-1]
@@ -232,12 +204,6 @@ class WordyWalk(LockedWalk):
     """Says more than there is room for from the second time on that a world is walked."""
 
     def look(self, key: str) -> str:
-        """
-        Look a digit up.
-
-        Args:
-            key: The digit.
-        """
         is_first_time = len([instance for instance in Walk.instances if instance.keys]) < 24
         answer = super().look(key)
         return answer if is_first_time else answer * 100
@@ -247,12 +213,6 @@ class MoodyWalk(LockedWalk):
     """Can be neither copied nor replayed."""
 
     def look(self, key: str) -> str:
-        """
-        Look a digit up.
-
-        Args:
-            key: The digit.
-        """
         return str((int(super().look(key)) + self.number) % 10)
 
 
