@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.counts import check_counts
+from fr3e_trl.commands.data import option
 from fr3e_trl.commands.recipe import RecipeParser, parse_arguments
 
-from .arguments import option
 from .language.families import FAMILIES
 from .policies import starting_policy
 from .runs import be_quiet

@@ -29,7 +29,7 @@ from trl import GRPOTrainer
 import benchmarks.__main__ as cli
 from benchmarks.arguments import CompareArguments
 from benchmarks.arms import make_config, make_trainer, whole_prompts
-from benchmarks.compare import compare, main, plan_of
+from benchmarks.compare import compare, main
 from benchmarks.evaluation import evaluate
 from benchmarks.kept import read_kept
 from benchmarks.measures import batch_signal, sampled_prompts
@@ -571,31 +571,6 @@ def test_the_rate_falls_with_the_budget(schedule, warmup, monkeypatch):
         }
         expected += 2 * [1e-3 * left[schedule]]
     assert len(expected) > 8 and rates == pytest.approx(expected, abs=1e-10)
-
-
-def test_plan():
-    """Runs and tokens of each stage, and nothing is run; hours by what an earlier call has measured."""
-    grid = {"learning_rates": [1e-3, 3e-3, 1e-2], "tokens_per_batch": 300, "tuning_tokens": 100, "tuning_finalists": 2}
-    base = UNTUNED | {"num_iterations": 3}
-    settings = {"base": base, "arms": {"fr3e": FR3E, "grpo": GRPO}, "tuning_seeds": [7, 8, 9], "seeds": [0, 1]}
-    args = arguments(**settings, **grid, plan=True)
-    # 2 arms: 3 rates × 2 seeds of 100 tokens; 2 finalists × 3 seeds, and 2 seeds, of 500
-    assert plan_of(args).splitlines() == [
-        "Plan: 9,200 generated tokens, with what is done already",
-        "  screening: 12 runs of 100 generated tokens",
-        "  finalists: 12 runs of 500 generated tokens",
-        "  runs: 4 runs of 500 generated tokens",
-    ]
-    assert not Path("out").exists()
-    # A token takes 1 + 2 · 0.5 seconds with three updates. Runs of 100 tokens have two evaluations, and others three
-    probed = {"tokens_per_prompt": 100.0, "batch": 1.0, "update": 0.5, "evaluation": 90.0}
-    Path("out").mkdir()
-    Path("out/probes.json").write_text(json.dumps({"fr3e": probed, "grpo": probed}))
-    told = [line.rpartition(", with")[0] or line for line in plan_of(args).splitlines()]
-    assert [line.rpartition(", ")[2] for line in told] == [f"{h} hours of one worker" for h in (6.9, 1.3, 4.2, 1.4)]
-    probed |= {"batch": 0.01, "update": 0.0, "evaluation": 0.1}
-    Path("out/probes.json").write_text(json.dumps({"fr3e": probed, "grpo": probed}))
-    assert "generated tokens, 2 minutes of one worker, with" in plan_of(args)
 
 
 def test_where_runs_are(monkeypatch, capsys):

@@ -279,7 +279,7 @@ def test_conversational_prompts_and_an_adapter(capsys):
             {"base": json.dumps(BASE | {"use_vllm": True, "vllm_mode": "server"}), "num_workers": 2},
             "a vLLM server has the weights of one run. Set num_workers=1, not 2",
         ),
-        ({"learnign_rate": 1}, "unrecognized arguments: --learnign_rate 1. Did you mean --learning_rates"),
+        ({"learnign_rate": 1}, "unrecognized arguments: --learnign_rate. Did you mean --learning_rates"),
         ({"config": "nowhere.yaml"}, "No such file or directory: 'nowhere.yaml'"),
     ],
 )
