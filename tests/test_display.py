@@ -104,5 +104,13 @@ def test_long_texts_are_shortened_to_their_ends(length):
     assert "what is 1+1" in text and "1+2=" in text
 
 
+def test_without_exploration_there_is_the_prompt_alone():
+    tree = make_tree()
+    del tree.states[1:]
+    text = render_tree(tree, TOKENIZER)
+    assert "S1" not in text and "TRAJECTORY" not in text
+    assert "    ✓ 3+3=↵6<eos>\n    ✗ 1+5=↵7<eos>" in text
+
+
 def test_a_terminal_obeys_no_completion():
     assert _shorten("\x1b[2J\r\t1\n2\x7f\x9b\u202e\u2069", WIDTH) == "␛[2J␍␉1↵2␡���"

@@ -142,7 +142,8 @@ def test_rows_that_are_left_over():
 
 
 def test_rows_left_over_keep_their_credit_and_the_log_probs_of_the_policy_that_they_were_sampled_from(monkeypatch):
-    trainer = make_trainer(make_prompts(200, 60), max_refills=12, max_steps=6, anchor_threshold=1.0)
+    settings = {"max_refills": 12, "max_steps": 8, "anchor_threshold": 0.5, "num_base_trajectories": 4}
+    trainer = make_trainer(make_prompts(200, 100), **settings)
     kept = []
     score_leftovers = fr3e_trl.fr3e_trainer.score_leftovers
 
@@ -159,7 +160,7 @@ def test_rows_left_over_keep_their_credit_and_the_log_probs_of_the_policy_that_t
     monkeypatch.setattr(fr3e_trl.fr3e_trainer, "score_leftovers", record)
     set_seed(1)
     trainer.train()
-    num_seen, factors = 0, defaultdict(list)
+    num_seen, num_bases, factors = 0, 0, defaultdict(list)
     for before, (batch, trees) in zip(kept, trainer.batches[1:], strict=False):
         own = {
             (state.position, *tree.prompt_ids, *state.prefix_ids, *rollout.token_ids)
@@ -173,6 +174,7 @@ def test_rows_left_over_keep_their_credit_and_the_log_probs_of_the_policy_that_t
             if key in own or key not in before:
                 continue
             num_seen += 1
+            num_bases += len(set(before[key][2].tolist()) - {0.0}) > 1  # other tokens have other advantages
             kept_logprobs, logprobs, expected = before[key]
             old, credit = (batch[name][i][: len(completion)] for name in ("old_per_token_logps", "advantages"))
             torch.testing.assert_close(old, kept_logprobs)
@@ -180,7 +182,7 @@ def test_rows_left_over_keep_their_credit_and_the_log_probs_of_the_policy_that_t
             # All rows of a batch have the factor that makes up for what the loss is divided by
             assert credit.sign().equal(expected.sign())
             factors[id(batch)] += (credit / expected)[expected != 0].tolist()
-    assert num_seen > 0
+    assert num_seen > num_bases > 0
     for of_batch in factors.values():
         assert of_batch == pytest.approx([of_batch[0]] * len(of_batch), rel=1e-4)
 
