@@ -23,6 +23,7 @@ LONGEST = (
     "test_failures.py::test_of_several_processes",
     "test_hub.py",
     "test_language.py::test_smollm2",
+    "test_language.py::test_the_script_for_a_gpu",
     "test_one_file.py::test_it_learns",
     "test_recipes.py::test_smoke_recipe_is_launched",
     "test_resume.py::test_kill_9",

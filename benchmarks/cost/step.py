@@ -14,9 +14,10 @@ Each moment counts once, for the innermost of the parts below that is running:
 - log-probs: forward passes outside of the loss, for FR3E those that give the entropies;
 - rewards: TRL's reward computation, with the reward functions;
 - loss: TRL's loss, its forward pass included;
+- backward: the backward pass and the optimizer. With the loss, it is an update;
 - FR3E: this package. Requests and padding, anchors, values, advantages, rejection, metrics;
 - TRL: the rest of the step, and what each of them does alike: reading prompts, decoding completions, making the model
-  ready to generate, assembling the batch, backward pass, optimizer.
+  ready to generate, assembling the batch.
 """
 
 import tempfile
@@ -51,6 +52,7 @@ def main(argv: list[str]) -> None:
         num_steps=(5, "steps of each trainer in a turn"),
         num_turns=(5, "turns of each trainer, beside a first one that is not counted"),
     )
+    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=[*TRAINERS], help="by default all three")
     parser.add_argument("--max_completion_length", type=count, help="in tokens; by default the task's")
     parser.add_argument("--min_completion_length", type=count, help="in tokens; by default EOS may come at once")
     parser.add_argument(
@@ -72,6 +74,7 @@ def main(argv: list[str]) -> None:
             trainers = {
                 name: make_trainer(SETTINGS | settings | of_trainer, policy, task, Path(output_dir), seed=0)
                 for name, of_trainer in (TRAINERS | {"FR3E": TRAINERS["FR3E"] | options.settings}).items()
+                if name in ("FR3E", *options.trainers)
             }
             config = trainers["FR3E"].args
             assert isinstance(config, FR3EConfig)
@@ -90,6 +93,7 @@ def main(argv: list[str]) -> None:
                 "generated tokens per row": {name: number / num_rows for name, number in generated.items()},
                 "tokens in the update per row": {name: number / num_rows for name, number in updated.items()},
                 "generation time, s": {name: parts["generation"] for name, parts in seconds.items()},
+                "update's time, s": {name: parts["loss"] + parts["backward"] for name, parts in seconds.items()},
                 "whole step's time, s": {name: sum(parts.values()) for name, parts in seconds.items()},
             }
         )
@@ -101,12 +105,11 @@ def main(argv: list[str]) -> None:
 
 
 def print_ratios(entries: dict[str, dict[str, float]]) -> None:
-    table = make_table("FR3E beside GRPO", "/ GRPO", "/ shared", *TRAINERS)
+    names = list(next(iter(entries.values())))
+    table = make_table("FR3E beside GRPO", *(f"/ {name}" for name in names[1:]), *names)
     for what, amounts in entries.items():
-        fr3e, *others = (amounts[name] for name in TRAINERS)
-        table.add_row(
-            what, *(f"{fr3e / other:.2f}" for other in others), *(f"{amounts[name]:.2f}" for name in TRAINERS)
-        )
+        fr3e, *others = amounts.values()
+        table.add_row(what, *(f"{fr3e / other:.2f}" for other in others), *(f"{n:.2f}" for n in amounts.values()))
     Console().print(table)
 
 

@@ -20,7 +20,7 @@ from fr3e_trl.generation import decoding
 from fr3e_trl.generation.generate import GenerateSampler
 
 # Of a step's time: see `step.py`
-PARTS = ["generation", "log-probs", "rewards", "loss", "FR3E", "TRL"]
+PARTS = ["generation", "log-probs", "rewards", "loss", "backward", "FR3E", "TRL"]
 
 # Methods and functions by the part of a step's time that they are
 TIMED: list[tuple[type | ModuleType, str, str]] = [
@@ -29,8 +29,8 @@ TIMED: list[tuple[type | ModuleType, str, str]] = [
     (GRPOTrainer, "_calculate_rewards", "rewards"),
     (GRPOTrainer, "_compute_loss", "loss"),
     (GRPOTrainer, "_generate_and_score_completions", "TRL"),
-    (GRPOTrainer, "training_step", "TRL"),
-    (AcceleratedOptimizer, "step", "TRL"),
+    (GRPOTrainer, "training_step", "backward"),
+    (AcceleratedOptimizer, "step", "backward"),
     (decoding, "unwrap_model_for_generation", "TRL"),
     (rollout, "tokenized", "TRL"),
     (rollout, "decoded", "TRL"),
