@@ -1,16 +1,13 @@
 """The bench's task with a tool: the register, conversations with it, and what is measured of them."""
 
 import json
-import math
 import random
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from models import CPU
@@ -23,11 +20,9 @@ from benchmarks.arguments import CompareArguments
 from benchmarks.arms import make_trainer
 from benchmarks.compare import compare
 from benchmarks.evaluation import evaluate
-from benchmarks.measures import _row_tokens, _tree_tokens
 from benchmarks.policies import demonstrations, starting_policy
 from benchmarks.tasks import TASKS, Search
-from benchmarks.tasks.search import KIND, MEANINGS, NAMES, REGISTER, RELATIONS, RELATIONS_OF, SLIPS, look_up
-from fr3e_trl.method.tree import Dialogue, Rollout, State, Tree
+from benchmarks.tasks.search import KIND, MEANINGS, NAMES, REGISTER, RELATIONS, RELATIONS_OF, look_up
 
 TASK = TASKS["search"]
 GRPO = {
@@ -52,11 +47,6 @@ def found(content):
 
 def said(content):
     return {"role": "assistant", "content": content}
-
-
-class AlwaysSlips(random.Random):
-    def random(self):
-        return 1.0
 
 
 # The tool and the demonstrator
@@ -85,53 +75,6 @@ def test_demonstrations_without_noise_find_the_answer():
             name = REGISTER[name, relation]
         assert messages == [*expected, said(f"= {name}")]
         assert TASK.is_right(messages, problem)
-
-
-def test_a_wrong_idea_is_given_up_only_where_it_finds_nothing():
-    """Of two titles: by the first idea that finds something, whatever it is."""
-    num_dead_ends = set()
-    for problem in replace(TASK, num_titles=2).examples("heldout", 0, 100):
-        kind, name, _, *titles, _ = problem["prompt"][0]["content"].split()
-        expected = []
-        for title in titles:
-            wrong, right = SLIPS[kind, title][1], MEANINGS[kind, title]
-            expected.append(call(name, wrong, title))
-            if wrong not in RELATIONS_OF[kind]:
-                expected += [found("nothing"), call(name, right, title)]
-            name = REGISTER[name, expected[-1]["tool_calls"][0]["function"]["arguments"]["relation"]]
-            kind = KIND[name]
-            expected.append(found(f"{kind} {name}"))
-        assert TASK.demonstrate(problem, AlwaysSlips()) == [*expected, said(f"= {name}")]
-        num_dead_ends.add(len(expected) // 2 - 2)
-    assert num_dead_ends == {0, 1, 2}
-
-
-def test_a_demonstration_ends_with_the_call_that_is_not_made():
-    lengths = []
-    for problem in TASK.examples("heldout", 0, 300):
-        messages = TASK.demonstrate(problem, AlwaysSlips())
-        num_calls = sum("tool_calls" in message for message in messages)
-        assert len(messages) == 2 * sum(message["role"] == "tool" for message in messages) + 1
-        lengths.append(num_calls)
-        if num_calls > 6:
-            assert "tool_calls" in messages[-1] and not TASK.is_right(messages, problem)
-    assert set(lengths) == {4, 5, 6, 7}
-
-
-def test_noise_is_as_strong_as_the_other_tasks():
-    problems, rng = TASK.examples("heldout", 0, 1000).to_list(), random.Random(0)
-    right = [TASK.is_right(TASK.demonstrate(problem, rng), problem) for problem in problems]
-    assert 0.03 < sum(right) / 1000 < 0.5
-
-
-def test_splits_are_disjoint():
-    texts = {
-        split: {prompt[0]["content"] for seed in (0, 1) for prompt in TASK.examples(split, seed, 300)["prompt"]}
-        for split in ("policy", "train", "heldout")
-    }
-    assert not texts["policy"] & texts["train"]
-    assert not texts["policy"] & texts["heldout"]
-    assert not texts["train"] & texts["heldout"]
 
 
 # Messages and tokens
@@ -182,18 +125,6 @@ def test_what_is_written_is_read(written, content, arguments):
     else:
         filled = {name: value.format(name=NAMES[1]) for name, value in arguments.items()}
         assert calls == [{"name": "look_up", "arguments": filled}]
-
-
-def test_every_word_is_one_token_and_every_demonstration_fits():
-    tokenizer = TASK.make_tokenizer()
-    for row in demonstrations(TASK, 200):
-        start = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
-        messages = row["prompt"] + row["completion"]
-        ids, text = (tokenizer.apply_chat_template(messages, tokenize=is_ids, return_dict=False) for is_ids in (1, 0))
-        assert tokenizer.convert_ids_to_tokens(ids) == text.split()
-        assert tokenizer.unk_token_id not in ids
-        assert ids[: len(start)] == start
-        assert len(ids) - len(start) <= TASK.max_completion_length
 
 
 class Reciter(Qwen3ForCausalLM):
@@ -284,12 +215,6 @@ class Counted(Search):
         return (counting,)
 
 
-def test_policy_is_loaded_with_its_templates(policy):
-    made, loaded = TASK.make_tokenizer(), AutoTokenizer.from_pretrained(policy)
-    assert (loaded.chat_template, loaded.response_template) == (made.chat_template, made.response_template)
-    assert loaded.get_vocab() == made.get_vocab()
-
-
 def test_calls_of_training_are_counted(policy, tmp_path):
     task = Counted()
     task.calls.clear()
@@ -303,34 +228,6 @@ def test_calls_of_training_are_counted(policy, tmp_path):
     assert len(task.calls) == round(tried - failed) <= trainer.costs.tool_calls <= round(tried)
     own = sum(16 * entry["completions/mean_length"] for entry in logs)
     assert trainer.costs.generated_tokens == round(own)
-
-
-def test_tokens_that_turns_read():
-    """
-    Two prompts of 3 and 2 tokens. The first completion has a turn of 2 tokens, a result of 2 and a turn of 1, and then
-    a result of 1 and a turn of 1: read are 3, 3 + 4 and 3 + 6. The second has a turn, and a result that none follows.
-    """
-    batch = {
-        "prompt_mask": torch.tensor([[1, 1, 1], [0, 1, 1]]),
-        "completion_ids": torch.zeros(2, 7),
-        "tool_mask": torch.tensor([[1, 1, 0, 0, 1, 0, 1], [1, 1, 1, 0, 0, 0, 0]]),
-    }
-    trainer = SimpleNamespace(_metrics={"train": {"completions/mean_length": [3.5]}}, tools=[look_up])
-    assert _row_tokens(trainer, batch) == (7, (3 + 7 + 9) + 2)
-
-
-def test_tokens_that_turns_of_trees_read():
-    """
-    A prompt of 4 tokens. A base trajectory has turns of 3 tokens at 0 and of 2 at 5: read are 4 and 4 + 5. A branch
-    from token 6 writes 2 tokens, and after a result of 2 another one: read are 4 + 6 and 4 + 10.
-    """
-    base = Rollout([7] * 7, mask=np.array([1, 1, 1, 0, 0, 1, 1], bool), dialogue=Dialogue([], [(0, 3), (5, 7)]))
-    turns = [(0, 3), (5, 8), (10, 11)]
-    branch = Rollout([7] * 5, mask=np.array([1, 1, 0, 0, 1], bool), dialogue=Dialogue([], turns))
-    tree = Tree([1, 2, 3, 4], 20, bases=[base], states=[State(rollouts=[base]), State(6, rollouts=[branch])])
-    assert _tree_tokens([tree]) == (5 + 3, (4 + 9) + (10 + 14))
-    tree.states[0].rollouts.append(replace(tree.states[0].rollouts[0], copy_of=0))  # which nothing was sampled for
-    assert _tree_tokens([tree]) == (5 + 3, (4 + 9) + (10 + 14))
 
 
 def test_trees_are_counted_by_what_is_sampled_and_called(policy, tmp_path):
@@ -386,14 +283,6 @@ def test_entropy_is_of_what_the_policy_writes(policy, tmp_path, monkeypatch):
     assert len(entropies) < sum(len(ids) for _, completion_ids, *_ in generated for ids in completion_ids)
     assert evaluation.completion_length == len(entropies) / 32
     assert evaluation.entropy == pytest.approx(sum(entropies) / len(entropies), rel=1e-4)
-
-
-def test_a_policy_that_knows_nothing_calls_nothing(policy, tmp_path):
-    trainer = make_trainer(GRPO, policy, TASK, tmp_path, seed=0)
-    trainer.model.lm_head.weight.data.zero_()
-    evaluation = measured(trainer)
-    assert evaluation.entropy == pytest.approx(math.log(AutoModelForCausalLM.from_pretrained(policy).config.vocab_size))
-    assert evaluation.num_distinct == [0] * 8
 
 
 def test_a_comparison_by_tool_calls(policy, monkeypatch):
@@ -491,10 +380,3 @@ def test_agent_tells_a_model_what_to_do(agent):
 def test_agent_reward(agent, content, reward):
     assert agent.is_right([[call("keru", "home"), found("town bado"), said(content)]], ["bado"]) == [reward]
     assert agent.is_right([[call("keru", "home"), found(content)]], ["bado"]) == [0.0]
-
-
-def test_agent_help(agent, capsys):
-    with pytest.raises(SystemExit):
-        agent.make_parser().parse_args_and_config(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "looks things up before it answers" in text and "Questions to train on. (default: 2048)" in text
