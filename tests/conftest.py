@@ -21,7 +21,6 @@ LONGEST = (
     "test_cost.py::test_bookkeeping",
     "test_device.py",
     "test_failures.py::test_of_several_processes",
-    "test_hub.py",
     "test_language.py::test_smollm2",
     "test_language.py::test_the_script_for_a_gpu",
     "test_one_file.py::test_it_learns",
