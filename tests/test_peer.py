@@ -8,7 +8,6 @@ images have tests of their own.
 import asyncio
 import atexit
 import functools
-import json
 import math
 import shutil
 import tempfile
@@ -20,7 +19,7 @@ import torch
 import transformers
 from datasets import DatasetDict, IterableDatasetDict
 from factory import letters
-from models import CPU, TINY, make_dataset, make_model, make_tokenizer, model_on_disk
+from models import TINY, make_dataset, make_model, make_tokenizer, model_on_disk
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
 from transformers import (
     LlamaConfig,
@@ -260,36 +259,6 @@ def test_an_adapter_of_the_head_is_refused_by_trl():
     train(peft_config=LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
 
 
-MODELING = """
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
-
-class RemoteConfig(Qwen3Config):
-    model_type = "remote"
-
-
-class RemoteForCausalLM(Qwen3ForCausalLM):
-    config_class = RemoteConfig
-"""
-
-
-def test_remote_code(tmp_path):
-    make_model().save_pretrained(tmp_path / "remote")
-    make_tokenizer().save_pretrained(tmp_path / "remote")
-    path = tmp_path / "remote" / "config.json"
-    remote = {
-        "model_type": "remote",
-        "architectures": ["RemoteForCausalLM"],
-        "auto_map": {"AutoConfig": "modeling.RemoteConfig", "AutoModelForCausalLM": "modeling.RemoteForCausalLM"},
-    }
-    path.write_text(json.dumps(json.loads(path.read_text()) | remote))
-    (tmp_path / "remote" / "modeling.py").write_text(MODELING)
-    with pytest.raises(ValueError, match="custom code"):
-        make_trainer(model=str(tmp_path / "remote"))
-    trainer = train(model=str(tmp_path / "remote"), trust_remote_code=True)
-    assert type(trainer.model).__name__ == "RemoteForCausalLM"
-
-
 def test_liger():
     if is_liger_kernel_available():
         train(use_liger_kernel=True)
@@ -316,37 +285,6 @@ def test_datasets_of_evaluation(kind, iterable):
     assert all(math.isfinite(metrics[name]) for name in names)
 
 
-def test_iterable_datasets_and_workers():
-    iterable = make_dataset().to_iterable_dataset()
-    with pytest.raises(ValueError, match="dispatch_batches=False"):
-        make_trainer(dataset=iterable, accelerator_config={"dispatch_batches": True})
-    trainer = make_trainer(dataset=iterable, dataloader_num_workers=2)
-    assert trainer.args.accelerator_config.dispatch_batches is False and trainer.args.dataloader_num_workers == 0
-    trainer = make_trainer(eval_dataset=iterable, dataloader_num_workers=4, per_device_eval_batch_size=3)
-    assert trainer.get_train_dataloader().num_workers == 4 and trainer.get_eval_dataloader().num_workers == 0
-
-
-def test_examples_come_as_often_as_by_grpo():
-    """Each generation batch of 6 prompts, 4 rows of each, is handed over for every step that uses it."""
-    trainer = make_trainer(
-        num_generations=4,
-        per_device_train_batch_size=6,
-        gradient_accumulation_steps=3,
-        steps_per_generation=4,
-        num_iterations=2,
-        shuffle_dataset=False,
-        max_steps=-1,
-        num_train_epochs=1,
-        dataset=make_dataset(12),
-    )
-    seen, training_step = [], trainer.training_step
-    trainer.training_step = lambda model, inputs, *args: seen.append(inputs) or training_step(model, inputs, *args)
-    trainer.train()
-    prompts = [{"prompt": prompt} for prompt in make_dataset(12)["prompt"]]
-    batches = [[example for example in part for _ in range(4)] for part in (prompts[:6], prompts[6:])]
-    assert seen == [batch for batch in batches for _ in range(8)]
-
-
 # Rewards
 
 
@@ -363,17 +301,6 @@ def test_the_logged_reward_is_weighted(aggregation):
     ].keys()
 
 
-def test_what_reward_functions_log():
-    def reward(completions, log_extra, log_metric, **kwargs):
-        log_extra("start", [completion[:5] for completion in completions])
-        log_metric("custom_accuracy", 0.75)
-        return letters(completions)
-
-    trainer = train(reward_funcs=reward, log_completions=True)
-    assert len(trainer._logs["extra"]["start"]) == len(trainer._logs["completion"])
-    assert [entry["custom_accuracy"] for entry in logs(trainer)] == [0.75, 0.75]
-
-
 def test_reward_processing_classes():
     models, tokenizer = [reward_model_on_disk(), reward_model_on_disk(LlamaForSequenceClassification)], make_tokenizer()
     with pytest.raises(ValueError, match="must match"):
@@ -382,13 +309,6 @@ def test_reward_processing_classes():
     assert len(trainer.reward_processing_classes) == 2
     trainer = make_trainer(reward_funcs=models[0], reward_processing_classes=tokenizer)
     assert trainer.reward_processing_classes == [tokenizer]
-
-
-def test_without_rewards_or_data():
-    with pytest.raises(ValueError, match="No reward source"):
-        make_trainer(reward_funcs=None)
-    with pytest.raises(ValueError, match="`train_dataset` is required"):
-        FR3ETrainer(make_model(), letters, FR3EConfig("unused", **CPU), processing_class=make_tokenizer())
 
 
 # The loss

@@ -4,19 +4,16 @@ an error that names it. Each runs for three steps or more, unless it is refused 
 """
 
 import itertools
-from decimal import Decimal
 
 import pytest
 import torch
-from datasets import IterableDataset
 from factory import letters, make_trainer, train
-from models import TINY, make_dataset, make_model, make_tokenizer
-from peft import LoraConfig
+from models import make_dataset, make_model
 from recorder import Recorder
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForSequenceClassification, TrainerCallback, set_seed
+from transformers import GenerationConfig, TrainerCallback, set_seed
 from transformers.trainer_callback import CallbackHandler
 from trees import rollouts_of
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from fr3e_trl import FR3ETrainer
@@ -64,68 +61,12 @@ def completions(trainer):
 # The constructor
 
 
-def reward_model():
-    model = Qwen3ForSequenceClassification(Qwen3Config(**TINY | {"num_labels": 1}))
-    model.config._name_or_path = "reward"
-    return model
-
-
-class Judge:
-    """A reward that has a state, and counts its calls."""
-
-    __name__ = "judge"
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, completions, **kwargs):
-        self.calls += 1
-        return [Decimal(repr(reward)) for reward in letters(completions)]
-
-
-async def later(completions, **kwargs):
-    return letters(completions)
-
-
-def sgd():
+def test_an_optimizer_and_a_schedule_of_ones_own():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return {"model": model, "optimizers": (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))}
-
-
-def stream():
-    return IterableDataset.from_generator(lambda: iter(make_dataset()))
-
-
-ARGUMENTS = {
-    "model": lambda: {"model": make_model(seed=1)},
-    "reward_funcs": lambda: {"reward_funcs": [letters, later, Judge()], "reward_weights": [1.0, 0.5, 2.0]},
-    "args": lambda: {"config": GRPOConfig},
-    "train_dataset": lambda: {"dataset": stream()},
-    "eval_dataset": lambda: {
-        "eval_dataset": make_dataset(4),
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "num_generations_eval": 2,
-        "per_device_eval_batch_size": 4,
-    },
-    "processing_class": lambda: {"tokenizer": make_tokenizer()},
-    "reward_processing_classes": lambda: {
-        "reward_funcs": reward_model(),
-        "reward_processing_classes": make_tokenizer(),
-    },
-    "callbacks": lambda: {"callbacks": [TrainerCallback()]},
-    "optimizers": sgd,
-    "peft_config": lambda: {"peft_config": LoraConfig(target_modules=["q_proj"])},
-    "quantization_config": lambda: {"model": make_model(), "quantization_config": None},
-}
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_the_constructors_arguments(name):
-    trainer = train(**{"reward_funcs": letters, "max_steps": 3} | ARGUMENTS[name]())
-    assert len(trainer.batches) == 3 and any(len(tree.states) > 1 for _, trees in trainer.batches for tree in trees)
-    assert sum("loss" in entry for entry in trainer.state.log_history) == 3
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    trainer = train(reward_funcs=letters, max_steps=3, model=model, optimizers=(optimizer, schedule))
+    assert [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry] == [0.1] * 3
 
 
 # Attributes

@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 
 import factory
-import numpy as np
-import pandas
 import pytest
 import torch
 from launches import launch, start_script
@@ -147,26 +145,6 @@ def test_a_checkpoint_saved_within_an_update_is_exact(settings, step):
     set_seed(100)
     resumed.train(resume_from_checkpoint=f"cut/checkpoint-{step}")
     check_same(resumed, whole)
-
-
-def test_tables_of_completions_are_kept():
-    """With what reward functions log, of whatever type."""
-    settings = {"num_iterations": 2, "log_completions": True, "max_steps": 2}
-
-    def train(checkpoint=None):
-        trainer = make_trainer(**settings)
-        reward_func = trainer.reward_funcs[0]
-
-        def logging_func(completions, log_extra, **kwargs):
-            log_extra("length", [np.int64(len(text)) for text in completions])
-            return reward_func(completions=completions, **kwargs)
-
-        trainer.reward_funcs = [logging_func]
-        trainer.train(checkpoint)
-        return pandas.read_parquet("output/completions/completions_00002.parquet").astype({"length": int})
-
-    whole = train()
-    assert len(whole) == 16 and whole.equals(train("output/checkpoint-1"))
 
 
 @pytest.mark.parametrize(
