@@ -57,7 +57,7 @@ learn() { # FAMILY RECIPE
     done
 }
 
-"$python" -m benchmarks.language.untrained "$work/$shape" --shape $shape >/dev/null
+"$python" -m benchmarks.language.untrained "$work/$shape" $shape >/dev/null
 policies &
 part check.txt 120 "$python" -m fr3e_trl.commands.cli check --output "$work/check.md" "${check[@]}"
 wait

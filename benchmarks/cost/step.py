@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
                 raise ValueError(
                     f"min_completion_length={options.min_completion_length} is above max_completion_length={longest}."
                 )
-        seconds, generated, updated = measure(trainers, followed(range(options.num_turns + 1), "turn"))
+        seconds, generated, updated, peaks = measure(trainers, followed(range(options.num_turns + 1), "turn"))
         num_steps = options.num_steps * options.num_turns
         num_rows = num_steps * options.num_prompts * options.num_generations
         print(f"steps of each: {num_steps}, with {options.num_prompts} prompts x {options.num_generations} rows")
@@ -98,10 +98,10 @@ def main(argv: list[str]) -> None:
             }
         )
         print_shares(seconds)
-        # Last, as it may take more than there is
-        for trainer in trainers.values():
+        for name, trainer in trainers.items() if not peaks else []:  # last, as it may take more than there is
             trainer.args.max_steps = 1
-        print_ratios({"peak memory, MiB": {name: peak_memory(trainer) / 2**20 for name, trainer in trainers.items()}})
+            peaks[name] = peak_memory(trainer)
+        print_ratios({"peak memory, MiB": {name: peak / 2**20 for name, peak in peaks.items()}})
 
 
 def print_ratios(entries: dict[str, dict[str, float]]) -> None:

@@ -15,6 +15,7 @@ from trl import GRPOTrainer
 
 from fr3e_trl import policy_logps, rollout
 from fr3e_trl.callbacks import Stopwatch
+from fr3e_trl.commands.check.lines import peak_memory
 from fr3e_trl.fr3e_trainer import FR3ETrainer
 from fr3e_trl.generation import decoding
 from fr3e_trl.generation.generate import GenerateSampler
@@ -92,23 +93,27 @@ class MethodStopwatch(Stopwatch):
 
 def measure(
     trainers: dict[str, Any], turns: Iterable[int]
-) -> tuple[dict[str, dict[str, float]], dict[str, float], dict[str, float]]:
+) -> tuple[dict[str, dict[str, float]], dict[str, float], dict[str, float], dict[str, float]]:
     """
     Seconds of each trainer by part, the tokens that it generated, and those that its loss forwarded, over all turns but
-    that of number 0.
+    that of number 0; on a GPU, the most bytes of its last turn.
     """
     stopwatch = MethodStopwatch()
     seconds = {name: dict.fromkeys(PARTS, 0.0) for name in trainers}
     generated, updated = dict.fromkeys(trainers, 0.0), dict.fromkeys(trainers, 0.0)
+    peaks: dict[str, float] = {}
     with stopwatch.times(TIMED):
         for turn in turns:
             for name, trainer in trainers.items():
                 stopwatch.seconds = dict.fromkeys(PARTS, 0.0)
                 before = replace(trainer.costs)
-                trainer.train()
+                if torch.cuda.is_available():
+                    peaks[name] = peak_memory(trainer)
+                else:
+                    trainer.train()
                 if turn > 0:
                     generated[name] += trainer.costs.generated_tokens - before.generated_tokens
                     updated[name] += trainer.costs.forward_backward_tokens - before.forward_backward_tokens
                     for part in PARTS:
                         seconds[name][part] += stopwatch.seconds[part]
-    return seconds, generated, updated
+    return seconds, generated, updated, peaks

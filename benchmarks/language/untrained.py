@@ -1,10 +1,10 @@
 """
 Models with random weights and a chat template, for what does not depend on what a model knows:
 
-    python -m benchmarks.language.untrained DIRECTORY --shape qwen2.5-0.5b
+    python -m benchmarks.language.untrained DIRECTORY qwen2.5-0.5b
 """
 
-import argparse
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -15,24 +15,12 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM,
 
 from .families import FAMILIES
 
-SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {
-        "vocab_size": 400,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "qwen2.5-0.5b": {
-        "vocab_size": 151_936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-    },
-}
+# Vocabulary, width, inner width, layers, heads, heads of keys
+SHAPES = {"tiny": (400, 32, 64, 2, 4, 2), "qwen2.5-0.5b": (151_936, 896, 4864, 24, 14, 2)}
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    "num_key_value_heads",
+)
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -55,7 +43,8 @@ def save_untrained(directory: Path, shape: str = "tiny") -> Path:
     )
     set_seed(0)
     ends = {"eos_token_id": fast.eos_token_id, "pad_token_id": fast.pad_token_id}
-    model = Qwen2ForCausalLM(Qwen2Config(**SHAPES[shape], **ends, tie_word_embeddings=True))
+    sizes: Any = dict(zip(SIZES, SHAPES[shape], strict=True))
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **ends, tie_word_embeddings=True))
     model.to(torch.bfloat16).save_pretrained(directory)
     fast.save_pretrained(directory)
     return directory
@@ -67,8 +56,4 @@ def coin(completions: list[Any], completion_ids: list[list[int]], **kwargs: Any)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    options = parser.parse_args()
-    print(save_untrained(options.directory, options.shape))
+    print(save_untrained(Path(sys.argv[1]), sys.argv[2]))

@@ -40,7 +40,6 @@ from benchmarks.statistics import (
     interpolate,
     mean_height,
     mean_interval,
-    ratio_interval,
     within,
 )
 from benchmarks.tasks import HELDOUT_SEED
@@ -139,19 +138,6 @@ def without_times(results):
 )
 def test_best_of_k(rewards, k, expected):
     assert best_of_k(rewards, k) == pytest.approx(expected)
-
-
-def test_intervals():
-    # Deviations -0.1, 0, 0.1: variance 0.02 / 2, standard error 0.1 / sqrt(3)
-    interval = mean_interval([0.4, 0.5, 0.6])
-    assert interval.mean == pytest.approx(0.5)
-    assert interval.half_width == pytest.approx(4.302653 * 0.1 / 3**0.5, rel=1e-6)
-    assert (interval.low, interval.high) == pytest.approx((0.5 - 0.248414, 0.5 + 0.248414), abs=1e-5)
-    assert math.isnan(mean_interval([0.4]).low) and math.isnan(crossed_interval(np.array([[0.4, 0.6]])).high)
-    # Half as much and a quarter: logs -log 2 and -2 log 2, standard error log 2 / 2
-    ratio, low, high = ratio_interval([1, 10], [2, 40])
-    assert ratio == pytest.approx(2**-1.5)
-    assert (low, high) == pytest.approx((2 ** (-1.5 - 12.706205 / 2), 2 ** (-1.5 + 12.706205 / 2)), rel=1e-5)
 
 
 def test_interval_over_seeds_and_prompts():
@@ -274,13 +260,14 @@ def test_stops_at_the_tokens_to_one_batch(arm, sampled):
 def test_a_batch_is_trained_on_to_its_end():
     """Micro-batches, steps and iterations of one batch: all its tokens go through the loss as often."""
     micro = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 2}
-    (result,) = run(arms={"grpo": GRPO | micro | {"num_iterations": 2}})["runs"]
-    end = result["evaluations"][-1]
-    tokens = [batch["generated_tokens"] for batch in result["batches"]]
-    assert tokens[-2] < 500 <= tokens[-1] == end["generated_tokens"]
-    read = end["forward_tokens"] - end["generated_tokens"] - end["forward_backward_tokens"] // 2  # by generation
-    # Old log-probs once, the loss twice, each of prompt and completion
-    assert end["forward_backward_tokens"] == 2 * (read + end["generated_tokens"])
+    ends = []
+    for number in (1, 2):
+        arms = {"grpo": GRPO | micro | {"num_iterations": number}}
+        (result,) = run(output_dir=f"{number}", arms=arms, generated_tokens=1, num_evals=1)["runs"]
+        ends.append(result["evaluations"][-1])
+    once, twice = ends
+    assert once["batches"] == twice["batches"] == 1 and once["generated_tokens"] == twice["generated_tokens"]
+    assert twice["forward_backward_tokens"] == 2 * once["forward_backward_tokens"] > 2 * once["generated_tokens"]
 
 
 def test_evaluations_leave_no_trace_and_are_evenly_spaced():
@@ -337,10 +324,6 @@ def test_report_has_the_numbers_of_the_raw_data():
     def pass_at_2(evaluation):
         return sum(1 - (4 - c) * (3 - c) / 12 for c in map(sum, evaluation["rewards"])) / 6
 
-    def distinct(evaluation):
-        counts = [count for count in evaluation["num_distinct"] if count]
-        return sum(counts) / max(1, len(counts))
-
     def at(run, tokens, measure=pass_at_1):
         points = [(e["generated_tokens"], measure(e)) for e in run["evaluations"]]
         for (x0, y0), (x1, y1) in itertools.pairwise(points):
@@ -395,7 +378,7 @@ def test_report_has_the_numbers_of_the_raw_data():
         costs = rows_of(report, "What a run cost")[arm]
         assert costs[3] == f"{sum(spent) / 3:,.0f}"
         diversity = rows_of(report, "Diversity")[arm]
-        for cell, measure in ((1, itemgetter("entropy")), (3, by_prompts(pass_at_2)), (5, distinct)):
+        for cell, measure in ((1, itemgetter("entropy")), (3, by_prompts(pass_at_2))):
             assert diversity[cell] == summary([at(run, 500, measure) for run in of_arm])
     assert "python -m benchmarks compare --config x.yaml" in report
     # A policy that does not learn stays what it was
@@ -492,6 +475,35 @@ def test_the_rate_falls_with_the_budget(schedule, warmup, monkeypatch):
         }
         expected += 2 * [1e-3 * left[schedule]]
     assert len(expected) > 8 and rates == pytest.approx(expected, abs=1e-10)
+
+
+def test_plan(capsys):
+    """Runs and tokens of each stage, before anything is run; hours by what two batches and an evaluation take."""
+    grid = {"learning_rates": [1e-3, 3e-3, 1e-2], "tokens_per_batch": 300, "tuning_tokens": 100, "tuning_finalists": 2}
+    base = UNTUNED | {"num_iterations": 3}
+    settings = {"base": base, "arms": {"fr3e": FR3E, "grpo": GRPO}, "tuning_seeds": [7, 8, 9], "seeds": [0, 1]}
+    args = arguments(**settings, **grid, plan=True)
+    compare(args, "compare")
+    told = capsys.readouterr().err
+    assert all(f"Measuring what two batches of {arm} take\n" in told for arm in ("fr3e", "grpo"))
+    lines = told[told.index("Plan: ") :].splitlines()  # the libraries may warn before
+    # 2 arms: 3 rates × 2 seeds of 100 tokens; 2 finalists × 3 seeds, and 2 seeds, of 500
+    assert lines[0].startswith("Plan: 9,200 generated tokens, ")
+    assert [line.partition(" tokens")[0] for line in lines[1:]] == [
+        "  screening: 12 runs of 100 generated",
+        "  finalists: 12 runs of 500 generated",
+        "  runs: 4 runs of 500 generated",
+    ]
+    assert not list(Path("out").glob("*/*.json"))
+    probes = json.loads(Path("out/probes.json").read_text())
+    assert min(min(probed.values()) for probed in probes.values()) > 0
+    # A token takes 1 + 2 · 0.5 seconds with three updates. Runs of 100 tokens have two evaluations, and others three
+    for probed in probes.values():
+        probed |= {"batch": 1.0, "update": 0.5, "evaluation": 90.0}
+    Path("out/probes.json").write_text(json.dumps(probes))
+    compare(args, "compare")
+    hours = [line.rpartition(", with")[0] or line for line in capsys.readouterr().err.splitlines()]
+    assert [float(line.split(", ")[-1].removesuffix(" hours of one worker")) for line in hours] == [6.9, 1.3, 4.2, 1.4]
 
 
 def test_batches_of_equal_tokens():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import compare, make_policy
+from benchmarks import make_policy
 from benchmarks.kept import read_kept
 from benchmarks.language import policy as language_policy
 from benchmarks.language import pretrained
@@ -21,7 +21,6 @@ from benchmarks.policies import made_once
 from fr3e_trl.commands import eval as evaluation
 from fr3e_trl.commands import train
 from fr3e_trl.commands.data import get_reward
-from fr3e_trl.commands.options import read_recipe
 from fr3e_trl.commands.usage import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -130,8 +129,8 @@ def test_policy_is_a_checkpoint_with_its_problems(policy, stand_in, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == str(policy)
 
 
-def test_trained_evaluated_and_compared_as_recipes_say(policy):
-    """`fr3e train`, `eval` and `compare` on it, by the recipes for SmolLM2 with less of everything."""
+def test_trained_and_evaluated_as_recipes_say(policy):
+    """`fr3e train` and `eval` on it, by the recipe for SmolLM2 with less of everything."""
     data = f"--dataset_name={policy / 'data'}"
     model = f"--model_name_or_path={policy}"
     small = ["--max_completion_length=16", "--use_cpu=true", "--report_to=none"]
@@ -147,17 +146,6 @@ def test_trained_evaluated_and_compared_as_recipes_say(policy):
     evaluation.main(
         [model, data, "--num_samples=2", "--max_completion_length=16", "--limit=4", "--output_dir=evaluated"]
     )
-    recipe = RECIPES / "bench" / "compare_words.yaml"
-    base = read_recipe(recipe)["base"] | {"max_completion_length": 16}
-    compare.main(
-        [
-            f"--config={recipe}",
-            *(model, data, "--output_dir=compared", f"--base={json.dumps(base)}", "--only", "grpo_4", "tree_4"),
-            *("--generated_tokens=300", "--seeds=0", "--num_evals=1", "--num_heldout=2", "--num_samples=2"),
-            *("--learning_rates=1e-3", "--tokens_per_batch=100", "--num_iterations=1"),
-        ]
-    )
-    assert Path("compared", "report.md").exists()
 
 
 def test_the_demo_makes_a_policy_that_learns_and_shows_a_tree(stand_in, monkeypatch, capsys):

@@ -1,6 +1,5 @@
 """The bench's task with a tool: the register, conversations with it, and what is measured of them."""
 
-import json
 import random
 import re
 import subprocess
@@ -11,18 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from models import CPU
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from trl import GRPOConfig, GRPOTrainer
-from trl.chat_template_utils import parse_response
 
-from benchmarks.arguments import CompareArguments
 from benchmarks.arms import make_trainer
-from benchmarks.compare import compare
 from benchmarks.evaluation import evaluate
 from benchmarks.policies import demonstrations, starting_policy
 from benchmarks.tasks import TASKS, Search
-from benchmarks.tasks.search import KIND, MEANINGS, NAMES, REGISTER, RELATIONS, RELATIONS_OF, look_up
+from benchmarks.tasks.search import KIND, MEANINGS, REGISTER, RELATIONS, look_up
 
 TASK = TASKS["search"]
 GRPO = {
@@ -50,18 +46,6 @@ def said(content):
 
 
 # The tool and the demonstrator
-
-
-def test_what_is_looked_up():
-    for name in NAMES:
-        for relation in RELATIONS:
-            result = look_up(key=name, relation=relation)
-            if relation in RELATIONS_OF[KIND[name]]:
-                sought = REGISTER[name, relation]
-                assert result == f"{KIND[sought]} {sought}"
-            else:
-                assert result == "nothing"
-    assert look_up("nobody", "home") == look_up(NAMES[0], "kin") == "nothing"
 
 
 def test_demonstrations_without_noise_find_the_answer():
@@ -96,35 +80,6 @@ def test_demonstrations_without_noise_find_the_answer():
 def test_reward(completion, reward):
     prompt = [{"role": "user", "content": "town keru : kin ="}]
     assert TASK.reward([completion], answer=["bado"], prompt=[prompt]) == [reward]
-
-
-@pytest.mark.parametrize(
-    ("written", "content", "arguments"),
-    [
-        ("kin look_up key {name} relation home <eos>", "kin", {"key": "{name}", "relation": "home"}),
-        ("look_up relation home key {name} <eos>", "", {"key": "{name}", "relation": "home"}),
-        ("kin look_up key {name} relation home", "kin", {"key": "{name}", "relation": "home"}),  # cut short
-        ("kin look_up key {name} <eos>", "kin", {"key": "{name}"}),
-        ("look_up <eos>", "", {}),
-        ("= {name} <eos>", "= {name}", None),
-        ("= {name}", "= {name}", None),
-        ("key {name} relation home <eos>", "key {name} relation home", None),
-    ],
-)
-def test_what_is_written_is_read(written, content, arguments):
-    tokenizer = TASK.make_tokenizer()
-    prompt_ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": f"town {NAMES[0]} : kin ="}], add_generation_prompt=True, return_dict=False
-    )
-    ids = tokenizer(written.format(name=NAMES[1]))["input_ids"]
-    message = parse_response(tokenizer, ids, prefix=prompt_ids, tools=[look_up])
-    assert (message["role"], message["content"]) == ("assistant", content.format(name=NAMES[1]))
-    calls = [call["function"] for call in message.get("tool_calls", [])]
-    if arguments is None:
-        assert calls == []
-    else:
-        filled = {name: value.format(name=NAMES[1]) for name, value in arguments.items()}
-        assert calls == [{"name": "look_up", "arguments": filled}]
 
 
 class Reciter(Qwen3ForCausalLM):
@@ -285,37 +240,6 @@ def test_entropy_is_of_what_the_policy_writes(policy, tmp_path, monkeypatch):
     assert evaluation.entropy == pytest.approx(sum(entropies) / len(entropies), rel=1e-4)
 
 
-def test_a_comparison_by_tool_calls(policy, monkeypatch):
-    monkeypatch.setattr("benchmarks.report.plot_all", lambda results, headline: [])
-    arms = {"grpo_4": {}, "grpo_2": {"num_generations": 2}}
-    base = GRPO | {"num_prompts": 8}
-    compare(
-        CompareArguments(
-            task="search",
-            policy=str(policy),
-            output_dir="out",
-            base=base,
-            arms=arms,
-            reference="grpo_4",
-            generated_tokens=1200,
-            seeds=[0],
-            num_evals=2,
-            num_heldout=6,
-            num_samples=4,
-            pass_at=[2],
-        ),
-        "python -m benchmarks compare --config x.yaml",
-    )
-    results = json.loads(Path("out/results.json").read_text())
-    for run in results["runs"]:
-        calls = [evaluation["tool_calls"] for evaluation in run["evaluations"]]
-        assert calls[0] == 0 and calls == sorted(calls)
-        assert calls[-1] > run["evaluations"][-1]["training_rows"] / 2
-        assert len(run["evaluations"][0]["rewards"]) == 6
-    costs = Path("out/report.md").read_text().partition("## What a run cost")[2]
-    assert "tool calls" in costs.partition("\n## ")[0]
-
-
 # The example
 
 
@@ -330,12 +254,11 @@ SHORT = (
 
 
 @pytest.fixture
-def agent(policy, monkeypatch):
-    """The script as a module, with a policy that is made in less time."""
+def agent(monkeypatch):
+    """The script as a module."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import agent
 
-    monkeypatch.setattr(agent, "starting_policy", lambda task: policy)
     return agent
 
 
@@ -345,15 +268,6 @@ def check_measured_and_saved(output, directory):
     before, after = re.findall(pattern, output)
     assert (before[0], after[0]) == ("before", "after") and float(before[2]) > 0.5 and float(after[2]) > 0.5
     assert AutoTokenizer.from_pretrained(directory).response_template == TASK.make_tokenizer().response_template
-
-
-def test_agent_trains_the_small_policy(agent, policy, tmp_path, monkeypatch, capsys):
-    lengths = lambda completions, **columns: [float(len(messages)) for messages in completions]  # noqa: E731
-    monkeypatch.setattr(agent, "is_right", lengths)  # the policy is right too seldom
-    agent.main(*agent.make_parser().parse_args_and_config([*SHORT, f"--output_dir={tmp_path}"]))
-    check_measured_and_saved(capsys.readouterr().out, tmp_path)
-    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (policy, tmp_path))
-    assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 def test_agent_is_launched_with_a_model(policy, tmp_path):
