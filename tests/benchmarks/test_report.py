@@ -190,13 +190,3 @@ def test_prompts_without_a_score_leave_intervals_over_seeds():
     assert "intervals are over seeds alone" in report_of(results)
     values = [float(np.mean(mean_rates(run))) for run in results.of_arm("grpo")]
     assert of_arm(results, "grpo", mean_rates, SHARE) == mean_interval(values, SHARE)
-
-
-def test_the_report_of_the_same_runs_is_the_same(tmp_path):
-    for folder in ("one", "other"):
-        (tmp_path / folder).mkdir()
-        write_report(compared(2), tmp_path / folder)
-    files = [path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file()]
-    assert len(files) > 5
-    for file in files:
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes()
