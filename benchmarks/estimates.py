@@ -17,11 +17,9 @@ from .statistics import (
     UNBOUNDED,
     Bounds,
     crossed_interval,
-    half_widths,
     interpolate,
     mean_height,
     mean_interval,
-    t_quantile,
 )
 
 # Of a run: a number, or one for each held-out prompt, of shape (P,)
@@ -131,48 +129,9 @@ def verdict_of(results: Results) -> Verdict | None:
     return Verdict(leader, other, difference(results, leader, other))
 
 
-def at_best(results: Results) -> str:
-    """What so many seeds and prompts can tell at best, by how far the two arms of the verdict vary."""
-    found, seeds = verdict_of(results), len(results.arguments["seeds"])
+def few_seeds(results: Results) -> str:
+    """A warning where there are too few seeds for a verdict."""
+    seeds = len(results.arguments["seeds"])
     if seeds == 1:
         return "Warning: one seed says nothing of how runs differ. Take three to begin with, and five for a verdict."
-    few = f"Warning: {seeds} seeds are few. " if seeds < FEW_SEEDS else ""
-    table = None if found is None else _by_prompts(differences(results, found.leader, found.other))
-    if table is None or table.shape[1] == 1 or not any(half_widths(table)):
-        return few.strip() if found is not None else ""
-    (by_seeds, by_prompts), prompts = half_widths(table), table.shape[1]
-    factor = t_quantile(seeds - 1)
-    is_share = reward_bounds(results) == SHARE
-
-    def least(n: int) -> float:
-        of_seeds = by_seeds * t_quantile(n - 1) / factor * math.sqrt(seeds / n)
-        return _least_difference(math.hypot(of_seeds, by_prompts), is_share)
-
-    if math.isinf(least(seeds)):
-        now = f"{seeds} seeds and {prompts} held-out prompts cannot tell arms apart here, however much they differ."
-    else:
-        now = (
-            f"At best, {seeds} seeds and {prompts} held-out prompts can tell arms apart here that differ by "
-            f"{_told(least(seeds))} or more."
-        )
-    told = ", ".join(
-        f"{_told(least(n))} with {n}" for n in [n for n in (5, 10, 20) if n > seeds][:2] if math.isfinite(least(n))
-    )
-    further = f" If further seeds differ as these do: by {told} seeds." if told else ""
-    rest = f" The prompts alone leave ± {_told(by_prompts)}, however many seeds there are." if by_prompts else ""
-    return few + now + further + rest
-
-
-def _least_difference(half_width: float, is_share: bool) -> float:
-    """
-    The least difference whose interval is above 0, if it is that wide; infinity if there is none.
-
-    Wilson's interval of a difference d of shares is above 0 where d² (1 − d²) is above the squared half-width.
-    """
-    if not is_share:
-        return half_width
-    return math.inf if half_width > 0.5 else math.sqrt((1 - math.sqrt(1 - 4 * half_width**2)) / 2)
-
-
-def _told(value: float) -> str:
-    return f"{value:.2g}" if value < 0.1 else f"{value:.2f}"
+    return f"Warning: {seeds} seeds are few. Take five for a verdict." if seeds < FEW_SEEDS else ""

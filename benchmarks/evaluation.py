@@ -22,14 +22,12 @@ class Evaluation:
     """
     What a policy makes of P held-out prompts.
 
-    A prompt is left out if one of its completions has no score. Of each of the others: the rewards of its completions,
-    and how many different ones have the highest reward, 0 where that is 0. With rewards of 0 and 1, these are the
-    distinct right ones. The entropy is the mean over sampled tokens of the distributions that they were drawn from, in
+    A prompt is left out if one of its completions has no score. Of each of the others: the rewards of its completions.
+    The entropy is the mean over sampled tokens of the distributions that they were drawn from, in
     nats, and the length is in sampled tokens: what tools answer is not counted.
     """
 
     rewards: list[list[float]]
-    num_distinct: list[int]
     entropy: float
     completion_length: float
     num_unscored: int = 0
@@ -58,7 +56,6 @@ def evaluate(
     model.train(training)
     starts = range(0, len(sampled.rewards), num_samples)
     rewards = [sampled.rewards[start : start + num_samples] for start in starts]
-    texts = [sampled.texts[start : start + num_samples] for start in starts]
     scored = [i for i, of_prompt in enumerate(rewards) if None not in of_prompt]
     if not scored:
         raise UsageError(
@@ -67,23 +64,15 @@ def evaluate(
         )
     return Evaluation(
         rewards=[rewards[i] for i in scored],
-        num_distinct=[_num_distinct(rewards[i], texts[i]) for i in scored],
         entropy=sampled.entropy_sum / sampled.num_tokens,
         completion_length=sampled.num_tokens / len(sampled.rewards),
         num_unscored=sampled.rewards.count(None),
     )
 
 
-def _num_distinct(rewards: list[float], texts: list[str]) -> int:
-    """Different texts of those with the highest reward, if that is above 0."""
-    best = max(rewards)
-    return len({text for reward, text in zip(rewards, texts, strict=True) if reward == best > 0})
-
-
 @dataclass
 class _Completions:
     rewards: list[Any]  # numbers, or `None`
-    texts: list[str]
     num_tokens: int = 0
     entropy_sum: float = 0.0
 
@@ -121,14 +110,13 @@ def _complete(
     model, tokenizer = trainer.model, tokenizer_of(trainer)
     prompt_ids = tokenized(trainer, [example["prompt"] for example in examples])
     recorder = _EntropyRecorder()
-    result = _Completions([], [])
+    result = _Completions([])
     for completions in complete(model, tokenizer, prompt_ids, config, batch_size, recorder=recorder):
         result.entropy_sum += recorder.take_sum([len(completion.token_ids) for completion in completions])
         result.num_tokens += sum(len(completion.token_ids) for completion in completions)
         texts = texts_of(completions, tokenizer)
-        done = len(result.texts)
+        done = len(result.rewards)
         result.rewards += task.reward(**reward_arguments(examples[done : done + len(texts)], completions, texts))
-        result.texts += texts
     return result
 
 
@@ -147,11 +135,15 @@ def _converse(
         "max_tool_calling_iterations": task.max_tool_calling_iterations,
     }
     tools = {tool.__name__: tool for tool in trainer.tools}
-    result = _Completions([], [])
+    before = {name: getattr(trainer, name) for name in settings}
+    for name, value in settings.items():
+        setattr(trainer, name, value)
+    result = _Completions([])
     for start in range(0, len(examples), batch_size):
         batch = examples[start : start + batch_size]
-        prompts = [example["prompt"] for example in batch]
-        prompt_ids, completion_ids, is_own, completions = converse(trainer, prompts, tools, **settings)
+        trainer._sync_tool_dicts, trainer._async_tool_dicts = [tools] * len(batch), [{} for _ in batch]
+        generated = trainer._generate([example["prompt"] for example in batch])
+        prompt_ids, completion_ids, is_own, completions, *_ = generated
         sequences = [torch.tensor(prompt + ids) for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
         own = [torch.tensor([0] * len(prompt) + mask) for prompt, mask in zip(prompt_ids, is_own, strict=True)]
         # What pads them comes behind, and is seen by none of their tokens
@@ -160,38 +152,7 @@ def _converse(
         sampled = pad_sequence(own, batch_first=True)[:, 1:].bool()
         result.entropy_sum += entropies[sampled].sum().item()
         result.num_tokens += int(sampled.sum())
-        result.texts += map(str, completions)
         result.rewards += task.reward(completions=completions, **columns_of(batch))
-    return result
-
-
-def converse(
-    trainer: TypedTrainer, prompts: list[Any], tools: dict[str, Any], **settings: Any
-) -> tuple[list[list[int]], list[list[int]], list[list[int]], list[Any]]:
-    """
-    Have TRL complete prompts in several turns, by its own way to generate.
-
-    Args:
-        trainer (`GRPOTrainer`):
-            Generates. It must be in evaluation mode.
-        prompts (`list`):
-            As in the dataset.
-        tools (`dict[str, Callable]`):
-            What all of them call.
-        settings:
-            Attributes of the trainer, for this call.
-
-    Returns:
-        `tuple`: Token ids of prompts and completions, 1 for each token of these that the policy wrote and 0 for
-        others, and their messages.
-    """
-    before = {name: getattr(trainer, name) for name in settings}
-    of_rows = {"_sync_tool_dicts": [tools] * len(prompts), "_async_tool_dicts": [{} for _ in prompts]}
-    for name, value in (settings | of_rows).items():
+    for name, value in before.items():
         setattr(trainer, name, value)
-    try:
-        prompt_ids, completion_ids, is_own, completions, *_ = trainer._generate(prompts)
-    finally:
-        for name, value in before.items():
-            setattr(trainer, name, value)
-    return prompt_ids, completion_ids, is_own, completions
+    return result

@@ -15,7 +15,7 @@ from typing import Any
 
 from fr3e_trl.commands.outputs import damaged
 
-from .outcomes import TUNED, Results, distinct_right, mean_accuracy, pass_rate, taught
+from .outcomes import TUNED, Results, mean_accuracy, pass_rate, taught
 
 KEPT = "kept.jsonl.gz"  # its name beside a report
 
@@ -23,9 +23,6 @@ DIGITS = string.digits + string.ascii_letters + "-_"
 
 # Settings of arms that are gone, and the value with which they changed nothing
 GONE = {"distinct_branches": False}
-
-# Of an evaluation, what is not a number
-NO_NUMBERS = ("rewards", "num_distinct")
 
 
 def keep(results: Results) -> bytes:
@@ -108,9 +105,8 @@ def _line_of(run: dict[str, Any], results: Results, codes: dict[tuple[float, ...
         "mean": mean_accuracy(run),
         **{f"pass@{k}": [pass_rate(evaluation, k) for evaluation in evaluations] for k in ks},
         "evaluations": {
-            name: [evaluation[name] for evaluation in evaluations] for name in evaluations[0] if name not in NO_NUMBERS
+            name: [evaluation[name] for evaluation in evaluations] for name in evaluations[0] if name != "rewards"
         },
-        "distinct": [distinct_right(evaluation) for evaluation in evaluations],
         "rewards": [
             "".join(codes[tuple(sorted(of_prompt))] for of_prompt in evaluation["rewards"])
             for evaluation in evaluations
@@ -141,10 +137,7 @@ def _restored(line: dict[str, Any], settings: dict[str, Any], table: dict[str, l
     width = len(next(iter(table)))
     evaluations = [
         {name: values[i] for name, values in line["evaluations"].items()}
-        | {
-            "rewards": [table[codes[start : start + width]] for start in range(0, len(codes), width)],
-            "num_distinct": [line["distinct"][i]],
-        }
+        | {"rewards": [table[codes[start : start + width]] for start in range(0, len(codes), width)]}
         for i, codes in enumerate(line["rewards"])
     ]
     return run | {

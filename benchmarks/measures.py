@@ -25,17 +25,14 @@ class Costs:
     that teach nothing), and seconds, of CPU time, or by the clock with a GPU, without those of evaluation.
 
     All tokens are counted without padding. Generated tokens are those sampled: base trajectories that are thrown away
-    count, but not a prefix that a rollout starts from, nor what tools answer. Forward tokens went through the policy
-    without gradients: what generation reads (a prompt or prefix for each sample, and again for each turn of it) or
-    samples, and what entropies or old log-probs were computed of. The others went through it in the loss, as often as
-    they did: once where rows share them.
+    count, but not a prefix that a rollout starts from, nor what tools answer. Forward and backward tokens went through
+    the policy in the loss, as often as they did: once where rows share them.
     """
 
     batches: int = 0
     generated_tokens: int = 0
     tool_calls: int = 0
     training_rows: int = 0
-    forward_tokens: int = 0
     forward_backward_tokens: int = 0
     seconds: float = 0.0
 
@@ -76,10 +73,10 @@ class MeasuredMixin:
 
     def _measure(self: Any, batch: dict[str, torch.Tensor]) -> None:
         trees = getattr(self, "trees", [])
-        sampled, read = _tree_tokens(trees) if trees else _row_tokens(self, batch)
+        # Of rows not from the completions' mask, which leaves out what is masked for being truncated
+        rows = self._metrics["train"]["completions/mean_length"][-1] * len(batch["completion_ids"])
         self.costs.batches += 1
-        self.costs.generated_tokens += sampled
-        self.costs.forward_tokens += read + sampled
+        self.costs.generated_tokens += _tree_tokens(trees) if trees else round(rows)
         self.costs.training_rows += len(batch["advantages"])
         in_loss = batch.get("in_loss", torch.ones(len(batch["advantages"]))).bool()
         self.batches.append(
@@ -91,15 +88,13 @@ class MeasuredMixin:
         )
 
     def _get_per_token_logps_and_entropies(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """The only change is that the tokens that go through the model are counted, without padding."""
+        """The only change is that tokens of the loss are counted, without padding."""
 
         def count(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
             is_shared = "shared_prefixes" in kwargs  # without padding
-            number = kwargs["input_ids"].numel() if is_shared else int(kwargs["attention_mask"].sum())
             if torch.is_grad_enabled():
+                number = kwargs["input_ids"].numel() if is_shared else int(kwargs["attention_mask"].sum())
                 self.costs.forward_backward_tokens += number
-            else:
-                self.costs.forward_tokens += number
 
         handle = model.register_forward_pre_hook(count, with_kwargs=True)
         try:
@@ -166,32 +161,11 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _tree_tokens(trees: list[Tree]) -> tuple[int, int]:
-    """Tokens sampled for `trees`, and tokens of the prompts and prefixes that each of the samples continues."""
-    sampled = read = 0
-    for tree in trees:
-        kept = {id(rollout) for state in tree.states for rollout in state.rollouts}
-        thrown_away = [base for base in tree.bases if id(base) not in kept]
-        for position, rollouts in [(0, thrown_away), *((state.position, state.rollouts) for state in tree.states)]:
-            for rollout in (rollout for rollout in rollouts if rollout.copy_of is None):
-                turns = [] if rollout.dialogue is None else rollout.dialogue.turns
-                starts = [position, *(start for start, _ in turns if start > position)]
-                sampled += rollout.num_written
-                read += sum(len(tree.prompt_ids) + start for start in starts)
-    return sampled, read
-
-
-def _row_tokens(trainer: TypedTrainer, batch: dict[str, torch.Tensor]) -> tuple[int, int]:
-    """The same where every row is sampled from its prompt."""
-    # Not from the completions' mask, which leaves out what is masked for being truncated
-    mean_length = trainer._metrics["train"]["completions/mean_length"][-1]
-    prompt_lengths = batch["prompt_mask"].sum(1, keepdim=True)
-    read = prompt_lengths.sum()
-    if trainer.tools:  # the turns after the first, each from where a tool's answer ends
-        begins = batch["tool_mask"][:, 1:] > batch["tool_mask"][:, :-1]
-        positions = torch.arange(1, batch["tool_mask"].shape[1], device=begins.device)
-        read = read + ((prompt_lengths + positions) * begins).sum()
-    return round(mean_length * len(batch["completion_ids"])), int(read)
+def _tree_tokens(trees: list[Tree]) -> int:
+    """Tokens sampled for `trees`, those of base trajectories that were thrown away among them."""
+    sampled = {id(base): base for tree in trees for base in tree.bases}
+    sampled |= {id(rollout): rollout for tree in trees for state in tree.states for rollout in state.rollouts}
+    return sum(rollout.num_written for rollout in sampled.values())
 
 
 def _tree_rewards(trees: list[Tree]) -> tuple[list[list[float]], list[list[float]]]:

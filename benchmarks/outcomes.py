@@ -14,7 +14,7 @@ COSTS = {
     "generated_tokens": "generated tokens",
     "tool_calls": "tool calls",
     "training_rows": "training rows",
-    "forward_tokens": "forward tokens",
+    "forward_tokens": "forward tokens",  # of kept runs
     "forward_backward_tokens": "forward and backward tokens",
     "seconds": "CPU (or GPU) seconds of training",
 }
@@ -45,18 +45,8 @@ SIGNALS = {
     "advantage_std": "advantages, standard deviation",
 }
 
-# What is drawn of them
-DRAWN = ("reward", "differing", "signal")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run is: what it has spent of its budget, and what of that an earlier call; steps; held-out pass@1."""
-
-    spent: float
-    spent_before: float
-    step: int
-    pass_at_1: float
+# Those of which a kept run has the course
+KEPT_COURSES = ("reward", "differing", "signal")
 
 
 @dataclass(frozen=True)
@@ -107,8 +97,9 @@ class Results:
 
     def costs(self) -> dict[str, str]:
         """What the runs have spent, and what it is called: no tool calls where there are no tools."""
-        spent = {name for run in self.runs for name, amount in run["evaluations"][-1].items() if amount}
-        return {name: title for name, title in COSTS.items() if name in spent}
+        ends = [run["evaluations"][-1] for run in self.runs]
+        known = [name for name in COSTS if all(name in end for end in ends)]
+        return {name: COSTS[name] for name in known if any(end[name] for end in ends)}
 
     def levels(self) -> dict[str, float]:
         """Levels of pass@1 by their names: shares of the way from the start to the best arm's end. NaN if all fell."""
@@ -127,12 +118,6 @@ def pass_rate(evaluation: dict[str, Any], k: int = 1) -> float:
     return fmean([best_of_k(rewards, k) for rewards in evaluation["rewards"]])
 
 
-def distinct_right(evaluation: dict[str, Any]) -> float:
-    """Distinct right completions of a prompt that has any, on average; 0 if none has."""
-    counts = [count for count in evaluation["num_distinct"] if count > 0]
-    return sum(counts) / max(1, len(counts))
-
-
 def taught(run: dict[str, Any]) -> dict[str, Any]:
     """What the batches of a run taught: the mean of each measure, and its course in tenths, with the tokens so far."""
     if "taught" in run:
@@ -147,7 +132,7 @@ def taught(run: dict[str, Any]) -> dict[str, Any]:
             [part[-1]["generated_tokens"] for part in parts],
             [fmean([batch[name] for batch in part]) for part in parts],
         ]
-    return {"mean": means, "course": {name: courses[name] for name in DRAWN if name in courses}}
+    return {"mean": means, "course": {name: courses[name] for name in KEPT_COURSES if name in courses}}
 
 
 def curve(run: dict[str, Any], name: str) -> list[float]:

@@ -27,12 +27,10 @@ HELDOUT_SHARE = 5  # of one file of examples, at most every fifth is held out
 
 class OwnTask:
     """
-       What the bench asks of a [`Task`], of a dataset and reward functions. Loaded when first needed, in each process.
+    What the bench asks of a [`Task`], of a dataset and reward functions. Loaded when first needed, in each process.
 
-       Held out are the examples of `eval_dataset_name`; or else those of the dataset's test split; or, of a file, which
-       has one split, some at random, with all that have the same prompt.
-    Of a file, `num_heldout` are held out at
-       most; none if that is 0.
+    Held out are the examples of `eval_dataset_name`; or else those of the dataset's test split; or, of a file, which
+    has one split, `num_heldout` at most, at random, with all that have the same prompt.
     """
 
     name = "own"

@@ -17,9 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
 from .estimates import FEW_SEEDS, is_aligned, rates, reward_bounds
-from .outcomes import COSTS, DRAWN, Results, curve, distinct_right, taught
+from .outcomes import COSTS, Results, curve
 from .statistics import Bounds, interpolate, mean_interval
-from .tables import AT_LEAST_0, SIGNAL_BOUNDS, signals
+from .tables import AT_LEAST_0
 
 POINTS_BETWEEN = 4  # points of a curve for each of its markers
 NUM_MARKERS = 10
@@ -59,24 +59,16 @@ def plot_all(results: Results, headline: str) -> list[Plot]:
                 title = f"Held-out pass@1 against {COSTS[cost]}"
                 panel = _Panel(results, cost, bounds, "held-out pass@1")
                 plots.append(panel.draw(cost, title, _passes, "Lines end where an arm's runs end"))
-        if results.screening:
-            plots.append(_draw_rates(results))
         k = max(results.arguments["pass_at"])
         measures = {
             "entropy": ("policy entropy, nats", AT_LEAST_0, itemgetter("entropy")),
             "best_of_k": (f"held-out pass@{k}", bounds, partial(rates, k=k)),
-            "distinct": ("distinct right completions of a prompt", AT_LEAST_0, distinct_right),
-            "length": ("completion length, tokens", AT_LEAST_0, itemgetter("completion_length")),
         }
         if k == 1:
             del measures["best_of_k"]
         for name, (title, of_measure, measure) in measures.items():
             panel = _Panel(results, "generated_tokens", of_measure, title)
             plots.append(panel.draw(name, title, partial(_evaluated, measure=measure)))
-        for name, title in signals(results).items():
-            if name in DRAWN:
-                panel = _Panel(results, "generated_tokens", SIGNAL_BOUNDS.get(name, bounds), title)
-                plots.append(panel.draw(f"batches_{name}", f"batches: {title}", partial(_smoothed, name=name)))
     return plots
 
 
@@ -88,12 +80,6 @@ def _evaluated(run: dict[str, Any], cost: str, measure: Any) -> Points:
     """A measure at the evaluations of a run, of each prompt where all have the same prompts."""
     values = [measure(evaluation) for evaluation in run["evaluations"]]
     return curve(run, cost), values if is_aligned(run) else [float(np.mean(value)) for value in values]
-
-
-def _smoothed(run: dict[str, Any], cost: str, name: str) -> Points:
-    """A measure of the batches of a run against generated tokens, as means over a tenth of them."""
-    tokens, means = taught(run)["course"][name]
-    return tokens, means
 
 
 @dataclass(frozen=True)
@@ -128,9 +114,6 @@ class _Panel:
         for x, y in curves if len(curves) > 1 else []:
             means = [float(np.mean(value)) for value in y]
             panel.plot(x, means, color=style["color"], linewidth=0.6, alpha=0.45 if len(curves) < FEW_SEEDS else 0.15)
-        curves = [(x, y) for x, y in curves if x]  # a run whose trees never branched has no signal
-        if not curves:
-            return
         start, end = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
         end = min(end, self.budget or end)
         if start > end:
@@ -146,24 +129,6 @@ class _Panel:
             low = [max(of_one.low, self.bounds[0]) for of_one in intervals]
             high = [min(of_one.high, self.bounds[1]) for of_one in intervals]
             panel.fill_between(at, low, high, color=style["color"], alpha=0.13, linewidth=0)
-
-
-def _draw_rates(results: Results) -> Plot:
-    """Draw what came of each learning rate in each arm's grid, at the batch size and updates that were best with it."""
-    title = "mean held-out pass@1 of tuning runs"
-    figure, panel = pyplot.subplots(figsize=(4.4, 3.6))
-    ticks: set[float] = set()
-    for arm, style in zip(results.arms, _styles(results), strict=True):
-        tried = sorted({run["settings"]["learning_rate"] for run in results.grid_of(arm)})
-        best = [results.best_in_grid(arm, "learning_rate", rate) for rate in tried]
-        panel.plot(tried, best, label=arm, **style)
-        ticks |= {rate for rate in tried if rate > 0}
-    panel.set_xscale("log")
-    panel.set_xticks(sorted(ticks), [f"{rate:g}" for rate in sorted(ticks)], rotation=30)
-    panel.minorticks_off()
-    panel.set_xlabel("learning rate")
-    panel.set_ylabel(title)
-    return _saved("rates", f"learning rates: {title}", figure, panel)
 
 
 def _styles(results: Results) -> list[dict[str, Any]]:

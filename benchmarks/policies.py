@@ -4,7 +4,6 @@ import functools
 import hashlib
 import os
 import random
-import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -60,7 +59,7 @@ def made_once(directory: Path, make: Callable[[Path], None], made_of: dict[str, 
     whole or not at all. It depends on the arguments `made_of`: those that are `None` are whatever they were.
 
     Raises:
-           UsageError: There is something else: a file, another directory, or a model of other arguments.
+        UsageError: There is something else: a file, another directory, or a model of other arguments.
     """
     check_directory(directory)
     if (directory / "config.json").is_file():
@@ -85,10 +84,8 @@ def made_once(directory: Path, make: Callable[[Path], None], made_of: dict[str, 
         try:
             made.rename(place)
         except OSError:
-            if (place / "config.json").is_file():  # another process was faster: its policy is the same
-                return directory
-            for path in sorted(made.iterdir(), key=lambda path: path.name == "config.json"):  # last: it is then whole
-                shutil.move(path, place / path.name)  # the directory itself cannot be replaced, as a mounted one
+            if not (place / "config.json").is_file():  # else another process was faster: its policy is the same
+                raise
     return directory
 
 

@@ -13,7 +13,7 @@ from fr3e_trl.commands.statistics import Interval
 
 from . import tables
 from .arguments import ArmsArguments
-from .estimates import at_best, difference, mean_rates, of_arm, reward_bounds, verdict_of
+from .estimates import difference, few_seeds, mean_rates, of_arm, reward_bounds, verdict_of
 from .kept import KEPT, keep, restore
 from .outcomes import COLLAPSED_NOISE, COSTS, TUNED, Results, accuracies, told_apart
 from .plots import Plot, plot_all
@@ -52,7 +52,7 @@ def markdown(results: Results, plots: list[Plot], sections: list[Section]) -> st
         f"# {title(results)}",
         f"**{verdict(results)}**",
         costs(results),
-        at_best(results),
+        few_seeds(results),
         tables.verdict_table(results).markdown(),
         legend(results),
         *(f"![{plot.title}]({PLOTS}/{plot.name}.svg)" for plot in plots),
@@ -74,16 +74,13 @@ def sections(results: Results, has_runs: bool = True) -> list[Section]:
         Section(
             "Diversity",
             table=tables.diversity_table(results),
-            after="At half of that, and in the end. pass@k is the expected reward of the best of k samples. Distinct: "
-            f"different completions among the right ones of {results.arguments['num_samples']}, for prompts that have "
-            "a right one (with graded rewards, among those of the prompt's highest reward). Before training: "
-            f"{_start(results)}.",
+            after="At half of that, and in the end. pass@k is the expected reward of the best of k samples. Before "
+            f"training: {_start(results)}.",
         ),
         Section(
             "What a run cost",
             table=tables.cost_table(results),
-            after="Forward tokens are those without gradients: generation (what it reads and what it samples), "
-            "entropies, old log-probs. Rows count whether or not they teach anything. The time is that of training; "
+            after="Rows count whether or not they teach anything. The time is that of training; "
             "evaluation took the given share of both.",
         ),
         Section(

@@ -5,7 +5,6 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from fr3e_trl.tree_log.record import write_whole
 from .arms import FALLING, make_trainer
 from .evaluation import evaluate
 from .measures import Costs, MeasuredTrainer, now
-from .outcomes import Place, pass_rate
+from .outcomes import pass_rate
 from .own_task import OwnTask
 from .tasks import HELDOUT_SEED, Task
 
@@ -97,26 +96,20 @@ def read_result(run: Run) -> dict[str, Any]:
     return result
 
 
-# Is told where a run is
-Report = Callable[[Place], None]
-
-
 class Course(transformers.TrainerCallback):
     """
     Measures a run along its course, saves it at each evaluation but the first, and ends it when its budget is spent.
-    A learning rate that falls does so by the share of the budget that is spent.
-    `report` is told where the run is, and `checkpoint` is what the trainer goes on from.
+    A learning rate that falls does so by the share of the budget that is spent. `checkpoint` is what the trainer goes
+    on from.
     """
 
-    def __init__(self, run: Run, trainer: MeasuredTrainer, report: Report, checkpoint: Path | None):
+    def __init__(self, run: Run, trainer: MeasuredTrainer, checkpoint: Path | None):
         self.run = run
         self.trainer = trainer
-        self.report = report
         self.checkpoint = checkpoint
         self.heldout = run.task.examples("heldout", HELDOUT_SEED, run.num_heldout)
         self.evaluations: list[dict[str, Any]] = []
         self.evaluation_seconds = 0.0
-        self._spent_before = 0.0  # by an earlier call
         self._since = 0.0  # when the step began
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -128,9 +121,7 @@ class Course(transformers.TrainerCallback):
             self.trainer.batches = measured["batches"]
             self.evaluations = measured["evaluations"]
             self.evaluation_seconds = measured["evaluation_seconds"]
-            self._spent_before = self._spent
             self._write_curve()
-        self._tell(state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._since = now(args.device)
@@ -149,7 +140,6 @@ class Course(transformers.TrainerCallback):
         if spent * run.num_evals >= (num_measured + 1) * run.amount:
             self._evaluate()
             control.should_save = not control.should_training_stop
-        self._tell(state)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The trainer's part of a checkpoint is written: add what was measured, and remove the checkpoint before."""
@@ -175,9 +165,6 @@ class Course(transformers.TrainerCallback):
     def _spent(self) -> float:
         return getattr(self.trainer.costs, self.run.cost)
 
-    def _tell(self, state: Any) -> None:
-        self.report(Place(self._spent, self._spent_before, state.global_step, pass_rate(self.evaluations[-1])))
-
     def _evaluate(self) -> None:
         trainer, run = self.trainer, self.run
         start = now(trainer.args.device)
@@ -197,12 +184,12 @@ class Course(transformers.TrainerCallback):
         write_whole(path, "".join(lines).encode())
 
 
-def execute(run: Run, report: Report) -> None:
+def execute(run: Run) -> None:
     """Train, from where the run was saved last if it was cut, and write what was measured to the run's file."""
     be_quiet()
     checkpoint = last_checkpoint(run)
     trainer = make_trainer(run.settings, Path(run.policy), run.task, run.under_way, run.seed, max_steps=UNBOUNDED)
-    course = Course(run, trainer, report, checkpoint)
+    course = Course(run, trainer, checkpoint)
     trainer.add_callback(course)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if run.policy_path is not None:

@@ -16,10 +16,8 @@ from .outcomes import (
     GRIDS,
     SIGNALS,
     TUNED,
-    EvaluationMeasure,
     Results,
     curve,
-    distinct_right,
     has_collapsed,
     mean_accuracy,
     reached,
@@ -176,18 +174,14 @@ def diversity_measures(results: Results) -> dict[str, tuple[Callable[..., Any], 
     def passes(k: int) -> Callable[[dict[str, Any], float], Any]:
         return lambda run, amount: rates_at(run, cost, amount, k)
 
-    def of_evaluations(measure: EvaluationMeasure) -> Callable[[dict[str, Any], float], Any]:
-        return lambda run, amount: value_at(run, measure, amount)
-
     return {
-        "entropy": (of_evaluations(itemgetter("entropy")), AT_LEAST_0),
+        "entropy": (lambda run, amount: value_at(run, itemgetter("entropy"), amount), AT_LEAST_0),
         **{f"pass@{k}": (passes(k), bounds) for k in ks},
-        "distinct": (of_evaluations(distinct_right), AT_LEAST_0),
     }
 
 
 def diversity_table(results: Results) -> Table:
-    """Entropy, pass@k and distinct completions, halfway and in the end."""
+    """Entropy and pass@k, halfway and in the end."""
     measures, end = diversity_measures(results), results.amount
     rows = [
         [

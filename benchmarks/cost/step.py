@@ -14,9 +14,10 @@ Each moment counts once, for the innermost of the parts below that is running:
 - log-probs: forward passes outside of the loss, for FR3E those that give the entropies;
 - rewards: TRL's reward computation, with the reward functions;
 - loss: TRL's loss, its forward pass included;
+- backward: the backward pass and the optimizer. With the loss, it is an update;
 - FR3E: this package. Requests and padding, anchors, values, advantages, rejection, metrics;
 - TRL: the rest of the step, and what each of them does alike: reading prompts, decoding completions, making the model
-  ready to generate, assembling the batch, backward pass, optimizer.
+  ready to generate, assembling the batch.
 """
 
 import tempfile
@@ -50,6 +51,7 @@ def main(argv: list[str]) -> None:
         num_steps=(5, "steps of each trainer in a turn"),
         num_turns=(5, "turns of each trainer, beside a first one that is not counted"),
     )
+    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=[*TRAINERS], help="by default all three")
     parser.add_argument("--max_completion_length", type=count, help="in tokens; by default the task's")
     parser.add_argument("--min_completion_length", type=count, help="in tokens; by default EOS may come at once")
     parser.add_argument(
@@ -71,6 +73,7 @@ def main(argv: list[str]) -> None:
             trainers = {
                 name: make_trainer(SETTINGS | settings | of_trainer, policy, task, Path(output_dir), seed=0)
                 for name, of_trainer in (TRAINERS | {"FR3E": TRAINERS["FR3E"] | options.settings}).items()
+                if name in ("FR3E", *options.trainers)
             }
             config = trainers["FR3E"].args
             assert isinstance(config, FR3EConfig)
@@ -79,7 +82,7 @@ def main(argv: list[str]) -> None:
                 raise ValueError(
                     f"min_completion_length={options.min_completion_length} is above max_completion_length={longest}."
                 )
-        seconds, generated, updated = measure(trainers, followed(range(options.num_turns + 1), "turn"))
+        seconds, generated, updated, peaks = measure(trainers, followed(range(options.num_turns + 1), "turn"))
         num_steps = options.num_steps * options.num_turns
         num_rows = num_steps * options.num_prompts * options.num_generations
         print(f"steps of each: {num_steps}, with {options.num_prompts} prompts x {options.num_generations} rows")
@@ -89,23 +92,23 @@ def main(argv: list[str]) -> None:
                 "generated tokens per row": {name: number / num_rows for name, number in generated.items()},
                 "tokens in the update per row": {name: number / num_rows for name, number in updated.items()},
                 "generation time, s": {name: parts["generation"] for name, parts in seconds.items()},
+                "update's time, s": {name: parts["loss"] + parts["backward"] for name, parts in seconds.items()},
                 "whole step's time, s": {name: sum(parts.values()) for name, parts in seconds.items()},
             }
         )
         print_shares(seconds)
-        # Last, as it may take more than there is
-        for trainer in trainers.values():
+        for name, trainer in trainers.items() if not peaks else []:  # last, as it may take more than there is
             trainer.args.max_steps = 1
-        print_ratios({"peak memory, MiB": {name: peak_memory(trainer) / 2**20 for name, trainer in trainers.items()}})
+            peaks[name] = peak_memory(trainer)
+        print_ratios({"peak memory, MiB": {name: peak / 2**20 for name, peak in peaks.items()}})
 
 
 def print_ratios(entries: dict[str, dict[str, float]]) -> None:
-    table = make_table("FR3E beside GRPO", "/ GRPO", "/ shared", *TRAINERS)
+    names = list(next(iter(entries.values())))
+    table = make_table("FR3E beside GRPO", *(f"/ {name}" for name in names[1:]), *names)
     for what, amounts in entries.items():
-        fr3e, *others = (amounts[name] for name in TRAINERS)
-        table.add_row(
-            what, *(f"{fr3e / other:.2f}" for other in others), *(f"{amounts[name]:.2f}" for name in TRAINERS)
-        )
+        fr3e, *others = amounts.values()
+        table.add_row(what, *(f"{fr3e / other:.2f}" for other in others), *(f"{n:.2f}" for n in amounts.values()))
     Console().print(table)
 
 

@@ -23,7 +23,7 @@ from fr3e_trl.generation import decoding
 from fr3e_trl.generation.generate import GenerateSampler
 
 # Of a step's time: see `step.py`
-PARTS = ["generation", "log-probs", "rewards", "loss", "FR3E", "TRL"]
+PARTS = ["generation", "log-probs", "rewards", "loss", "backward", "FR3E", "TRL"]
 
 # Methods and functions by the part of a step's time that they are
 TIMED: list[tuple[type | ModuleType, str, str]] = [
@@ -32,8 +32,8 @@ TIMED: list[tuple[type | ModuleType, str, str]] = [
     (GRPOTrainer, "_calculate_rewards", "rewards"),
     (GRPOTrainer, "_compute_loss", "loss"),
     (GRPOTrainer, "_generate_and_score_completions", "TRL"),
-    (GRPOTrainer, "training_step", "TRL"),
-    (AcceleratedOptimizer, "step", "TRL"),
+    (GRPOTrainer, "training_step", "backward"),
+    (AcceleratedOptimizer, "step", "backward"),
     (decoding, "unwrap_model_for_generation", "TRL"),
     (rollout, "tokenized", "TRL"),
     (rollout, "decoded", "TRL"),
@@ -95,26 +95,30 @@ class MethodStopwatch(Stopwatch):
 
 def measure(
     trainers: dict[str, Any], turns: Iterable[int]
-) -> tuple[dict[str, dict[str, float]], dict[str, float], dict[str, float]]:
+) -> tuple[dict[str, dict[str, float]], dict[str, float], dict[str, float], dict[str, float]]:
     """
     Seconds of each trainer by part, the tokens that it generated, and those that its loss forwarded, over all turns but
-    that of number 0.
+    that of number 0; on a GPU, the most bytes of its last turn.
     """
     stopwatch = MethodStopwatch()
     seconds = {name: dict.fromkeys(PARTS, 0.0) for name in trainers}
     generated, updated = dict.fromkeys(trainers, 0.0), dict.fromkeys(trainers, 0.0)
+    peaks: dict[str, float] = {}
     with stopwatch.times(TIMED):
         for turn in turns:
             for name, trainer in trainers.items():
                 stopwatch.seconds = dict.fromkeys(PARTS, 0.0)
                 before = replace(trainer.costs)
-                trainer.train()
+                if torch.cuda.is_available():
+                    peaks[name] = peak_memory(trainer)
+                else:
+                    trainer.train()
                 if turn > 0:
                     generated[name] += trainer.costs.generated_tokens - before.generated_tokens
                     updated[name] += trainer.costs.forward_backward_tokens - before.forward_backward_tokens
                     for part in PARTS:
                         seconds[name][part] += stopwatch.seconds[part]
-    return seconds, generated, updated
+    return seconds, generated, updated, peaks
 
 
 def peak_memory(trainer: GRPOTrainer) -> int:

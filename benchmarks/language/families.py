@@ -74,7 +74,7 @@ class Family(ABC):
 @dataclass(frozen=True)
 class Words(Family):
     r"""
-    Problems of one to three steps in a dozen scenes, whose solution names each step.
+    Problems in a dozen scenes, whose solution names each step: of up to four, as many kinds as there are.
 
     `Anna has 12 apples in a basket. Anna loses 4 apples. … How many apples are in the basket now?` is continued by
     `There are 12 apples to start with. Without those 4 there are 12 - 4 = 8 apples. … So the answer is \boxed{23}.`
@@ -176,6 +176,8 @@ FAMILIES: dict[str, Family] = {
         Words(name="short", levels=(1,), num_examples=240, max_completion_length=56, example_levels=(1, 2)),
         Words(name="words", levels=(1, 2, 3), num_examples=480, max_completion_length=88),
         Words(name="stories", levels=(1, 2), num_examples=480, max_completion_length=160, num_asides=3),
+        # From a number that only has to be read to every kind of event: many groups are all right or all wrong
+        Words(name="mixed", levels=(0, 1, 2, 3, 4), num_examples=480, max_completion_length=108),
         Stocks(
             name="stocks",
             levels=(1, 2, 3),

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -14,7 +13,6 @@ import sys
 import time
 from operator import itemgetter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -29,11 +27,11 @@ from trl import GRPOTrainer
 import benchmarks.__main__ as cli
 from benchmarks.arguments import CompareArguments
 from benchmarks.arms import make_config, make_trainer, whole_prompts
-from benchmarks.compare import compare, main
+from benchmarks.compare import compare
 from benchmarks.evaluation import evaluate
 from benchmarks.kept import read_kept
 from benchmarks.measures import batch_signal, sampled_prompts
-from benchmarks.outcomes import TUNED, Place, has_collapsed
+from benchmarks.outcomes import TUNED
 from benchmarks.statistics import (
     SHARE,
     crossed_interval,
@@ -42,11 +40,9 @@ from benchmarks.statistics import (
     interpolate,
     mean_height,
     mean_interval,
-    ratio_interval,
     within,
 )
 from benchmarks.tasks import HELDOUT_SEED
-from benchmarks.worker import Progress
 from fr3e_trl.commands.outputs import differing
 from fr3e_trl.commands.recipe import RecipeParser, parse_arguments
 from fr3e_trl.commands.statistics import best_of_k
@@ -144,24 +140,6 @@ def test_best_of_k(rewards, k, expected):
     assert best_of_k(rewards, k) == pytest.approx(expected)
 
 
-def test_pass_at_more_than_there_are_samples():
-    with pytest.raises(ValueError, match="pass@5 cannot be estimated from 4 samples"):
-        best_of_k([1, 0, 1, 0], 5)
-
-
-def test_intervals():
-    # Deviations -0.1, 0, 0.1: variance 0.02 / 2, standard error 0.1 / sqrt(3)
-    interval = mean_interval([0.4, 0.5, 0.6])
-    assert interval.mean == pytest.approx(0.5)
-    assert interval.half_width == pytest.approx(4.302653 * 0.1 / 3**0.5, rel=1e-6)
-    assert (interval.low, interval.high) == pytest.approx((0.5 - 0.248414, 0.5 + 0.248414), abs=1e-5)
-    assert math.isnan(mean_interval([0.4]).low) and math.isnan(crossed_interval(np.array([[0.4, 0.6]])).high)
-    # Half as much and a quarter: logs -log 2 and -2 log 2, standard error log 2 / 2
-    ratio, low, high = ratio_interval([1, 10], [2, 40])
-    assert ratio == pytest.approx(2**-1.5)
-    assert (low, high) == pytest.approx((2 ** (-1.5 - 12.706205 / 2), 2 ** (-1.5 + 12.706205 / 2)), rel=1e-5)
-
-
 def test_interval_over_seeds_and_prompts():
     """Two seeds and three prompts, by hand."""
     values = np.array([[0.2, 0.5, 0.8], [0.4, 0.5, 0.9]])
@@ -204,22 +182,6 @@ def test_curves():
     assert first_reached(x, y, 0.6) == pytest.approx(15)
     assert first_reached(x, y, 0.0) == 0
     assert first_reached(x, y, 0.8) == float("inf")
-
-
-def of_levels(*levels):
-    """A run whose pass@1 was this, with 100 samples of a prompt."""
-    return {
-        "evaluations": [
-            {"rewards": [[1.0] * round(100 * level) + [0.0] * round(100 - 100 * level)]} for level in levels
-        ]
-    }
-
-
-def test_collapse():
-    assert has_collapsed(of_levels(0.1, 0.5, 0.2))
-    assert not has_collapsed(of_levels(0.1, 0.5, 0.3, 0.26))
-    assert not has_collapsed(of_levels(0.1, 0.5, 0.2, 0.5))  # it came back
-    assert not has_collapsed(of_levels(0.02, 0.04, 0.01))  # that is noise
 
 
 def test_prompts_that_make_whole_batches():
@@ -298,13 +260,14 @@ def test_stops_at_the_tokens_to_one_batch(arm, sampled):
 def test_a_batch_is_trained_on_to_its_end():
     """Micro-batches, steps and iterations of one batch: all its tokens go through the loss as often."""
     micro = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 2}
-    (result,) = run(arms={"grpo": GRPO | micro | {"num_iterations": 2}})["runs"]
-    end = result["evaluations"][-1]
-    tokens = [batch["generated_tokens"] for batch in result["batches"]]
-    assert tokens[-2] < 500 <= tokens[-1] == end["generated_tokens"]
-    read = end["forward_tokens"] - end["generated_tokens"] - end["forward_backward_tokens"] // 2  # by generation
-    # Old log-probs once, the loss twice, each of prompt and completion
-    assert end["forward_backward_tokens"] == 2 * (read + end["generated_tokens"])
+    ends = []
+    for number in (1, 2):
+        arms = {"grpo": GRPO | micro | {"num_iterations": number}}
+        (result,) = run(output_dir=f"{number}", arms=arms, generated_tokens=1, num_evals=1)["runs"]
+        ends.append(result["evaluations"][-1])
+    once, twice = ends
+    assert once["batches"] == twice["batches"] == 1 and once["generated_tokens"] == twice["generated_tokens"]
+    assert twice["forward_backward_tokens"] == 2 * once["forward_backward_tokens"] > 2 * once["generated_tokens"]
 
 
 def test_evaluations_leave_no_trace_and_are_evenly_spaced():
@@ -361,10 +324,6 @@ def test_report_has_the_numbers_of_the_raw_data():
     def pass_at_2(evaluation):
         return sum(1 - (4 - c) * (3 - c) / 12 for c in map(sum, evaluation["rewards"])) / 6
 
-    def distinct(evaluation):
-        counts = [count for count in evaluation["num_distinct"] if count]
-        return sum(counts) / max(1, len(counts))
-
     def at(run, tokens, measure=pass_at_1):
         points = [(e["generated_tokens"], measure(e)) for e in run["evaluations"]]
         for (x0, y0), (x1, y1) in itertools.pairwise(points):
@@ -419,23 +378,13 @@ def test_report_has_the_numbers_of_the_raw_data():
         costs = rows_of(report, "What a run cost")[arm]
         assert costs[3] == f"{sum(spent) / 3:,.0f}"
         diversity = rows_of(report, "Diversity")[arm]
-        for cell, measure in ((1, itemgetter("entropy")), (3, by_prompts(pass_at_2)), (5, distinct)):
+        for cell, measure in ((1, itemgetter("entropy")), (3, by_prompts(pass_at_2))):
             assert diversity[cell] == summary([at(run, 500, measure) for run in of_arm])
     assert "python -m benchmarks compare --config x.yaml" in report
     # A policy that does not learn stays what it was
     assert {pass_at_1(e) for run in runs["fixed"] for e in run["evaluations"]} == {
         pass_at_1(runs["grpo"][0]["evaluations"][0])
     }
-
-
-@pytest.mark.plots
-def test_plots():
-    base = UNTUNED | {"num_prompts": 4}
-    run(base=base, learning_rates=[1e-3, 1e-2], tuning_seeds=[7], seeds=[0, 1], arms={"fr3e": FR3E, "grpo": GRPO})
-    report = Path("out/report.md").read_text()
-    for name in "accuracy seconds rates entropy best_of_k distinct length batches_reward batches_differing".split():
-        svg = Path(f"out/plots/{name}.svg").read_bytes()
-        assert len(svg) > 10_000 and f"(plots/{name}.svg)" in report
 
 
 def test_policies_are_kept(tmp_path):
@@ -449,36 +398,6 @@ def test_policies_are_kept(tmp_path):
     assert len(list(Path("out/policies").iterdir())) == 2
     run(output_dir="none", keep_policies=False, arms={"grpo": GRPO})
     assert not Path("none/policies").exists()
-
-
-def test_verdict_names_what_wins():
-    """A policy that learns against one that does not."""
-    arms = {"still": GRPO | {"learning_rate": 0.0}, "learns": GRPO | {"num_generations": 8, "learning_rate": 1e-2}}
-    run(arms=arms, reference="still", seeds=[0, 1, 2], generated_tokens=2500, num_heldout=16)
-    report = Path("out/report.md").read_text()
-    assert report.splitlines()[2].startswith("**`learns` is ahead of `still` by +")
-    # Where it came and the other did not
-    raw = json.loads(Path("out/results.json").read_text())
-    curves = [
-        (
-            [e["generated_tokens"] for e in result["evaluations"]],
-            [sum(map(sum, e["rewards"])) / 64 for e in result["evaluations"]],
-        )
-        for result in raw["runs"]
-        if result["arm"] == "learns"
-    ]
-    end = sum(interpolate(tokens, levels, 2500) for tokens, levels in curves) / 3
-    start = curves[0][1][0]
-    tokens = [first_reached(*points, start + 0.75 * (end - start)) for points in curves]
-    verdict = rows_of(report, "ones: arms")
-    num_reached = sum(amount < float("inf") for amount in tokens)
-    assert verdict["learns"][3] == (f"{num_reached} of 3 runs" if num_reached < 3 else "3 runs")
-    assert verdict["still"][3] == "0 of 3 runs"
-    # The report is made anew, without a run, for another reference
-    raw = run(arms=arms, reference="learns", seeds=[0, 1, 2], generated_tokens=2500, num_heldout=16)
-    assert len(raw["runs"]) == 6
-    assert Path("out/report.md").read_text().splitlines()[2] == report.splitlines()[2]
-    assert rows_of(Path("out/report.md").read_text(), "ones: arms")["still"][1].startswith("−")
 
 
 # Tuning, sizes
@@ -529,21 +448,6 @@ def point_of(result):
     return tuple(result["settings"][name] for name in TUNED)
 
 
-@pytest.mark.parametrize("arm", [GRPO, FR3E], ids=["grpo", "fr3e"])
-def test_several_updates_of_a_batch(arm):
-    """Each goes through the loss, the later ones are clipped, and the bench counts one batch."""
-    (result,) = run(arms={"arm": arm}, reference="arm", num_iterations=3, num_evals=1)["runs"]
-    settings = BASE | arm | {"num_prompts": 64, "num_iterations": 3, "learning_rate": 0.1}
-    logged = {"max_steps": 3, "logging_steps": 1}
-    trainer = make_trainer(settings, Path(model_on_disk()), Ones(), Path("trainer"), seed=0, **logged)
-    trainer.train()
-    clipped = [log["clip_ratio/region_mean"] for log in trainer.state.log_history if "clip_ratio/region_mean" in log]
-    assert trainer.costs.batches == 1 and trainer.batches[0]["reward"] > 0
-    assert clipped[0] == 0 < min(clipped[1:])
-    end = result["evaluations"][-1]
-    assert end["batches"] == len(result["batches"]) and end["training_rows"] == 16 * end["batches"]
-
-
 @pytest.mark.parametrize(("schedule", "warmup"), [("linear", 0.25), ("cosine", 0)])
 def test_the_rate_falls_with_the_budget(schedule, warmup, monkeypatch):
     """From its full value to nothing, by the share of the tokens that were spent before a batch."""
@@ -571,25 +475,6 @@ def test_the_rate_falls_with_the_budget(schedule, warmup, monkeypatch):
         }
         expected += 2 * [1e-3 * left[schedule]]
     assert len(expected) > 8 and rates == pytest.approx(expected, abs=1e-10)
-
-
-def test_where_runs_are(monkeypatch, capsys):
-    """The time left is by what this call has done."""
-    clock = SimpleNamespace(seconds=0.0, monotonic=lambda: clock.seconds)
-    monkeypatch.setattr("benchmarks.worker.time", clock)
-    progress = Progress("screening", {"cut": 1000.0, "new": 1000.0}, "tokens", set())
-    progress.update("cut", Place(spent=800, spent_before=800, step=8, pass_at_1=0.5))
-    clock.seconds = 60.0
-    progress.update("cut", Place(spent=900, spent_before=800, step=9, pass_at_1=0.5))
-    clock.seconds = 70.0  # less than a minute later
-    progress.update("cut", Place(spent=950, spent_before=800, step=10, pass_at_1=0.5))
-    clock.seconds = 100.0
-    progress.finish("cut")
-    assert capsys.readouterr().err.splitlines() == [
-        # 100 tokens a minute, and 1,100 are left
-        "screening [0/2] cut: step 9, 900 of 1,000 tokens, pass@1 0.500, after 1:00, about 11:00 left",
-        "screening [1/2] cut after 1:40, about 8:20 left",
-    ]
 
 
 def test_batches_of_equal_tokens():
@@ -668,28 +553,6 @@ def test_killed_comparison_goes_on_as_the_uncut_one(monkeypatch):
     assert weights_in("cut") == weights_in("uncut") and len(weights_in("cut")) == 2
     assert {path: path.stat().st_mtime_ns for path in finished} == finished  # not run again
     assert not list(Path("cut/under_way").iterdir())
-
-
-def test_two_comparisons_at_once(tmp_path):
-    """The second is refused while the first, a process of its own, is under way; then it goes on from its runs."""
-    settings = {"seeds": [0, 1], "arms": {"grpo": GRPO}, "generated_tokens": 1500}
-    given = vars(arguments(output_dir="shared", **settings))
-    command = {name: value for name, value in given.items() if value is not None}
-    Path("config.yaml").write_text(yaml.safe_dump(command))
-    script = [sys.executable, SCRIPT, "--config", "config.yaml"]
-    first = subprocess.Popen(script, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    while not Path("shared/arguments.json").exists():
-        assert first.poll() is None
-        time.sleep(0.02)
-    before = Path("shared/arguments.json").read_text()
-    Path("other.yaml").write_text(yaml.safe_dump(command | {"generated_tokens": 400}))
-    with pytest.raises(UsageError, match=f"'shared' is in use by process {first.pid} on .*another output_dir"):
-        main(["--config", "other.yaml"])
-    assert Path("shared/arguments.json").read_text() == before
-    first.kill()
-    first.wait()
-    raw = run(output_dir="shared", **settings)  # what died holds nothing
-    assert {result["amount"] for result in raw["runs"]} == {1500}
 
 
 def test_other_arguments_for_the_same_directory():
@@ -836,24 +699,6 @@ def test_runs_from_another_policy_are_not_taken_for_this_one():
         run(**settings, policy=name, kept="own.jsonl.gz", output_dir="second")
 
 
-def test_runs_that_begin_elsewhere_than_kept_ones_are_told_of_at_once(capsys):
-    """As with a policy of one name that another machine made. One line says so, before the hours of all runs."""
-    settings = {"arms": {"grpo": GRPO}, "generated_tokens": 100}
-    run(**settings, output_dir="first")
-    run(**settings, output_dir="second", seeds=[0, 1], kept="first/kept.jsonl.gz")
-    assert "Runs begin at" not in capsys.readouterr().err
-    head, line = map(json.loads, gzip.decompress(Path("first/kept.jsonl.gz").read_bytes()).decode().splitlines())
-    best = max(head["rewards_of_a_prompt"], key=lambda code: sum(head["rewards_of_a_prompt"][code]))
-    line["rewards"][0] = best * (len(line["rewards"][0]) // len(best))
-    Path("other.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, [head, line])).encode()))
-    run(**settings, output_dir="third", seeds=[0, 1, 2], kept="other.jsonl.gz")
-    warning = r"^Warning: Runs begin at pass@1 of 0\.\d{4} to [01]\.\d{4}: .* or another policy\.$"
-    told = capsys.readouterr().err
-    first = re.search(warning, told, re.MULTILINE)
-    assert first and told.count("Runs begin at") == 1
-    assert "runs [1/2]" not in told[: first.start()]
-
-
 @pytest.mark.parametrize(
     ("path", "content"),
     [
@@ -926,12 +771,10 @@ def test_pooled_differences_that_cannot_be(arguments, message, capsys):
     [
         ({"task": "twos"}, "task='twos' must be one of .*ones"),
         ({"reference": "dapo"}, "reference='dapo' must be one of the arms: fr3e, grpo"),
-        ({"only": ["grpo", "dapo"]}, r"only=\['grpo', 'dapo'\] names 'dapo'\. The arms are fr3e, grpo"),
         ({"pass_at": [8]}, r"pass_at=\[8\] must be from 1 to num_samples=4"),
         ({"arms": {"grpo": {"trainer": "ppo"}}}, "Arm 'grpo': trainer='ppo' must be one of fr3e, grpo"),
         ({"arms": {"grpo": GRPO | FR3E}}, "Arm 'grpo': There is no setting 'num_anchors' for trainer='grpo'.*FR3E's"),
         ({"arms": {"grpo": {"num_anchor": 1}}}, "no setting 'num_anchor' .* Did you mean num_anchors"),
-        ({"arms": {"grpo": {"num_anchors": 2}}}, "Arm 'grpo': num_anchors=2 does not fit num_generations=4"),
         (
             {"arms": {"grpo": GRPO | {"lr_scheduler_type": "inverse_sqrt"}}},
             "'inverse_sqrt' must be one of constant, constant_with_warmup, linear, cosine",
@@ -941,23 +784,15 @@ def test_pooled_differences_that_cannot_be(arguments, message, capsys):
         ({"base": {k: v for k, v in BASE.items() if k != "epsilon_high"}}, "epsilon_high is not set.*defaults differ"),
         ({"base": {k: v for k, v in BASE.items() if k != "num_prompts"}}, "num_prompts is not set"),
         ({"learning_rates": [1e-3]}, r"learning_rates=\[0.001\] are to be tried, and the base has a learning_rate"),
-        ({"tokens_per_batch": 100}, "tokens_per_batch=100 are to be tried, and the base has a num_prompts"),
-        ({"num_iterations": [0]}, "num_iterations=0 must be a whole number of at least 1"),
         ({"tuning_seeds": [0]}, "must have none in common"),
-        ({"base": "nothing"}, "'nothing' must be a mapping"),
-        ({"arms": {}}, "arms is empty"),
         ({"policy": "no/such"}, "policy='no/such' must be the directory of a model"),
         ({"seeds": [-1]}, "seeds=-1 must be a whole number of at least 0"),
         ({"base": UNTUNED, "learning_rates": [1e-3, 1e-3]}, r"learning_rates=\[0.001, 0.001\] has a value twice"),
-        ({"base": UNTUNED, "learning_rates": [-1e-3]}, "learning_rates=-0.001 must be a number of at least 0"),
-        ({"pass_at": [0]}, "pass_at=0 must be a whole number of at least 1"),
         ({"arms": {"grpo": GRPO | {"num_prompts": 65}}}, "num_prompts=65 must be at most num_train_examples=64"),
-        ({"arms": {"grpo": GRPO | {"steps_per_generation": 5}}}, "steps_per_generation=5 must divide the 16 rows"),
         (
             {"arms": {"grpo": GRPO | {"steps_per_generation": 2, "per_device_train_batch_size": 4}}},
             "=4 times steps_per_generation=2 must be the 16 rows",
         ),
-        ({"arms": {"grpo": GRPO | {"num_prompts": 0}}}, "Arm 'grpo': num_prompts=0 must be a whole number of at least"),
         ({"arms": {"grpo": GRPO | {"learning_rate": -1e-3}}}, "learning_rate=-0.001 must be a number of at least 0"),
         (
             {"arms": {"grpo": GRPO | {"warmup_steps": 0.1}}},
@@ -969,19 +804,11 @@ def test_pooled_differences_that_cannot_be(arguments, message, capsys):
         ),
         ({"arms": {"grpo": GRPO | {"max_steps": 9}}}, "max_steps=9 cannot end a run.*generated_tokens"),
         ({"task": "chain", "policy": None, "use_peft": True}, "use_peft=True is of a task of your own.*task='chain'"),
-        ({"task": "chain", "policy": None, "reward_funcs": ["x"]}, r"reward_funcs=\['x'\] is of a task of your own"),
     ],
 )
 def test_arguments_that_cannot_be(overrides, message):
     with pytest.raises(ValueError, match=message):
         arguments(**overrides)
-
-
-@pytest.mark.parametrize("value", [0, 1.5, True])
-@pytest.mark.parametrize("name", "generated_tokens tuning_finalists num_samples num_workers".split())
-def test_counts_that_cannot_be(name, value):
-    with pytest.raises(ValueError, match=f"{name}={value} must be a whole number of at least 1"):
-        arguments(**{name: value})
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "bench").glob("*.yaml")), ids=lambda path: path.stem)

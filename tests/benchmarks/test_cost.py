@@ -5,13 +5,11 @@ import time
 from pathlib import Path
 
 import pytest
-from factory import make_trainer
 from models import model_on_disk
-from peft import LoraConfig
-from transformers import GenerationMixin, set_seed
+from transformers import GenerationMixin
 
 import benchmarks.__main__ as cli
-from benchmarks.cost.stopwatch import MethodStopwatch, peak_memory
+from benchmarks.cost.stopwatch import MethodStopwatch
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -51,8 +49,8 @@ def test_each_moment_counts_once(monkeypatch):
         work.now += 10  # between steps
         work.step()
     # A step takes 5 s: 2 of its own, 2 in the loss with its forward pass, 1 in a forward pass beside it
-    expected = {"TRL": 4.0, "loss": 4.0, "log-probs": 2.0, "generation": 0.0, "rewards": 0.0, "FR3E": 0.0}
-    assert stopwatch.seconds == expected
+    expected = {"TRL": 4.0, "loss": 4.0, "log-probs": 2.0}
+    assert {part: seconds for part, seconds in stopwatch.seconds.items() if seconds} == expected
     assert Work.step is original
 
 
@@ -73,8 +71,8 @@ def test_step(settings, capsys):
     for trainer, of_method in (("FR3E", True), ("GRPO", False)):
         shares = [float(cell.rstrip("%")) for cell in cells(output, trainer)]
         assert sum(shares) == pytest.approx(100, abs=0.4)
-        generation, log_probs, _, loss, method, rest = shares
-        assert min(generation, loss, rest) > 0
+        generation, log_probs, _, loss, backward, method, rest = shares
+        assert min(generation, loss, backward, rest) > 0
         assert log_probs == 0  # generation tells them
         assert (method > 0) == of_method
     assert GenerationMixin.generate is generate
@@ -109,23 +107,3 @@ def test_bookkeeping(capsys):
         assert f"4 prompts x 8 rows x {num_tokens} tokens" in output and "2 processes" in output
         told.append(float(cells(output, "gathered from all, MiB")[0]))
     assert told[0] == told[1]  # lengths, positions and rewards: nothing that grows with the tokens
-
-
-@pytest.mark.parametrize(
-    "argument", ["--num_turns=0", "--num_steps=-1", "--num_prompts=x", "--max_completion_length=0"]
-)
-def test_sizes_that_cannot_be(argument, capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["cost", "step", argument])
-    assert f"python -m benchmarks cost step: error: argument {argument.partition('=')[0]}: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("peft_config", [None, LoraConfig(target_modules="all-linear")], ids=["whole", "lora"])
-def test_memory_is_the_same_in_each_reading(peft_config):
-    peaks = []
-    for _ in range(3):
-        trainer = make_trainer(max_completion_length=12, seed=1, peft_config=peft_config)
-        set_seed(1)
-        peaks.append(peak_memory(trainer))
-    _, *peaks = peaks  # the first in a process has what is made once
-    assert peaks[0] == peaks[1] > 1e5

@@ -55,8 +55,8 @@ def test_entropy_is_that_of_a_forward_pass(monkeypatch):
     assert evaluation.entropy == pytest.approx(sum(entropies) / len(entropies), rel=1e-4)
 
 
-def test_graded_rewards_and_distinct_completions(monkeypatch):
-    """Rewards in the order of the prompts, and of those that are a prompt's highest the different completions."""
+def test_graded_rewards(monkeypatch):
+    """In the order of the prompts."""
     completed = []
 
     def score(text):
@@ -70,12 +70,7 @@ def test_graded_rewards_and_distinct_completions(monkeypatch):
     evaluation = evaluate(make_trainer(), Ones(), heldout(), num_samples=8, batch_size=16)
     texts = [completed[start : start + 8] for start in range(0, 48, 8)]
     assert evaluation.rewards == [list(map(score, of_prompt)) for of_prompt in texts]
-    highest = [max(map(score, of_prompt)) for of_prompt in texts]
-    assert evaluation.num_distinct == [
-        len({text for text in of_prompt if score(text) == best}) if best > 0 else 0
-        for of_prompt, best in zip(texts, highest, strict=True)
-    ]
-    assert len(set(highest)) > 1 and max(evaluation.num_distinct) > 1
+    assert len({max(of_prompt) for of_prompt in evaluation.rewards}) > 1
 
 
 def test_prompts_without_a_score_are_left_out(monkeypatch):
@@ -84,7 +79,7 @@ def test_prompts_without_a_score_are_left_out(monkeypatch):
         Ones, "reward", lambda self, completions, right, **kwargs: [None, *[1.0] * (len(completions) - 1)]
     )
     evaluation = evaluate(make_trainer(), Ones(), heldout(), num_samples=4, batch_size=24)
-    assert evaluation.rewards == [[1.0] * 4] * 5 and len(evaluation.num_distinct) == 5
+    assert evaluation.rewards == [[1.0] * 4] * 5
     assert evaluation.num_unscored == 1
 
 

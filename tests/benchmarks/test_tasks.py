@@ -8,12 +8,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTTrainer
 
-from benchmarks import make_policy
 from benchmarks.policies import demonstrations, starting_policy
 from benchmarks.tasks import TASKS
-from benchmarks.tasks.countdown import as_expression, operations, reachable
-from benchmarks.tasks.distractors import FILLERS
-from benchmarks.tasks.machine import TABLE
 
 
 # Those with tools are in test_search.py, and the tests have one of their own
@@ -57,11 +53,6 @@ def test_splits_are_disjoint(task):
     assert not words["train"] & words["heldout"]
 
 
-def test_examples_depend_on_the_seed_alone(task):
-    assert task.examples("train", 3, 20).to_list() == task.examples("train", 3, 30).to_list()[:20]
-    assert task.examples("train", 3, 20).to_list() != task.examples("train", 4, 20).to_list()
-
-
 def test_every_word_is_one_token(task):
     tokenizer = task.make_tokenizer()
     for row in demonstrations(task, 50):
@@ -71,6 +62,25 @@ def test_every_word_is_one_token(task):
             assert tokenizer.unk_token_id not in ids
             assert tokenizer.decode(ids) == text.strip()
         assert len(row["completion"].split()) < task.max_completion_length  # with room for the end
+
+
+def test_tasks_are_those_of_the_kept_runs(monkeypatch):
+    """Problems, demonstrations and what makes the policy, in short. A change makes other runs than are kept."""
+    digests = {
+        "chain": "048640f3e9ae",
+        "countdown": "29136527c917",
+        "countdown_taught": "76eb533458cd",
+        "machine": "c6403bb6b69b",
+        "hard": "d54c4b6f71a4",
+        "distractors": "edb422f6346b",
+        "graded": "67bd09887db3",
+        "search": "a9ce197ebd60",
+        "lengths": "3bf0453a863f",
+    }
+    monkeypatch.setattr("benchmarks.policies.made_once", lambda directory, *_: directory)  # where it would be made
+    assert {name: starting_policy(TASKS[name]).name for name in digests} == {
+        name: f"{name}-{digest}" for name, digest in digests.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -109,13 +119,6 @@ def test_countdown_reward(completion, reward):
     assert TASKS["countdown"].reward([completion], numbers=[[3, 8, 2]], target=[22]) == [reward]
 
 
-def test_countdown_by_hand():
-    assert as_expression("8 + 3 = 11 ; 11 * 2 = 22", [3, 8, 2]) == "((8 + 3) * 2)"
-    assert [operation for operation, _ in operations((3, 8))] == [(8, "+", 3, 11), (8, "-", 3, 5), (8, "*", 3, 24)]
-    # 2 * 3 = 6, 2 + 3 = 5 and 3 - 2 = 1, each with another 1
-    assert reachable((1, 2, 3)) >= {7, 5, 6, 4, 0, 1, 2}
-
-
 @pytest.mark.parametrize("name", ["machine", "hard"])
 def test_machine_reward(name):
     task = TASKS[name]
@@ -124,15 +127,6 @@ def test_machine_reward(name):
     for position, is_state in ((3, True), (5, False)):  # the state after the first step, a letter of the loop
         changed = [*words[:position], "x", *words[position + 1 :]]
         assert task.reward([" ".join(changed)], answer=[problem["answer"]]) == [float(not is_state)]
-
-
-def test_hard_machine_is_the_machine_with_a_shorter_loop():
-    """From state 12, the loop i g j: each step reads a letter, and the loop goes on behind it."""
-    task = TASKS["hard"]
-    text = task.demonstrate({"prompt": "s0 : : 12 i g j"}, random.Random(0), is_noisy=False)
-    first, second = f"s1 12 i {TABLE[12, 'i']} g j i", f"s2 {TABLE[12, 'i']} g {TABLE[TABLE[12, 'i'], 'g']} j i g"
-    assert text.startswith(f"{first} {second} s3 ")
-    assert len(text.split()) == 16 * 7
 
 
 @pytest.mark.parametrize(
@@ -146,21 +140,6 @@ def test_hard_machine_is_the_machine_with_a_shorter_loop():
 )
 def test_distractors_reward(completion, reward):
     assert TASKS["distractors"].reward([completion], answer=["4 7"]) == [reward]
-
-
-def test_distractors_are_a_machine_with_two_words_after_each_state():
-    task, rng = TASKS["distractors"], random.Random(0)
-    machine = replace(TASKS["machine"], num_steps=10, loop_length=3)
-    fillers = []
-    for problem in task.examples("heldout", 0, 200):
-        words = task.demonstrate(problem, rng, is_noisy=False).split()
-        steps = [words[i : i + 9] for i in range(0, 90, 9)]
-        assert [word for step in steps for word in (*step[:4], *step[6:])] == machine.demonstrate(
-            problem, random.Random(0), is_noisy=False
-        ).split()
-        fillers += [word for step in steps for word in step[4:6]]
-    assert set(fillers) == set(FILLERS)
-    assert fillers.count("well") / 4000 == pytest.approx(0.5, abs=0.032)  # 4 standard errors
 
 
 @pytest.mark.parametrize(
@@ -181,14 +160,6 @@ def test_graded_reward(completion, last, reward):
     assert task.reward([completion], answer=[f"4 7 6 {last}"]) == [pytest.approx(reward)]
 
 
-def test_graded_reward_begins_behind_the_careful_steps():
-    """Three states are right: one of the last two, or, where one step was careful, two of three."""
-    completion = "s1 0 a 4 s2 4 b 7 s3 7 c 6 s4 6 d 5 keep"
-    for num_careful, share in ((3, 0), (2, 1 / 2), (1, 2 / 3)):
-        task = replace(TASKS["graded"], num_steps=4, num_careful=num_careful)
-        assert task.reward([completion], answer=["4 7 6 1"]) == [pytest.approx(0.8 * share)]
-
-
 def test_graded_bets_are_fair():
     """The coin is the completion's: it falls the same way again, and half of the time for other letters."""
     task = replace(TASKS["graded"], num_steps=4, num_careful=0)
@@ -198,16 +169,6 @@ def test_graded_bets_are_fair():
     assert rewards == task.reward(bets, answer=["4 7 6 1"] * len(bets))
     assert set(rewards) == {0.5 * 3 / 4, 3 / 4}  # the last state is wrong
     assert sum(rewards) / len(rewards) == pytest.approx(0.75 * 3 / 4, abs=0.018)  # 4 standard errors
-
-
-def test_graded_choice_is_best_without_noise():
-    """It earns (.8 + .75) / 2, where as many end in odd states as in even, and either choice everywhere .7 or .75."""
-    task = TASKS["graded"]
-    problems = task.examples("heldout", 0, 1000)
-    clean = [task.demonstrate(problem, random.Random(0), is_noisy=False) for problem in problems]
-    for text, problem in zip(clean, problems, strict=True):
-        assert text.split()[-1] == ("keep" if int(problem["answer"].split()[-1]) % 2 else "bet")
-    assert sum(task.reward(clean, **columns(problems))) / 1000 == pytest.approx(0.775, abs=0.02)
 
 
 @pytest.fixture
@@ -229,11 +190,6 @@ def test_policy_is_made_once(tiny, tmp_path, monkeypatch):
     assert starting_policy(tiny, directory) == directory
 
 
-def test_policy_of_other_settings_is_another(tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert starting_policy(tiny) != starting_policy(replace(tiny, policy_learning_rate=1e-4))
-
-
 def test_policy_cut_short_is_not_there(tiny, tmp_path, monkeypatch):
     def interrupted(self):
         raise KeyboardInterrupt
@@ -243,18 +199,3 @@ def test_policy_cut_short_is_not_there(tiny, tmp_path, monkeypatch):
         starting_policy(tiny, tmp_path / "policy")
     assert list(tmp_path.iterdir()) == []
     assert starting_policy(tiny, tmp_path / "policy").exists()
-
-
-def test_same_seed_same_policy(tiny, tmp_path):
-    first, second = (
-        (starting_policy(tiny, tmp_path / name) / "model.safetensors").read_bytes() for name in ("first", "second")
-    )
-    assert first == second
-
-
-def test_make_policy_prints_where_it_is(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(TASKS, "chain", tiny)
-    make_policy.main(["--task", "chain", "--output_dir", str(tmp_path / "policy")])
-    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "policy")
-    with pytest.raises(ValueError, match="must be one of chain"):
-        make_policy.main(["--task", "no_such"])
