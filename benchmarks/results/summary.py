@@ -31,18 +31,6 @@ ARMS: dict[str, str | None] = {
 }
 FR3E, TUNED_GRPO = "tree_4_tracker", "grpo_4"
 
-TASKS = {
-    "chain": "ten operations modulo 13",
-    "hard": "the same, pass@1 .01 at the start",
-    "distractors": "most uncertain words do not matter",
-    "few_prompts": "`chain` with prompts that come again",
-    "lengths": "2 to 24 operations",
-    "machine": "a state machine, long completions",
-    "countdown": "reach a number by two operations",
-    "search": "four look-ups by a tool",
-    "graded": "partial credit, 500 tokens",
-}
-
 LANGUAGE = {
     "short_low": "short, accuracy .11 at the start",
     "short_low_again": "short, accuracy .09 at the start",
@@ -63,7 +51,7 @@ def table(families: dict[str, Results]) -> Table:
         best, bounds = best_grpo(name), reward_bounds(results)
         means = [short(number(of_arm(results, arm or best, mean_rates, bounds)).split(" ")[0]) for arm in ARMS.values()]
         ahead = difference_text(difference(results, FR3E, best))
-        rows.append([f"`{name}`: {TASKS[name]}", *means, ahead, tokens_cell(results)])
+        rows.append([f"`{name}`", *means, ahead, tokens_cell(results)])
     return Table(["task", *ARMS, "FR3E − GRPO, tuned", "tokens to 75%"], rows)
 
 
@@ -95,7 +83,9 @@ def draw(groups: list[tuple[str, list[tuple[str, Interval]]]], path: Path) -> No
     for panel, (title, rows) in zip(panels, groups, strict=True):
         for place, (_, interval) in enumerate(reversed(rows)):
             color = "C1" if interval.low > 0 else "C3" if interval.high < 0 else "0.45"
-            panel.plot([interval.low, interval.high], [place, place], color=color, linewidth=2.5, solid_capstyle="round")
+            panel.plot(
+                [interval.low, interval.high], [place, place], color=color, linewidth=2.5, solid_capstyle="round"
+            )
             panel.plot(interval.mean, place, "o", color=color, markersize=6)
         panel.axvline(0, color="0.3", linewidth=1)
         panel.set_yticks(range(len(rows)), [name for name, _ in reversed(rows)])
