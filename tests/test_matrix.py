@@ -495,7 +495,9 @@ pass, and within 0.1 in bfloat16. With `top_k` they are those of the truncated d
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--write", action="store_true", help="write docs/reference/models.md, in place of printing its table")
+    parser.add_argument(
+        "--write", action="store_true", help="write docs/reference/models.md, in place of printing its table"
+    )
     parser.add_argument("names", nargs="*", help="families and settings, by default all")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
