@@ -58,7 +58,7 @@ RELEASED: dict[str, Any] = PAPER | {
 # A recipe takes one of these by the key `preset`
 PRESETS = {"paper": PAPER, "released": RELEASED}
 
-# The default weight of the prior. It won at equal generated tokens, see docs/results.md
+# The default weight of the prior. It won at equal generated tokens, see benchmarks/results/results.md
 PRIOR_STRENGTH = 4.0
 
 # CISPO cuts importance weights at `epsilon_high` itself, not at 1 more. ScaleRL's choice (arXiv 2510.13786), and TRL's

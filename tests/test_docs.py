@@ -173,7 +173,7 @@ def test_tables_are_whole(page):
     ],
 )
 def test_tables_of_results_are_those_of_the_kept_runs(page, tables):
-    text = (ROOT / "docs" / f"{page}.md").read_text()
+    text = (ROOT / "benchmarks" / "results" / f"{page}.md").read_text()
     for table in tables():
         assert table.markdown() in text, table.markdown()
 
