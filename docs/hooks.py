@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^)#\s]+)")
 COPIED = (".png", ".svg", ".gz")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".slurm": "bash", ".jsonl": "json", ".toml": "toml"}
+# Not found by a search, which is for the pages of docs/
 HIDDEN = "---\nsearch:\n  exclude: true\n---\n"
 
 
@@ -25,7 +26,7 @@ def on_files(files, config):
     while waiting - done:
         path = min(waiting - done)
         done.add(path)
-        if path.suffix == ".md" and path != ROOT / "README.md":
+        if path.suffix == ".md":
             waiting |= outside(path)
         if (uri := in_site(path)) not in files.src_uris:
             content = page(path)
@@ -37,11 +38,10 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     """Rewrite links between files of the repository to links between files of the site."""
     name = page.file.src_uri
-    folder = (ROOT / "docs" / name if (ROOT / "docs" / name).exists() else ROOT / name).parent
+    folder = (ROOT / "docs" if (ROOT / "docs" / name).exists() else ROOT) / Path(name).parent
 
     def rewritten(match):
-        target = in_site(Path(os.path.normpath(folder / match[1])))
-        return os.path.relpath(target, Path(name).parent)
+        return os.path.relpath(in_site(linked(folder, match[1])), Path(name).parent)
 
     return LINK.sub(rewritten, markdown)
 
@@ -49,14 +49,21 @@ def on_page_markdown(markdown, page, config, files):
 def outside(path):
     """The files that a page links to, without those in docs/."""
     path = Path(path)
-    targets = {Path(os.path.normpath(path.parent / target)) for target in LINK.findall(path.read_text())}
+    targets = {linked(path.parent, target) for target in LINK.findall(path.read_text())}
     return {target for target in targets if target.exists() and not target.is_relative_to(ROOT / "docs")}
+
+
+def linked(folder, target):
+    """The file that a link in a folder leads to. A folder's is its README, if it has one."""
+    path = Path(os.path.normpath(folder / target))
+    readme = path / "README.md"
+    return readme if readme.exists() else path
 
 
 def in_site(path):
     """Where a file of the repository lies in the site's sources."""
     if path == ROOT / "README.md":
-        return "index.md"
+        return "readme.md"  # in capitals it would be the first page
     if path.is_relative_to(ROOT / "docs"):
         return path.relative_to(ROOT / "docs").as_posix()
     name = path.relative_to(ROOT).as_posix()
@@ -74,7 +81,7 @@ def page(path):
         names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
         shown, language = "\n".join(name for name in names if "__pycache__" not in name), "text"
     elif path.suffix == ".md":
-        return path.read_text()
+        return HIDDEN + path.read_text()
     else:
         shown, language = path.read_text(), LANGUAGES.get(path.suffix, "text")
     return f"{HIDDEN}# {name}\n\n````{language}\n{shown}\n````\n"
