@@ -1,10 +1,11 @@
 """
 Lets the pages, whose links are those of the repository, link to files outside docs/ in the site too.
 
-A linked Markdown file becomes a page, a picture is copied, a source file becomes a page that shows it, and a folder a
-page that lists its files. The links of those pages are followed in turn.
+A linked Markdown file or notebook becomes a page, a picture is copied, a source file becomes a page that shows it, and
+a folder a page that lists its files. The links of those pages are followed in turn.
 """
 
+import json
 import os
 import re
 from pathlib import Path
@@ -82,6 +83,21 @@ def page(path):
         shown, language = "\n".join(name for name in names if "__pycache__" not in name), "text"
     elif path.suffix == ".md":
         return HIDDEN + path.read_text()
+    elif path.suffix == ".ipynb":
+        return HIDDEN + "\n\n".join(parts(json.loads(path.read_text())["cells"]))
     else:
         shown, language = path.read_text(), LANGUAGES.get(path.suffix, "text")
     return f"{HIDDEN}# {name}\n\n````{language}\n{shown}\n````\n"
+
+
+def parts(cells):
+    """The cells of a notebook as Markdown, with what they printed and drew."""
+    for cell in cells:
+        source = "".join(cell["source"])
+        yield source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "image/png" in data:
+                yield f"![A picture that this draws](data:image/png;base64,{''.join(data['image/png']).strip()})"
+            elif "text/html" not in data:  # which is a bar of progress
+                yield f"```text\n{''.join(output.get('text') or data['text/plain'])}\n```"
