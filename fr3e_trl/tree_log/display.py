@@ -22,11 +22,11 @@ CONTROLS = {code: 0x2400 + code for code in range(32)} | {0x7F: 0x2421}
 CONTROLS |= dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], ord(FRAGMENT))
 
 LEGEND = (
-    "S0 is the prompt. The other states are the prompt and a trajectory up to an anchor, from which rollouts branch. H: "
-    "entropy of the policy at the anchor, in nats; the higher, the less certain. V: mean reward of the state's "
-    "rollouts, if there are several. α, if it is not 1: factor applied to their advantages, below 1 if V rose along the "
-    "trajectory and above 1 if it fell. Rejected: its rollouts teach nothing. Same token: the branch begins with the "
-    "token that the trajectory has there. ↵: line break."
+    "S0 is the prompt. The other states are the prompt and a trajectory up to an anchor, from which rollouts branch. "
+    "H: entropy of the policy at the anchor, in nats; the higher, the less certain. V: mean reward of the state's "
+    "rollouts, if there are several. α, if it is not 1: factor applied to their advantages, below 1 if V rose along "
+    "the trajectory and above 1 if it fell. Rejected: its rollouts teach nothing. Same token: the branch begins with "
+    "the token that the trajectory has there. ↵: line break."
 )
 
 
