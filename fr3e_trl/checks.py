@@ -46,7 +46,7 @@ REFUSED_KWARGS = (
             *("structured_outputs", "thinking_token_budget", "repetition_detection"),
             *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size"),
         ),
-        "Leave it out: it counts from where generation begins, which for a branch is in the middle of the completion",
+        "Leave it out: it counts from where generation begins, which for a branch is amid the completion",
     ),
     (
         ("stop", "stop_strings"),
@@ -62,7 +62,7 @@ REFUSED_KWARGS = (
     ),
     (
         ("return_dict_in_generate", "logprobs", "flat_logprobs", "logprob_token_ids", "output_kind", "echo", "stream"),
-        "Leave it out: the trainer needs the output in its own form",
+        "Leave it out: the trainer needs the output in a form of its own",
     ),
 )
 HARMLESS_KWARGS = (("do_sample", True), ("num_beams", 1), ("num_return_sequences", 1), ("min_length", 0))
