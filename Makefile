@@ -3,13 +3,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
+DOCS_VENV ?= .venv-docs
 LOWEST_VENV ?= .venv-lowest
 LOWEST_BIN := $(abspath $(LOWEST_VENV))/bin
 
 # Each process of the tests, and the demo's tiny model, are faster without more threads
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo demo-lm test test-fast test-lowest test-vllm lint package bench bench-scaling serve clean
+.PHONY: demo demo-lm docs test test-fast test-lowest test-vllm lint package bench bench-scaling serve clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -52,6 +53,10 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The site, in site/. Without NO_MKDOCS_2_WARNING, mkdocs-material advertises its successor
+docs: $(DOCS_VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+
 # The wheel and the source distribution, and the wheel in an environment of its own, without extras
 package: $(VENV)/installed
 	rm -rf dist
@@ -83,6 +88,13 @@ $(VENV)/deepspeed: $(VENV)/installed
 	DS_BUILD_SHM_COMM=1 $(BIN)/pip install --quiet --no-cache-dir --constraint constraints.txt --no-build-isolation deepspeed
 	touch $@
 
+# The extra alone, without the package: its docstrings are read from the sources
+$(DOCS_VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --quiet --constraint constraints.txt $$($(PYTHON) -c "import tomllib; \
+		print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $@
+
 # Without the extras, as smoke.py wants it
 $(LOWEST_VENV)/installed: pyproject.toml constraints.txt constraints-lowest.txt
 	$(PYTHON) -m venv $(LOWEST_VENV)
@@ -99,4 +111,4 @@ $(VLLM_VENV)/installed: pyproject.toml overrides-vllm.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) outputs dist
+	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(DOCS_VENV) outputs dist site

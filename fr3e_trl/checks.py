@@ -31,10 +31,10 @@ MAX_REWARD = 1e15
 REFUSED_KWARGS = (
     (
         ("max_new_tokens", "max_length", "max_tokens"),
-        "Set max_completion_length, of which each state has what its prefix leaves",
+        "Set max_completion_length, which limits prefix and continuation together",
     ),
     (("temperature",), "Set temperature"),
-    (("n", "num_return_sequences", "best_of"), "Set num_generations, which is shared out between states"),
+    (("n", "num_return_sequences", "best_of"), "Set num_generations, the rows of a prompt"),
     (
         ("do_sample", "num_beams", "num_beam_groups", "use_beam_search", "penalty_alpha"),
         "Leave it out: rollouts must be independent samples",
@@ -46,11 +46,11 @@ REFUSED_KWARGS = (
             *("structured_outputs", "thinking_token_budget", "repetition_detection"),
             *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size"),
         ),
-        "Leave it out: it counts from where generation begins, which at an anchor is amid the completion",
+        "Leave it out: it counts from where generation begins, which for a branch is amid the completion",
     ),
     (
         ("stop", "stop_strings"),
-        "Set stop_token_ids: strings are looked for in what follows an anchor alone, and one that spans it is missed",
+        "Set stop_token_ids: a string is only searched for after the anchor, so that one across it would be missed",
     ),
     (
         ("prompt_lookup_num_tokens", "dola_layers"),
@@ -62,7 +62,7 @@ REFUSED_KWARGS = (
     ),
     (
         ("return_dict_in_generate", "logprobs", "flat_logprobs", "logprob_token_ids", "output_kind", "echo", "stream"),
-        "Leave it out: the trainer reads what is generated in a form of its own",
+        "Leave it out: the trainer needs the output in a form of its own",
     ),
 )
 HARMLESS_KWARGS = (("do_sample", True), ("num_beams", 1), ("num_return_sequences", 1), ("min_length", 0))
@@ -118,8 +118,8 @@ def check_sampler(sampler: Any, args: FR3EConfig) -> None:
     """Refuse a sampler that is none, or that nothing would be drawn by."""
     if args.is_plain_grpo:
         raise ValueError(
-            "sampler= draws FR3E's rollouts, and nothing of FR3E is on (num_anchors=0): leave it out, or pass a "
-            "rollout_func, as to GRPOTrainer."
+            "sampler= has no effect, because it draws FR3E's rollouts and FR3E is off (num_anchors=0). Leave it out, "
+            "or pass a rollout_func, as to GRPOTrainer."
         )
     if args.max_staleness:
         raise ValueError(
@@ -128,8 +128,8 @@ def check_sampler(sampler: Any, args: FR3EConfig) -> None:
         )
     if not callable(sampler):
         raise TypeError(
-            f"sampler={sampler!r} is not allowed: it must be called with the trainer and return a Sampler, for example "
-            "sampler=lambda trainer: my_sampler."
+            f"sampler={sampler!r} is not allowed: it must be a class or function that takes the trainer and returns a "
+            "Sampler, for example sampler=lambda trainer: my_sampler."
         )
 
 
@@ -137,7 +137,7 @@ def refuse_unsupported_setup(trainer: TypedTrainer) -> None:
     """Refuse what shows only when TRL has set up the trainer: how its processes are sharded."""
     if trainer._dist.fsdp_version == 1:
         raise NotImplementedError(
-            "FR3ETrainer does not support FSDP of version 1. Set fsdp_version: 2 in accelerate's configuration, or "
+            "FR3ETrainer does not support FSDP version 1. Set fsdp_version: 2 in accelerate's configuration, or "
             "num_anchors=0 to train with plain GRPO."
         )
     if trainer._dist.is_fsdp and trainer.use_transformers_continuous_batching:
@@ -155,9 +155,9 @@ def refuse_unsupported_setup(trainer: TypedTrainer) -> None:
         )
     if trainer.environment_factories is not None and not trainer.tools:
         raise NotImplementedError(
-            "environment_factory makes environments without tools: they have no public method beside reset and "
-            "get_reward. FR3ETrainer explores environments by their tools. Have the dataset give the prompts and "
-            "reward_funcs the rewards, or set num_anchors=0 to train with plain GRPO."
+            "environment_factory makes environments without tools: they have no public method other than reset and "
+            "get_reward. FR3ETrainer needs tools to explore an environment. Use the dataset for prompts and "
+            "reward_funcs for rewards, or set num_anchors=0 to train with plain GRPO."
         )
 
 
@@ -190,15 +190,15 @@ def check_generation_config(trainer: TypedTrainer) -> None:
         if value not in (None, False, harmless.get(name)) and getattr(chosen, name, None) is None:
             remedy = f"generation_kwargs={{{name!r}: {harmless[name]}}}" if name in harmless else "it to None"
             raise ValueError(
-                f"The model's generation_config has {name}={value}, and rollouts must be independent samples that go "
-                f"on from any prefix. Set {remedy}, or num_anchors=0 for plain GRPO."
+                f"The model's generation_config has {name}={value}, but rollouts must be independent samples that can "
+                f"continue any prefix. Set {remedy}, or num_anchors=0 for plain GRPO."
             )
     for name, neutral in NEUTRAL.items():
         value = getattr(of_model, name, None)
         if value not in (None, neutral) and getattr(chosen, name, None) is None:
             logger.warning(
-                "The model's generation_config has %s=%s: generate samples with it, and the loss knows nothing of it. "
-                "Set generation_kwargs={%r: %s} to sample from the policy itself.",
+                "The model's generation_config has %s=%s, which changes what is sampled, but the loss does not account "
+                "for it. Set generation_kwargs={%r: %s} to sample from the policy itself.",
                 name,
                 value,
                 name,
@@ -215,7 +215,7 @@ def obstacle_to_images(trainer: TypedTrainer) -> str | None:
         )
     if is_sharded(trainer):
         return (
-            "the model is sharded, which a process without images has to take part in as those with images do. Train "
+            "the model is sharded, and a process without images would skip the vision tower while others wait. Train "
             "with DDP, with LoRA if the model is large, or set num_anchors=0 to train with plain GRPO"
         )
     if trainer._multi_environment:
@@ -225,7 +225,7 @@ def obstacle_to_images(trainer: TypedTrainer) -> str | None:
         )
     if trainer.use_vllm and trainer.vllm_mode == "server":
         return (
-            "a vLLM server takes images by another way than that which FR3ETrainer asks it. Set "
+            "the requests that FR3ETrainer sends to a vLLM server cannot carry images. Set "
             "vllm_mode='colocate', generate without vLLM, or set num_anchors=0 to train with plain GRPO"
         )
     return None
@@ -238,11 +238,11 @@ def obstacle_to_tool_images(trainer: TypedTrainer) -> str | None:
     has_grid = "image_grid_thw" in trainer.processing_class.image_processor.model_input_names
     if not has_grid or trainer._image_pad_token_id is None:
         return (
-            "TRL trains on images of tools only with a model that has the grid of their patches (image_grid_thw), as "
-            "Qwen2.5-VL has. Take one"
+            "TRL trains on images from tools only with models that use image_grid_thw, such as Qwen2.5-VL. Use one of "
+            "these"
         )
     if trainer.use_vllm or trainer.has_own_sampler:
-        return "only transformers' generate is told of them. Generate without vLLM and without sampler="
+        return "only transformers' generate supports them. Generate without vLLM and without sampler="
     assert isinstance(trainer.args, FR3EConfig)
     if trainer.args.max_refills > 0:
         return "rows that are left over for the next step do not keep them. Set max_refills=0"
@@ -264,10 +264,10 @@ def warn_of_unscored_sampling(args: FR3EConfig) -> None:
         unscored.append("repetition_penalty")
     if unscored and args.vllm_importance_sampling_correction:
         logger.warning(
-            "vLLM samples with %s, which the loss knows nothing of: log-probs of the two differ by more than "
-            "rounding, and the importance ratio (importance_sampling_ratio) corrects for the difference as if the "
-            "policy had changed. It is biased towards tokens that these settings make rarer. Leave them out, or "
-            "set vllm_importance_sampling_correction=False.",
+            "vLLM samples with %s, which the loss does not account for: the log-probs of vLLM and of the trainer "
+            "differ by more than rounding, and the importance ratio (importance_sampling_ratio) corrects for that as "
+            "if the policy had changed. This favours tokens that these settings make rarer. Leave them out, or set "
+            "vllm_importance_sampling_correction=False.",
             " and ".join(unscored),
         )
 
@@ -277,9 +277,9 @@ def warn_of_float32_generation(trainer: TypedTrainer) -> None:
     is_wide = trainer.model.dtype == torch.float32 and trainer.accelerator.mixed_precision != "no"
     if is_wide and is_peft_model(trainer.model) and not trainer.use_vllm:
         logger.warning(
-            "The model that the adapter belongs to is in float32, and generates in it, although updates run in %s. "
-            "Load it in bfloat16, by model_init_kwargs={'dtype': 'bfloat16'} or --dtype bfloat16: that takes half of "
-            "the memory, and generation is faster.",
+            "The adapter's base model is in float32 and generates in float32, although updates run in %s. Load it in "
+            "bfloat16 with model_init_kwargs={'dtype': 'bfloat16'} or --dtype bfloat16, which halves its memory and "
+            "makes generation faster.",
             trainer.accelerator.mixed_precision,
         )
 
@@ -289,9 +289,9 @@ def warn_of_timeouts(args: FR3EConfig) -> None:
     waits = args.vllm_mode == "server" and args.world_size > 1 and args.process_index == 0
     if waits and args.ddp_timeout <= args.vllm_request_timeout:
         logger.warning(
-            "ddp_timeout=%d: so many seconds after the main process has asked the vLLM server, the others give up, and "
-            "the run ends. It may wait for vllm_request_timeout=%d, and then ask again. Set ddp_timeout=%d to survive "
-            "a server that hangs.",
+            "ddp_timeout=%d is not longer than vllm_request_timeout=%d. If the vLLM server hangs, the other processes "
+            "give up and end the run before the main process asks the server again. Set ddp_timeout=%d to prevent "
+            "that.",
             args.ddp_timeout,
             args.vllm_request_timeout,
             4 * args.vllm_request_timeout,
@@ -317,9 +317,9 @@ def warn_of_single_prompt(args: FR3EConfig) -> None:
     if has_prior and args.generation_batch_size == args.num_generations:
         alone = f", {CREDIT_RULES[args.plan.credit].without_prior}"
         logger.warning(
-            "A generation batch has one prompt (generation_batch_size=%d / num_generations=%d): no other prompts give "
-            "a prior for its own state%s. Set for example gradient_accumulation_steps=%d, for 8 prompts, or "
-            "value_tracker=True, with which those of the steps before do.",
+            "A generation batch has one prompt (generation_batch_size=%d / num_generations=%d), so no other prompts "
+            "provide a prior for its state%s. Set, for example, gradient_accumulation_steps=%d for 8 prompts, or "
+            "value_tracker=True to use the prompts of earlier steps.",
             args.generation_batch_size,
             args.num_generations,
             alone if args.num_bases == 1 else "",
@@ -332,7 +332,7 @@ def warn_of_refill(args: FR3EConfig) -> None:
     if args.max_refills and CREDIT_RULES[args.plan.credit].by_token and args.loss_type not in PER_TOKEN:
         logger.warning(
             "max_refills=%d with loss_type=%r scales gradients up: rows of other prompts take the places of rejected "
-            "rows and copies, and the loss divides by all rows all the same. Set loss_type='dapo', which divides by "
+            "rows and copies, but the loss still divides by all rows. Set loss_type='dapo', which divides by "
             "the tokens in the loss, or lower learning_rate.",
             args.max_refills,
             args.loss_type,
@@ -367,7 +367,7 @@ def check_model(model: object) -> None:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model is a {name}, which is not allowed: it must be a name or a PreTrainedModel. {remedy}")
     if model.config.is_encoder_decoder:
-        raise ValueError(f"model is a {name}, an encoder with a decoder. Its completions continue no prompt. {remedy}")
+        raise ValueError(f"model is a {name}, an encoder-decoder, which cannot continue a prompt. {remedy}")
     if not model.can_generate():
         raise ValueError(f"model is a {name}, which cannot generate text. {remedy}")
 
@@ -618,7 +618,7 @@ def check_rewards(rewards: torch.Tensor, names: Sequence[str]) -> None:
 REFUSED_OVERRIDES = {
     "_generate": "Rollouts are drawn by a sampler, which continues prefixes too: pass it as sampler=",
     "_generate_single_turn": "Rollouts are drawn by a sampler, which continues prefixes too: pass it as sampler=",
-    "_calculate_rewards": "Credit is of the rewards that reward functions return: pass another one in reward_funcs",
+    "_calculate_rewards": "Credit is computed from what the reward functions return: pass another one in reward_funcs",
 }
 
 
@@ -643,7 +643,7 @@ def check_overrides(trainer: type, base: type, args: FR3EConfig) -> None:
         owner = next(cls for cls in trainer.__mro__ if name in vars(cls))
         if owner is not base:
             raise NotImplementedError(
-                f"FR3ETrainer does not support that {owner.__name__} overrides {name}. {remedy}, {plain}."
+                f"{owner.__name__} overrides {name}, which FR3ETrainer does not support. {remedy}, {plain}."
             )
     if not CREDIT_RULES[args.plan.credit].by_token:
         return

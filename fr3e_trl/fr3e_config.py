@@ -58,7 +58,7 @@ RELEASED: dict[str, Any] = PAPER | {
 # A recipe takes one of these by the key `preset`
 PRESETS = {"paper": PAPER, "released": RELEASED}
 
-# The default weight of the prior. It won at equal generated tokens, see docs/results.md
+# The default weight of the prior. It won at equal generated tokens, see benchmarks/results/results.md
 PRIOR_STRENGTH = 4.0
 
 # CISPO cuts importance weights at `epsilon_high` itself, not at 1 more. ScaleRL's choice (arXiv 2510.13786), and TRL's
@@ -144,58 +144,58 @@ class FR3EConfig(GRPOConfig):
     r"""
     Configuration of [`FR3ETrainer`]: every parameter of [`~trl.GRPOConfig`], and those of FR3E.
 
-    `num_generations` keeps its meaning, the training rows of a prompt. Of these G rows, `num_base_trajectories` are
-    sampled from the prompt. The others branch from `num_anchors` positions. The defaults won at equal generated tokens.
-    [`~FR3EConfig.paper`] has those of the paper. With `num_anchors=0` the defaults are those of [`~trl.GRPOConfig`].
+    `num_generations` keeps its meaning, the number of training rows per prompt. Of these, `num_base_trajectories` are
+    sampled from the prompt, and the others branch from `num_anchors` uncertain tokens. The defaults differ from the
+    paper, whose settings [`~FR3EConfig.paper`] has. With `num_anchors=0` they are those of [`~trl.GRPOConfig`].
 
-    Each field's `help`, which `--help` prints, says what it does and what `None` stands for.
+    A setting that is `None` is chosen from the others. `fr3e train --help-all` prints how.
 
     Parameters:
         > How rows are shared out
 
-        num_anchors (`int`, *optional*): anchors per prompt.
-        num_base_trajectories (`int`, *optional*): base trajectories per prompt.
+        num_anchors (`int`, *optional*): number of anchors per prompt. `0` turns exploration off.
+        num_base_trajectories (`int`, *optional*): number of completions sampled from the prompt itself.
 
         > Where branches leave
 
-        anchor_threshold (`float` or `"auto"`, *optional*, defaults to `"auto"`): least entropy of an anchor, in nats.
-        anchor_min_gap (`int`, *optional*, defaults to `1`): least distance of two anchors, in tokens.
+        anchor_threshold (`float` or `"auto"`, *optional*, defaults to `"auto"`): minimum entropy of an anchor, in nats.
+        anchor_min_gap (`int`, *optional*, defaults to `1`): minimum distance between two anchors, in tokens.
 
         > Advantages
 
-        credit (`str`, *optional*): the rollouts that a token learns from, `"tree"` or `"rollout"`.
-        value_prior_strength (`float`, *optional*): weight of the prior in a baseline, in rollouts.
-        value_tracker (`bool`, *optional*): whether the prior remembers past steps.
-        negative_advantage_scale (`float`, *optional*, defaults to `1.0`): factor on negative advantages.
-        reject_degenerate_states (`bool`, *optional*): whether states that teach nothing leave the loss.
-        max_refills (`int`, *optional*, defaults to `0`): times that a step draws prompts to replace rejected rows.
+        credit (`str`, *optional*): which rollouts a token learns from, `"tree"` or `"rollout"`.
+        value_prior_strength (`float`, *optional*): weight of the prior in a baseline, as a number of rollouts.
+        value_tracker (`bool`, *optional*): whether the prior uses rewards of earlier steps.
+        negative_advantage_scale (`float`, *optional*, defaults to `1.0`): factor applied to negative advantages.
+        reject_degenerate_states (`bool`, *optional*): whether rows that teach nothing are left out of the loss.
+        max_refills (`int`, *optional*, defaults to `0`): how often a step may sample prompts to replace rejected rows.
 
         > Update
 
-        share_prefixes (`bool`, *optional*): whether common prefixes are forwarded once.
+        share_prefixes (`bool`, *optional*): whether tokens that rows share are forwarded once.
 
         > vLLM
 
-        vllm_adapter_sync (`bool`, *optional*): whether a server gets the LoRA adapter alone.
-        vllm_adapter_dir (`str`, *optional*): directory for the adapter.
+        vllm_adapter_sync (`bool`, *optional*): whether only the LoRA adapter is sent to a vLLM server.
+        vllm_adapter_dir (`str`, *optional*): directory through which the adapter is sent.
         vllm_request_timeout (`float`, *optional*, defaults to `1800.0`): seconds for a server's answer.
         max_staleness (`int`, *optional*, defaults to `0`): updates that a server's rollouts may be old.
 
         > Tools and environments
 
-        tool_timeout (`float`, *optional*): seconds for a tool's answer.
-        replay_mismatch (`str`, *optional*, defaults to `"raise"`): what happens when a replay differs.
+        tool_timeout (`float`, *optional*): seconds to wait for a tool's answer.
+        replay_mismatch (`str`, *optional*, defaults to `"raise"`): what to do if a replay differs.
 
         > Logs
 
-        log_trees (`int`, *optional*): steps from one log of trees to the next.
+        log_trees (`int`, *optional*): number of steps between logs of trees.
 
         > Only the presets need these
 
-        anchor_score (`str`, *optional*, defaults to `"entropy"`): what ranks positions.
-        base_selection (`str`, *optional*, defaults to `"all"`): base trajectories that get anchors.
+        anchor_score (`str`, *optional*, defaults to `"entropy"`): what makes a token an anchor.
+        base_selection (`str`, *optional*, defaults to `"all"`): which base trajectories get anchors.
         reuse_base (`bool`, *optional*, defaults to `True`): whether base trajectories are training rows.
-        modulation (`str`, *optional*, defaults to `"none"`): factor on the advantages of a state.
+        modulation (`str`, *optional*, defaults to `"none"`): factor applied to the advantages of a state.
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`] while exploring:
@@ -207,13 +207,13 @@ class FR3EConfig(GRPOConfig):
 
     num_anchors: Annotated[int | None, or_none(integer(example="3"))] = setting(
         default=None,
-        help="Anchors per prompt: the positions from which new rollouts branch. `None`: one for each row that is "
-        "not a base trajectory. Without a prior, the largest number up to 4 that leaves each anchor and the prompt "
-        "several rollouts. `0` turns exploration off: the trainer is then `GRPOTrainer`.",
+        help="Number of anchors per prompt, the tokens from which new rollouts branch. `None`: one for each row that "
+        "is not a base trajectory. Without a prior, the largest number up to 4 with which each anchor and the prompt "
+        "have several rollouts. `0` turns exploration off, and the trainer is `GRPOTrainer`.",
     )
     num_base_trajectories: Annotated[int | None, or_none(integer(example="2"))] = setting(
         default=None,
-        help="Base trajectories per prompt: completions that are sampled from the prompt itself. `None`: one for "
+        help="Number of base trajectories per prompt, completions sampled from the prompt itself. `None`: one for "
         "every 4 rows. If `num_anchors` is set or there is no prior, `num_generations / (num_anchors + 1)`. With "
         "`reuse_base=False`, 4.",
     )
@@ -222,54 +222,54 @@ class FR3EConfig(GRPOConfig):
 
     anchor_threshold: Annotated[float | str | None, THRESHOLD] = setting(
         default="auto",
-        help="Tokens whose entropy reaches this many nats become anchors, for example 0.3: the first ones, until "
-        "the trajectory has its number. 'auto' adapts the threshold, so that about half of the base trajectories "
-        "have all their anchors above it. It needs `credit='tree'` and `anchor_score='entropy'`, and is `None` "
-        "without them. `None` ('none' on a command line) takes the positions with the highest scores.",
+        help="Entropy in nats from which a token becomes an anchor, for example 0.3. A trajectory takes the first such "
+        "tokens, up to its number of anchors. 'auto' adapts the threshold so that about half of the base trajectories "
+        "reach that number. It needs `credit='tree'` and `anchor_score='entropy'`, and becomes `None` without them. "
+        "`None` ('none' on a command line) takes the tokens with the highest scores.",
     )
     anchor_min_gap: Annotated[int, integer(least=1, example="1")] = setting(
         default=1,
-        help="Least distance between two anchors of a trajectory, in tokens. 1 allows any two positions.",
+        help="Minimum distance between two anchors of a trajectory, in tokens. 1 allows any two tokens.",
     )
 
     # Advantages
 
     credit: str | None = setting(
         default=None,
-        help="The rollouts that a token learns from. 'tree': all rollouts that pass through the token. 'rollout' "
-        "(preset): the one rollout that sampled it, as in the paper. `None`: 'tree' where the other settings allow "
-        "it, else 'rollout'. 'tree' needs anchors, `scale_rewards` 'none' or 'batch', and the defaults of "
+        help="Which rollouts a token learns from. 'tree': all rollouts that pass through the token. 'rollout' "
+        "(preset): only the rollout that sampled it, as in the paper. `None`: 'tree' if the other settings allow it, "
+        "otherwise 'rollout'. 'tree' needs anchors, `scale_rewards` 'none' or 'batch', and the defaults of "
         "`importance_sampling_level`, `multi_objective_aggregation`, `reuse_base`, `base_selection` and `modulation`.",
         choices=sorted(CREDIT_RULES),
     )
     value_prior_strength: Annotated[float | None, or_none(number(least=0, example="4.0"))] = setting(
         default=None,
-        help="Weight of the prior in each row's baseline, in rollouts. The prior of an anchor is the value of the "
-        "state before it, that of a prompt the mean over other prompts. `0` turns the prior off: the baseline is the "
-        "state's mean reward, as in the paper. `None`: the `value_tracker` estimates it. Without one it is 4 while "
-        "exploring, and 0 with `num_anchors=0`, or with `scale_rewards='group'` if every state can have several "
-        "rollouts.",
+        help="Weight of the prior in each row's baseline, as a number of rollouts. The prior of an anchor is the value "
+        "of the state before it, and that of a prompt is the mean over other prompts. `0` turns the prior off, so that "
+        "the baseline is the state's mean reward, as in the paper. `None`: the `value_tracker` estimates it. Without "
+        "one it is 4 while exploring, and 0 with `num_anchors=0`, or with `scale_rewards='group'` if every state can "
+        "have several rollouts.",
     )
     value_tracker: bool | None = setting(
         default=None,
-        help="Whether a prompt's prior remembers earlier steps: the mean of their prompts, and the prompt's own "
-        "value from earlier epochs. How much the prior weighs is then estimated. `None`: `True` with "
-        "`credit='tree'`, unless `value_prior_strength` is set.",
+        help="Whether a prompt's prior uses earlier steps: the mean of their prompts, and the prompt's own value from "
+        "earlier epochs. The weight of the prior is then estimated. `None`: `True` with `credit='tree'`, unless "
+        "`value_prior_strength` is set.",
     )
     negative_advantage_scale: Annotated[float, number(least=0, example="1.0")] = setting(
         default=1.0,
-        help="Factor on negative advantages. Below 1, failures are pushed down less than successes are pushed up. "
-        "With graded rewards, risky answers then win over better ones.",
+        help="Factor applied to negative advantages. Below 1, failures are pushed down less than successes are pushed "
+        "up. With graded rewards this favours risky answers over better ones.",
     )
     reject_degenerate_states: bool | None = setting(
         default=None,
-        help="Whether rows that teach nothing leave the loss, numerator and denominator. Without a prior these are "
-        "the rows of a state whose rewards are all equal. `None`: while exploring. `True` with `num_anchors=0` is "
-        "GRPO with rejection.",
+        help="Whether rows that teach nothing are left out of the loss, in numerator and denominator. Without a prior "
+        "these are the rows of a state whose rewards are all equal. `None`: `True` while exploring. `True` with "
+        "`num_anchors=0` is GRPO with rejection.",
     )
     max_refills: Annotated[int, integer(least=0, example="2")] = setting(
         default=0,
-        help="How many times a step draws further prompts to replace rejected rows ('dynamic sampling'). "
+        help="How many times a step may sample further prompts to replace rejected rows ('dynamic sampling'). "
         "Informative rows that do not fit replace rejected rows of the next step.",
     )
 
@@ -277,27 +277,27 @@ class FR3EConfig(GRPOConfig):
 
     share_prefixes: bool | None = setting(
         default=None,
-        help="Whether tokens that rows of a micro-batch have in common, prompts and the prefixes of branches, are "
-        "forwarded once. Log-probs change by rounding alone. Models that cannot share prefixes turn it off, with a "
-        "warning. `None`: while exploring. `True` also works for plain GRPO.",
+        help="Whether tokens that rows of a micro-batch share, prompts and the prefixes of branches, are forwarded "
+        "once. Log-probs change only by rounding. For models that cannot share prefixes it is turned off, with a "
+        "warning. `None`: `True` while exploring. `True` also works for plain GRPO.",
     )
 
     # vLLM
 
     vllm_adapter_sync: bool | None = setting(
         default=None,
-        help="Whether a vLLM server gets the LoRA adapter alone at each step, through a directory, and not the "
+        help="Whether only the LoRA adapter is sent to a vLLM server at each step, through a directory, instead of the "
         "whole model with the adapter merged. `None`: for a LoRA policy, if the server was started with "
         "`--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.",
     )
     vllm_adapter_dir: Annotated[str | None, or_none(of_type(str, "a text", "'outputs/adapter'"))] = setting(
         default=None,
-        help="Directory for the adapter. Trainer and server must both see it, and no other run may use it. `None`: "
-        "`_vllm_adapter` in `output_dir`.",
+        help="Directory through which the adapter is sent. Trainer and server must both see it, and no other run may "
+        "use it. `None`: `_vllm_adapter` in `output_dir`.",
     )
     vllm_request_timeout: Annotated[float, number(above=0, example="1800")] = setting(
         default=1800.0,
-        help="Seconds that a vLLM server may take to answer a request. Then the request is sent again.",
+        help="Seconds that a vLLM server may take to answer a request before it is sent again.",
     )
     max_staleness: Annotated[int, integer(least=0, example="1")] = setting(
         default=0,
@@ -311,12 +311,12 @@ class FR3EConfig(GRPOConfig):
     tool_timeout: Annotated[float | None, or_none(number(above=0, example="60"))] = setting(
         default=None,
         help="Seconds that a tool, or a method of an environment, may take. After that the policy reads an error "
-        "instead of an answer. `None`: no limit. A tool that is no coroutine goes on in its thread.",
+        "instead of an answer. `None`: no limit. A function cannot be stopped and continues in its thread.",
     )
     replay_mismatch: str = setting(
         default="raise",
-        help="What happens when an environment answers differently in a replay. A branch off a later turn repeats its "
-        "prefix's actions in an environment that cannot be copied. If an answer differs, 'raise' ends with an error. "
+        help="What to do if a replayed environment answers differently. In an environment that cannot be copied, a "
+        "branch repeats the actions of its prefix. If an answer differs, 'raise' ends the run with an error, and "
         "'skip' drops the rollout from the loss.",
         choices=["raise", "skip"],
     )
@@ -325,7 +325,7 @@ class FR3EConfig(GRPOConfig):
 
     log_trees: Annotated[int | None, or_none(integer(least=1, example="10"))] = setting(
         default=None,
-        help="Steps from one log of trees to the next. Logs go into `trees` in `output_dir`, with a page "
+        help="Number of steps between logs of trees. They are written to `trees` in `output_dir`, with a page "
         "`trees.html` that shows them. `None`: no logs.",
     )
 
@@ -333,14 +333,14 @@ class FR3EConfig(GRPOConfig):
 
     anchor_score: str = setting(
         default="entropy",
-        help="(preset) What makes a position an anchor. 'entropy': that of the policy's next-token distribution. "
+        help="(preset) What makes a token an anchor. 'entropy': the entropy of the policy's next-token distribution. "
         "'surprisal' (released run): minus the log-probability of the sampled token. 'random': a control for "
         "experiments.",
         choices=list(ANCHOR_RULES),
     )
     base_selection: str = setting(
         default="all",
-        help="(preset) The base trajectories that get anchors. 'all': every one, with the same number; odd anchors "
+        help="(preset) Which base trajectories get anchors. 'all': all of them, the same number each, and odd anchors "
         "go to the first. 'mixed' (paper): one of the best-scored and one of the worst-scored.",
         choices=["all", "mixed"],
     )
@@ -351,7 +351,7 @@ class FR3EConfig(GRPOConfig):
     )
     modulation: str = setting(
         default="none",
-        help="(preset) Factor on a state's advantages that follows the change of value from the state before it. "
+        help="(preset) Factor applied to a state's advantages, from the change of value since the state before it. "
         "'exp' (paper): exp(-(V(S_j) - V(S_{j-1}))). 'sharpened' (released run): the form of the authors' code. "
         "'none': 1.",
         choices=["none", "exp", "sharpened"],
@@ -361,14 +361,14 @@ class FR3EConfig(GRPOConfig):
 
     epsilon_high: float | None = setting(
         default=None,
-        help="Upper epsilon of the clipping. `None`: 0.28 while exploring, as in the paper, and 5.0 with "
+        help="Upper clipping range. `None`: 0.28 while exploring, as in the paper, and 5.0 with "
         "`loss_type='cispo'`. With `num_anchors=0` it is `epsilon`. To clip symmetrically, set it to the value of "
         "`epsilon`.",
     )
     scale_rewards: str | None = setting(  # type: ignore[assignment]
         default=None,
-        help="What advantages are divided by: 'none' for nothing, 'batch' for the rewards' deviation over the "
-        "batch, or 'group' for that over the state. With a prior, 'group' normalises rewards over the prompt's rows "
+        help="What advantages are divided by: 'none' for nothing, 'batch' for the standard deviation of the batch's "
+        "rewards, or 'group' for that of the state's. With a prior, 'group' normalises rewards over the prompt's rows "
         "instead. `None`: 'none' with anchors or a prior, else 'group' as in GRPO.",
     )
     multi_objective_aggregation: str = setting(
@@ -401,10 +401,9 @@ class FR3EConfig(GRPOConfig):
 
     def resolve(self) -> Self:
         """
-        Give each setting that was left open its value, by what the others are now, and check them all.
+        Choose a value for each setting that is `None`, from what the others are now, and check all settings.
 
-        [`FR3ETrainer`] does this when it is made. Until then a setting that was left open is `None`, and the others may
-        be changed. The properties of this class resolve a copy.
+        [`FR3ETrainer`] does this when it is made, so settings may be changed until then.
 
         Returns:
             [`FR3EConfig`]: The configuration itself.
@@ -528,9 +527,9 @@ class FR3EConfig(GRPOConfig):
 
     def parts_off(self) -> list[str]:
         """
-        Main parts of the method that are off, and why: a line for each reason. With none, everything is on.
+        Say which main parts of the method are off and why, one line for each reason. No line means that all are on.
 
-        The parts are exploration, tree credit, the value tracker, and anchors by a threshold.
+        The parts are exploration, tree credit, the value tracker, and anchors by threshold.
         """
         config, given = self._values, self.__dict__
         if config.num_anchors == 0:
@@ -581,18 +580,19 @@ class FR3EConfig(GRPOConfig):
             logger.warning(line)
         if config.loss_type == "cispo" and config.epsilon_high is not None and config.epsilon_high < 1:
             logger.warning(
-                "epsilon_high=%r cuts all importance weights below 1: with loss_type='cispo' it is the greatest weight "
-                "itself. TRL and ScaleRL take 5.0.",
+                "epsilon_high=%r cuts all importance weights below 1, because with loss_type='cispo' it is the largest "
+                "weight itself. TRL and ScaleRL use 5.0.",
                 config.epsilon_high,
             )
 
     @classmethod
     def paper(cls, **overrides: Any) -> Self:
         """
-        The settings of the paper: 16 rollouts a prompt, entropy anchors, clipping at 0.2 and 0.28, learning rate 1e-6.
+        The settings of the paper: 16 rollouts per prompt, entropy anchors, clipping at 0.2 and 0.28, and a learning
+        rate of 1e-6. Arguments override them.
 
-        The paper's batch of 512 prompts is left to you. Unless `overrides` sizes the batch, gradients are accumulated
-        until it holds whole groups.
+        The batch size is yours to choose; the paper has 512 prompts. If you set none, gradients are accumulated until
+        a batch holds whole groups.
         """
         return cls(**_sized(PAPER | overrides))
 
@@ -600,9 +600,10 @@ class FR3EConfig(GRPOConfig):
     def released(cls, **overrides: Any) -> Self:
         """
         The settings of the authors' released run: 4 base trajectories that are not reused, 4 surprisal anchors with 16
-        rollouts each, sharpened modulation, clipping at 0.2 and 0.3, learning rate 2e-6.
+        rollouts each, sharpened modulation, clipping at 0.2 and 0.3, and a learning rate of 2e-6. Arguments override
+        them.
 
-        Unless `overrides` sizes the batch, gradients are accumulated until it holds whole groups.
+        If you set no batch size, gradients are accumulated until a batch holds whole groups.
         """
         return cls(**_sized(RELEASED | overrides))
 

@@ -74,10 +74,11 @@ class FR3ETrainer(resume.ExactResume):
     """
     Trainer for FR3E, [First Return, Entropy-Eliciting Explore](https://huggingface.co/papers/2507.07017).
 
-    The difference from [`~trl.GRPOTrainer`]: a prompt's completions are not all sampled from the prompt, but some of
-    them from the positions where the policy was most uncertain, and each is compared with those from the same position.
+    The difference from [`~trl.GRPOTrainer`]: only some of a prompt's completions are sampled from the prompt. The
+    others branch from tokens of these where the policy was uncertain, and each token learns from all rollouts that pass
+    through it.
 
-    The constructor takes what [`~trl.GRPOTrainer`]'s takes. With `num_anchors=0` the trainer is `GRPOTrainer`.
+    The constructor takes the arguments of [`~trl.GRPOTrainer`]. With `num_anchors=0` the trainer is `GRPOTrainer`.
 
     Example:
 
@@ -89,7 +90,7 @@ class FR3ETrainer(resume.ExactResume):
     >>> trainer = FR3ETrainer(
     ...     model="Qwen/Qwen2.5-0.5B-Instruct",
     ...     reward_funcs=accuracy_reward,
-    ...     args=FR3EConfig(num_generations=8, per_device_train_batch_size=32),
+    ...     args=FR3EConfig(num_generations=4, num_iterations=4, per_device_train_batch_size=32),
     ...     train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
     ... )
     >>> trainer.train()
@@ -97,27 +98,26 @@ class FR3ETrainer(resume.ExactResume):
 
     Args:
         args ([`FR3EConfig`] or [`~trl.GRPOConfig`], *optional*):
-            Configuration. To a plain `GRPOConfig`, FR3E's settings are added. If `None`, a default one is used.
+            Configuration. A `GRPOConfig` gets FR3E's settings at their defaults. If `None`, a default one is used.
 
         sampler (`Callable`, *optional*):
-            Makes what draws the rollouts, in place of `generate` or vLLM: it is called with the finished trainer, and
-            returns a [`Sampler`]. A class whose only argument is the trainer will do. The log-probs that it gives are
-            the old log-probs of their tokens; other tokens have the policy's at the start of the step. Evaluation
-            generates as [`~trl.GRPOTrainer`]'s does.
+            Class or function that is called with the finished trainer and returns a [`Sampler`], which then draws the
+            rollouts instead of `generate` or vLLM. Log-probs that it returns become the old log-probs of their tokens.
+            Evaluation generates as in [`~trl.GRPOTrainer`].
 
-        All others are those of [`~trl.GRPOTrainer`]. While exploring, `rollout_func` is not supported. An environment
-        is copied by its method `_fork(self)`, which returns a copy that goes on by itself in the same state, or else by
-        `copy.deepcopy`. One that cannot be copied does the turns again where rollouts branch off a later turn.
+        All other arguments are those of [`~trl.GRPOTrainer`]. `rollout_func` is not supported while exploring. An
+        environment is copied with its method `_fork(self)`, if it has one, or with `copy.deepcopy`. If it cannot be
+        copied, a branch off a later turn repeats the actions before it.
 
     Attributes:
         sampler ([`Sampler`]):
             Draws the rollouts.
         stopwatch ([`~callbacks.Stopwatch`]):
-            Where the time of the steps of a run has gone.
+            Seconds that a run has spent on each part of a step.
 
     Raises:
-        NotImplementedError: What is asked for does not work with exploration yet.
-        ValueError: The configuration is impossible, or the dataset empty.
+        NotImplementedError: Something that is asked for does not work with exploration.
+        ValueError: A setting is not allowed, or the dataset is empty.
     """
 
     _tag_names: ClassVar = ["trl", "fr3e"]  # type: ignore[misc]
@@ -556,7 +556,7 @@ class FR3ETrainer(resume.ExactResume):
 
     @property
     def trees(self) -> list[Tree]:
-        """What the last generation step explored, one tree for each prompt."""
+        """The trees of the last generation step, one for each prompt. Empty with `num_anchors=0`."""
         return [] if self._explorer is None else self._explorer.trees
 
     def _metrics_of_step(self, rows: list[Row]) -> dict[str, float]:
@@ -732,7 +732,7 @@ class FR3ETrainer(resume.ExactResume):
     # For samplers, and for whoever looks at rollouts
 
     def generation_model(self) -> AbstractContextManager[Any]:
-        """Enter generation mode as TRL does, in a context that gives the model to generate with."""
+        """A context manager that yields the model to generate with, in generation mode as in TRL."""
         return decoding.generation_model(self)
 
     def token_statistics(
@@ -744,7 +744,7 @@ class FR3ETrainer(resume.ExactResume):
     def create_model_card(  # type: ignore[override]
         self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None
     ) -> None:
-        """Write TRL's model card, and have it tell what was trained, on what, how, and what came of it."""
+        """Write TRL's model card, with a table of the run: model, data, settings and how the rewards changed."""
         super().create_model_card(model_name, model_card.on_hub(dataset_name), tags)
         if not self.args.is_plain_grpo and self.is_world_process_zero():
             model_card.complete(Path(self.args.output_dir) / "README.md", self, dataset_name)

@@ -424,8 +424,8 @@ def save_before(trainer: TypedTrainer, error: Exception) -> None:
         if not is_complete(Path(str(trainer.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"):
             trainer._save_checkpoint(trainer.model_wrapped, trial=None)
         error.add_note(
-            f"Step {step}, the last that was trained, is saved in {trainer.args.output_dir}. When "
-            "that is mended, go on with trainer.train(resume_from_checkpoint=True)."
+            f"Step {step}, the last that was trained, is saved in {trainer.args.output_dir}. Once "
+            "this is fixed, continue with trainer.train(resume_from_checkpoint=True)."
         )
 
 

@@ -20,10 +20,9 @@ def get_math_reward(time_limit: float = 5.0, num_workers: int | None = None) -> 
     r"""
     Make a reward function that checks maths answers as [`~trl.rewards.accuracy_reward`] does, in worker processes.
 
-    math-verify limits its own time by a signal. A signal works in the main thread alone, and does not interrupt
-    computations such as `9^{9^{9^9}}`. math-verify does not limit its memory. Here a worker is killed if it takes too
-    long, and gets at most 4 GiB. Its answer scores 0, other answers are not affected, and the next one gets a new
-    worker.
+    math-verify limits its time with a signal, which works only in the main thread and does not interrupt computations
+    such as `9^{9^{9^9}}`, and it does not limit its memory. Here a worker is killed if it takes too long or needs more
+    than 4 GiB. Its answer then scores 0, and other answers are not affected.
 
     Args:
         time_limit (`float`, *optional*, defaults to `5.0`):

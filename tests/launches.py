@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 from multiprocessing.connection import Connection
@@ -48,19 +49,48 @@ def launch(
     Returns what each process wrote, or, if not `check`ed, whether the launch went well and what it printed.
     """
     output.mkdir()
-    arguments = ["--config_file", RECIPES / f"{recipe}.yaml", "--num_processes", num_processes]
-    arguments += ["--mixed_precision", "no", "--main_process_port", 0, script, output, json.dumps(settings), *options]
+    arguments = ["--num_processes", num_processes, "--main_process_port", 0, script, output, json.dumps(settings)]
     log = output / "log"
-    process = CONTEXT.Process(target=run, args=([str(argument) for argument in arguments], output, log))
-    process.start()
-    process.join(TIMEOUT)
-    if process.exitcode is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise subprocess.TimeoutExpired(arguments, TIMEOUT, log.read_text())
+    process = start(recipe, [*arguments, *options], output, log)
+    finish(process, log)
     if not check:
         return process.exitcode == 0, log.read_text()
     assert process.exitcode == 0, log.read_text()[-3000:]
     return [json.loads((output / f"{i}.json").read_text()) for i in range(num_processes)]
+
+
+def launch_nodes(output: Path, num_nodes: int, num_processes: int, settings: dict, *options: str, recipe: str = "ddp"):
+    """Train in one launch for each node, all on this machine; returns what each of all processes wrote."""
+    output.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = ["--num_machines", num_nodes, "--num_processes", num_processes, "--main_process_ip", "127.0.0.1"]
+    script = [SCRIPT, output, json.dumps(settings), *options]
+    logs = [output / f"log-{rank}" for rank in range(num_nodes)]
+    nodes = [
+        start(recipe, [*shared, "--main_process_port", port, "--machine_rank", rank, *script], output, log)
+        for rank, log in enumerate(logs)
+    ]
+    for node, log in zip(nodes, logs, strict=True):
+        finish(node, log)
+        assert node.exitcode == 0, log.read_text()[-3000:]
+    return [json.loads((output / f"{i}.json").read_text()) for i in range(num_processes)]
+
+
+def start(recipe: str, arguments: list, output: Path, log: Path):
+    """A launch with one of the configurations in the recipes."""
+    arguments = ["--config_file", RECIPES / f"{recipe}.yaml", "--mixed_precision", "no", *arguments]
+    process = CONTEXT.Process(target=run, args=([str(argument) for argument in arguments], output, log))
+    process.start()
+    return process
+
+
+def finish(process, log: Path) -> None:
+    process.join(TIMEOUT)
+    if process.exitcode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise subprocess.TimeoutExpired("accelerate launch", TIMEOUT, log.read_text())
 
 
 def run(arguments: list[str], directory: Path, log: Path) -> None:

@@ -161,10 +161,10 @@ def test_what_the_models_own_configuration_cuts_off_is_told(name, value, caplog)
     model = make_model()
     setattr(model.generation_config, name, value)
     make_trainer(model=model)
-    assert f"generation_config has {name}={value}: generate samples with it" in caplog.text
+    assert f"generation_config has {name}={value}, which changes what is sampled" in caplog.text
     caplog.clear()
     make_trainer(model=model, generation_kwargs={name: value})
-    assert "generate samples with it" not in caplog.text
+    assert "changes what is sampled" not in caplog.text
     make_trainer(model=model, num_anchors=0)
 
 
@@ -213,7 +213,7 @@ def test_an_adapters_model_that_generates_in_float32(dtype, told, caplog):
     adapter = LoraConfig(target_modules=["q_proj"])
     trainer = make_trainer(model=make_model().to(dtype), peft_config=adapter, bf16=True)
     assert trainer.accelerator.mixed_precision == "bf16"
-    assert ("--dtype bfloat16: that takes half of the memory" in caplog.text) is told
+    assert ("--dtype bfloat16, which halves its memory" in caplog.text) is told
 
 
 # One prompt

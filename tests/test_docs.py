@@ -22,23 +22,25 @@ from fr3e_trl.compat import OPTIONAL, OVERRIDDEN
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-README_LINES = 150
+DOCS = ROOT / "docs"
+NOTEBOOK = ROOT / "benchmarks" / "results"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")), *sorted(NOTEBOOK.glob("*.md"))]
+README_LINES = 120
 COLUMNS = 120
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
 def cells(page: str) -> list[list[str]]:
     """The first cells of the rows of a page's table, by what they have in backquotes."""
-    rows = [line for line in (ROOT / "docs" / page).read_text().splitlines() if line.startswith("| `")]
+    rows = [line for line in (DOCS / page).read_text().splitlines() if line.startswith("| `")]
     return [re.findall(r"`([^`]+)`", row.split("|")[1]) for row in rows]
 
 
 def test_every_setting_is_documented_with_its_default():
-    settings = (ROOT / "docs" / "settings.md").read_text()
+    settings = (DOCS / "reference" / "settings.md").read_text()
     own = [name for name in FR3EConfig.__dataclass_fields__ if name not in GRPOConfig.__dataclass_fields__]
-    documented = [name for (name,) in cells("settings.md")]
+    documented = [name for (name,) in cells("reference/settings.md")]
     assert sorted(documented) == sorted([*own, "epsilon_high", "scale_rewards"])
     for name in own:
         default = FR3EConfig.__dataclass_fields__[name].default
@@ -50,7 +52,7 @@ def test_every_metric_is_documented():
     sources = (ROOT / "fr3e_trl").rglob("*.py")
     logged = {name for source in sources for name in re.findall(r'"(fr3e/[a-zA-Z0-9_/]+)"', source.read_text())}
     documented: list[str] = []
-    for names in cells("metrics.md"):
+    for names in cells("reference/metrics.md"):
         if not names[0].startswith("fr3e/"):  # one of GRPO's
             continue
         for name in names:  # the others of a row end otherwise than the first
@@ -64,15 +66,27 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+def links(page: Path) -> list[tuple[Path, str]]:
+    """The files of this repository that a page links to, each with the part of it that is meant."""
+    targets = [link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    return [((page.parent / path).resolve() if path else page, part) for path, _, part in targets if ":" not in path]
+
+
 @each_page
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if target.startswith("http"):
-            continue
-        path, _, part = target.partition("#")
-        linked = page if not path else page.parent / path
-        assert linked.exists(), target
-        assert not part or part in anchors(linked), target
+    for linked, part in links(page):
+        assert linked.exists(), linked
+        assert not part or part in anchors(linked), (linked, part)
+
+
+def test_every_page_is_two_clicks_from_the_readme_and_in_the_menu():
+    reached = {README}
+    for _ in range(2):
+        reached |= {linked for page in reached if page.suffix == ".md" for linked, _ in links(page)}
+    pages = set(DOCS.rglob("*.md"))
+    assert pages <= reached, pages - reached
+    menu = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    assert sorted(menu) == sorted(page.relative_to(DOCS).as_posix() for page in pages)
 
 
 PROG = "(?:fr3e|python -m benchmarks)"
@@ -97,8 +111,10 @@ def commands(page: Path) -> list[str]:
 @functools.cache
 def help_of(command: Any, *names: str) -> str:
     """What a command says of its options."""
-    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.suppress(SystemExit):
-        command.main([*names, "--help-all" if names == ("train",) else "--help"])
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        for option in ["--help", "--help-all"] if names == ("train",) else ["--help"]:
+            with contextlib.suppress(SystemExit):
+                command.main([*names, option])
     return output.getvalue()
 
 
@@ -116,8 +132,9 @@ def test_commands_are_those_that_there_are(page):
         options = [word for word in words if word.startswith("--")]
         for option in options:
             assert option == "--config" or re.search(rf"{option}\b", help_of(module, *names)), (command, option)
-        if "--config" in words:
-            recipe = read_recipe(ROOT / words[words.index("--config") + 1])
+        config = words[words.index("--config") + 1 :][:1] if "--config" in words else []
+        if config and config[0].startswith("recipes/"):  # others are a user's
+            recipe = read_recipe(ROOT / config[0])
             named = words[words.index("--only") + 1 :] if "--only" in words else []
             for arm in named[: next((i for i, word in enumerate(named) if word.startswith("--")), None)]:
                 assert arm in recipe["arms"], (command, arm)
@@ -173,7 +190,7 @@ def test_tables_are_whole(page):
     ],
 )
 def test_tables_of_results_are_those_of_the_kept_runs(page, tables):
-    text = (ROOT / "docs" / f"{page}.md").read_text()
+    text = (ROOT / "benchmarks" / "results" / f"{page}.md").read_text()
     for table in tables():
         assert table.markdown() in text, table.markdown()
 
@@ -190,6 +207,8 @@ NAMED = r"(?<![\w/.{])(?:[\w.-]+/)+(?:[\w.-]+\.(?:py|md|yaml|yml|html|jsonl|json
 @each_page
 def test_files_and_folders_that_are_named_exist(page):
     """But for what a run writes, what a user has, and what an earlier revision had."""
+    if page.name == "CHANGELOG.md":
+        return
     for line in page.read_text().splitlines():
         if re.search(r"\brevision\b|`[0-9a-f]{7}`", line):
             continue

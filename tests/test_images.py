@@ -657,7 +657,7 @@ def test_continuous_batching_is_refused_by_trl():
 @pytest.mark.parametrize(
     ("family", "settings", "named"),
     [
-        ("llava", {}, r"grid of their patches \(image_grid_thw\)"),
+        ("llava", {}, r"models that use image_grid_thw"),
         ("qwen2_5_vl", {"max_refills": 1}, "Set max_refills=0"),
         ("qwen2_5_vl", {"sampler": make_sampler}, "without vLLM and without sampler="),
     ],

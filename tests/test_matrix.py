@@ -1,6 +1,7 @@
 """
 Every family of models for three steps with the defaults: whether rows grow, whether prefixes are shared, and that what
-was sampled has the log-probs of a plain forward pass. The same for settings. The tables are docs/models.md, written by
+was sampled has the log-probs of a plain forward pass. The same for settings. The tables are
+docs/reference/models.md, written by
 
     python tests/test_matrix.py --write
 """
@@ -25,7 +26,7 @@ from trees import rollouts_of
 
 from fr3e_trl.prefix_sharing import obstacle_to_sharing
 
-PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "models.md"
 
 WINDOW = {"sliding_window": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -456,48 +457,47 @@ def test_the_page_has_no_others():
 
 HEAD = """# Models
 
-A branch can begin while its base trajectory is still being generated. One call of `generate` then draws both. For this,
-all of the model's state must lie in a cache whose rows can be reordered. Other models draw branches by a second call.
+Any decoder that `GRPOTrainer` can train should work. Encoders, and encoders with a decoder, are refused. Two ways to
+save time depend on the architecture, and the trainer tries both on your model before it uses them. Where one does not
+work it is turned off, a line in the log says why, and training is correct all the same:
 
-Rows that share a prefix can be forwarded together, which costs less. What a model makes of a token must then depend on
-attention alone.
+- **One round of generation.** Branches start while their base trajectory is still being generated, so that a step needs
+  one call of `generate` instead of two. All of the model's state must be in a cache whose rows can be reordered.
+- **Shared prefixes.** Tokens that rows have in common are forwarded once. The result for a token must depend on other
+  tokens through attention alone, which excludes recurrent layers, convolutions and ALiBi.
 
-The trainer tries both on your model when training begins, and logs one line where the answer is no. Training is right
-in either case.
+{no_router_loss} need `router_aux_loss_coef=0`, as in TRL.
+Other mixtures of experts need it to share prefixes.
 
-This table has tiny models of transformers {version}, with random weights, after three steps with the default settings.
-The log-probs of all tokens that they sampled are within 1e-4 of a plain forward pass, but where a note says otherwise.
-Such notes hold for `GRPOTrainer` too. The families from Qwen2.5-VL on are trained on text alone.
-`python tests/test_matrix.py --write` writes this page.
+The table is of transformers {version} and tiny models with random weights, trained for three steps with the default
+settings on a CPU. Log-probs of all sampled tokens were within 1e-4 of a plain forward pass, unless a note says
+otherwise; such notes hold for `GRPOTrainer` too. The families from Qwen2.5-VL on were trained on text alone here: see
+[images](../guides/images.md). `python tests/test_matrix.py --write` writes this page.
 
-{no_router_loss} need `router_aux_loss_coef=0`, here as in TRL.
-
-| Family | Rollouts leave growing rows | Prefixes shared |
+| Family | One round of generation | Shared prefixes |
 |---|---|---|
 """
 
 
 TAIL = """
-Not in the table:
-
-- families that differ in sizes alone from one that is, such as Cwm and Ministral3 from Mistral;
-- models of speech or of images around a text model that is in it, such as Nemotron-H Omni;
-- encoders, and encoders with a decoder. They are refused.
+Not in the table are families that differ only in size from one that is, such as Cwm and Ministral3 from Mistral, and
+models of speech or images around a text model that is in it, such as Nemotron-H Omni.
 
 ## Settings
 
-These are of three steps each, with a tiny Qwen3, the defaults, and one setting that differs. The log-probs of all
-tokens that were sampled are within 1e-4 of a plain forward pass, and within 0.1 in bfloat16. With `top_k` they are
-those of the truncated distribution.
+The same for a tiny Qwen3 with the defaults and one setting that differs. Log-probs were within 1e-4 of a plain forward
+pass, and within 0.1 in bfloat16. With `top_k` they are those of the truncated distribution.
 
-| Setting | Rollouts leave growing rows | Prefixes shared |
+| Setting | One round of generation | Shared prefixes |
 |---|---|---|
 """
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--write", action="store_true", help="write docs/models.md, in place of printing its table")
+    parser.add_argument(
+        "--write", action="store_true", help="write docs/reference/models.md, in place of printing its table"
+    )
     parser.add_argument("names", nargs="*", help="families and settings, by default all")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")

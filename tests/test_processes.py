@@ -2,14 +2,17 @@
 
 import json
 import math
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import is_deepspeed_available
 from hypothesis import given
 from hypothesis import strategies as st
-from launches import launch
+from launches import RECIPES, launch, launch_nodes
 
 from fr3e_trl.method.rows import RowSharding
 from fr3e_trl.tree_log.record import read_step
@@ -103,6 +106,42 @@ def test_sharded_training_is_the_same_as_in_one_process(recipe, tmp_path):
         for name in ("loss", "reward", "fr3e/value/S0", "fr3e/advantage/std"):
             assert name not in theirs or math.isclose(mine[name], theirs[name], rel_tol=1e-5, abs_tol=1e-6), name
     torch.testing.assert_close(weights_of(tmp_path / "sharded"), weights_of(tmp_path / "alone"), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "fsdp2"])
+def test_two_nodes_train_as_one_process(recipe, tmp_path):
+    """Nodes are launches of their own, here on one machine, with groups that straddle them."""
+    settings = {"num_generations": 8, "per_device_train_batch_size": 12, "optim": "sgd"}
+    alone = launch(tmp_path / "alone", 1, settings | {"per_device_train_batch_size": 24}, "fake")
+    options = [] if recipe == "ddp" else ["sharded"]
+    nodes = launch_nodes(tmp_path / "nodes", 2, 2, settings, "fake", *options, recipe=recipe)
+    assert same(trees_of(nodes), trees_of(alone))
+    torch.testing.assert_close(weights_of(tmp_path / "nodes"), weights_of(tmp_path / "alone"), atol=1e-6, rtol=1e-6)
+
+
+def test_the_slurm_file_launches_each_node_with_its_rank(tmp_path):
+    """SLURM's commands are stand-ins: `srun` runs what it is given once for each node."""
+    commands = {
+        "scontrol": "printf 'node7\\nnode8\\n'",
+        "srun": 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
+        "accelerate": """printf '%s\\n' "$*" """,
+    }
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_ID": "123"}
+    root = RECIPES.parents[1]
+    given = ["recipes/gsm8k_lora.yaml", "--output_dir", "a folder"]
+    command = ["bash", str(root / "recipes" / "slurm" / "train.slurm"), *given]
+    environment = os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    for rank, line in enumerate(result.stdout.splitlines()):
+        launch_arguments = launch_command_parser().parse_args(line.split()[1:])  # after `launch`
+        assert (launch_arguments.machine_rank, launch_arguments.num_machines) == (rank, 2)
+        assert launch_arguments.num_processes == 16 and launch_arguments.main_process_ip == "node7"
+        assert (root / launch_arguments.config_file).exists()
+        assert line.endswith("-m fr3e_trl.commands.cli train --config recipes/gsm8k_lora.yaml --output_dir a folder")
+    assert rank == 1
 
 
 @pytest.mark.parametrize("kind", ["tools", "environment"])

@@ -152,7 +152,7 @@ def test_log_probs_that_vllms_correction_needs():
 
 
 def test_samplers_that_are_refused():
-    with pytest.raises(TypeError, match=r"sampler=<.*Returns.*it must be called with the trainer"):
+    with pytest.raises(TypeError, match=r"sampler=<.*Returns.*it must be a class or function that takes the trainer"):
         make_trainer(sampler=Returns(list))
     with pytest.raises(ValueError, match="num_anchors=0"):
         make_trainer(sampler=Digits, num_anchors=0)

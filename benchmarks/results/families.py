@@ -1,5 +1,5 @@
 """
-Makes the tables of docs/results.md anew, and the README's figure, from the runs in benchmarks/results:
+Makes the tables of results.md anew, and the figure of learning curves, from the runs beside it:
 
     python -m benchmarks.results.families
 """

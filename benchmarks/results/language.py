@@ -1,5 +1,5 @@
 """
-Makes the tables of docs/language-results.md, and the one of docs/language.md that sums them up, from the runs here:
+Makes the tables of language-results.md, and the one of language.md that sums them up, from the runs beside them:
 
     python -m benchmarks.results.language
 """

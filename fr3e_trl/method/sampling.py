@@ -41,26 +41,25 @@ def images_of(prompt: str | list[dict[str, Any]]) -> list[Any]:
 @dataclass(frozen=True)
 class SamplingRequest:
     """
-    A prefix to be continued.
+    A prefix to continue, and how.
 
     Args:
         prefix_ids (`TokenIds`): Token ids to continue: a prompt, or a prompt and the first tokens of a completion.
         num_samples (`int`): How many continuations to draw.
         max_new_tokens (`int`), temperature (`float`):
-            Token budget and sampling temperature of each of them. Requests of one call differ in these.
+            Token budget and sampling temperature of each continuation. They differ between requests of one call.
         num_prompt_tokens (`int`, *optional*):
-            How many of `prefix_ids` are the prompt; the others were sampled before. If `None`, all.
+            How many of `prefix_ids` are the prompt. The others were sampled before. If `None`, all are.
         with_entropies (`bool`):
-            Whether the entropies along the samples are wanted, where the backend has them only if it is asked.
+            Whether to return entropies along the samples, if the backend computes them only on request.
         branching ([`Branching`], *optional*):
-            What will be asked for next. A sampler that can draws it with the samples; one that cannot does not look.
+            Branches that will be requested next. A sampler may draw them together with the samples, or ignore this.
         tree (`int`, *optional*):
-            Index of the tree that the samples are for, where its rollouts have something of their own.
-        dialogue ([`Dialogue`], *optional*): The completion whose first tokens they continue, where there are tools.
+            Index of the tree that the samples belong to, if its rollouts have an environment.
+        dialogue ([`Dialogue`], *optional*): The dialogue that they continue, if there are tools.
         multimodal (`list[dict]`, *optional*):
-            The prompt's messages, if there are images in them, see [`images_of`]. The images' tokens are in
-            `prefix_ids`.
-        tool_images (`list`): The images that tools returned since, whose tokens are in `prefix_ids` too.
+            The prompt's messages, if they contain images. The tokens of the images are in `prefix_ids`.
+        tool_images (`list`): Images that tools have returned since. Their tokens are in `prefix_ids` too.
     """
 
     prefix_ids: TokenIds
@@ -95,18 +94,17 @@ class Sample:
     A continuation, without its prefix.
 
     Args:
-        token_ids (`Sequence[int]` or `TokenIds`): At least one token id, ending with EOS unless the budget ended it.
+        token_ids (`Sequence[int]` or `TokenIds`): At least one token id. The last is EOS, unless the budget ran out.
         logprobs (`Sequence[float]` or `np.ndarray`, *optional*):
-            Log-probability of each token at the temperature that it was drawn at, where the backend has them: by
-            transformers' `generate` the policy's own, by vLLM of what `top_p`, `top_k` and `min_p` leave, by a sampler
-            of one's own of the distribution that it draws from.
+            Log-probability of each token under the distribution that it was drawn from, if the backend knows it. If
+            `None`, the sample counts as drawn from the policy itself.
         entropies (`Sequence[float]` or `np.ndarray`, *optional*):
-            Entropy of the policy before each token, in nats, at that temperature, where the backend has them.
+            Entropy of the policy before each token, in nats, at that temperature, if the backend knows it.
         branches (`dict[int, list[Sample]]`):
-            Rollouts that branch off it, by the number of its tokens that they begin with; if some were drawn.
+            Branches that were drawn with it, by the number of its tokens that they begin with.
         mask (`np.ndarray` of shape (L,), *optional*):
-            Which tokens the policy wrote, and no tool. If `None`, all. The others have NaN for an entropy.
-        dialogue ([`Dialogue`], *optional*): The whole completion's turns, where there are tools.
+            Which tokens the policy wrote, as opposed to a tool. If `None`, all. The others have an entropy of NaN.
+        dialogue ([`Dialogue`], *optional*): The turns of the whole completion, if there are tools.
     """
 
     token_ids: Sequence[int] | TokenIds
@@ -147,13 +145,16 @@ class Sampler(Protocol):
     """
     Draws continuations of prefixes.
 
-    Where several processes train, each calls its own sampler for its own rows, and all call equally often, also one
-    that has no request.
+    With several processes, each calls its own sampler for its own rows. All call it equally often, with an empty
+    list if a process has nothing to request.
     """
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         """
-        Draw the continuations that `requests` ask for, all in flight together as far as the backend can.
+        Draw the continuations that `requests` ask for, all at the same time if the backend can.
+
+        Args:
+            requests (`Sequence[SamplingRequest]`): What to continue, in any order and with any budgets.
 
         Returns:
             `list[list[Sample]]`: For each request, in order, its `num_samples` continuations.

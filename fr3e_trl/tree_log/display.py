@@ -22,12 +22,11 @@ CONTROLS = {code: 0x2400 + code for code in range(32)} | {0x7F: 0x2421}
 CONTROLS |= dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], ord(FRAGMENT))
 
 LEGEND = (
-    "S0 is the prompt alone; the other states are the prompt and a trajectory up to an anchor, from where rollouts "
-    "branch. H: entropy of the policy at the anchor, in nats: the higher, the less certain. V: mean reward of the "
-    "state's rollouts, where there are several. α, where it is not 1: factor on their advantages, below 1 where V "
-    "rose along the trajectory and above 1 where it fell. Rejected: there is nothing to learn from its rollouts. Same "
-    "token: the branch begins as the trajectory goes on. p: how likely its first token was, and the trajectory's token "
-    "there. Mass: how many rows a rollout stands for. ↵: line break."
+    "S0 is the prompt. The other states are the prompt and a trajectory up to an anchor, from which rollouts branch. "
+    "H: entropy of the policy at the anchor, in nats; the higher, the less certain. V: mean reward of the state's "
+    "rollouts, if there are several. α, if it is not 1: factor applied to their advantages, below 1 if V rose along "
+    "the trajectory and above 1 if it fell. Rejected: its rollouts teach nothing. Same token: the branch begins with "
+    "the token that the trajectory has there. ↵: line break."
 )
 
 
@@ -44,9 +43,8 @@ def render_tree(tree: Tree, tokenizer: PreTrainedTokenizerBase) -> str:
     Returns:
         `str`: The prompt and its rollouts, then each explored base trajectory. Its text has the anchors marked. Under
         tree credit the advantages of the tokens between anchors follow. Each anchor has its entropy, V if it has
-        several rollouts, α, whether its state was rejected, and what its rollouts wrote and scored. Where branches were
-        drawn without replacement, rollouts have their mass, and branches the probabilities of the two tokens. A score
-        is ✓ or ✗ if every reward of the tree is 1 or 0, otherwise the reward.
+        several rollouts, α, whether its state was rejected, and what its rollouts wrote and scored. A score is ✓ or ✗
+        if every reward of the tree is 1 or 0, otherwise the reward.
     """
     lines = ["PROMPT", *_wrap(_shorten(str(tokenizer.decode(tree.prompt_ids)), 4 * SEGMENT)), ""]
     lines += _state_lines(tree, 0, tokenizer)
