@@ -1,4 +1,4 @@
-"""What is pushed to the hub: what GRPOTrainer pushes, with a card of FR3E, to be loaded without this package."""
+"""Pushing to the hub, the model card, and loading what was pushed without this package."""
 
 import json
 import os
@@ -6,13 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from factory import letters, make_trainer
+import pytest
+from hub_stand_in import running_hub
 from huggingface_hub import ModelCard
-from models import make_model, make_tokenizer, model_on_disk
-from peft import LoraConfig
-from trl import GRPOTrainer
-
-from fr3e_trl import FR3ETrainer
 
 # What a user of the models runs, who has not got fr3e_trl
 LOAD = """
@@ -21,54 +17,117 @@ sys.modules["fr3e_trl"] = None
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-def load(path, is_adapter):
-    model = (AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM).from_pretrained(path).eval()
-    inputs = AutoTokenizer.from_pretrained(path)("12+3=", return_tensors="pt")
+def load(repo, is_adapter):
+    model = (AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM).from_pretrained(repo).eval()
+    inputs = AutoTokenizer.from_pretrained(repo)("12+3=", return_tensors="pt")
     return model.generate(**inputs, max_new_tokens=8, do_sample=False).tolist()
 
-print(json.dumps([load(path, path == "adapter") for path in sys.argv[1:]]))
+print(json.dumps([load(*arguments) for arguments in json.loads(sys.argv[1])]))
 """
 
-
-def save(cls, name: str, **settings) -> list:
-    """Train, and save what a push uploads. Returns what the model generates."""
-    trainer = make_trainer(cls, reward_funcs=letters, output_dir=name, learning_rate=0.01, **settings)
-    trainer.train()
-    trainer.save_model()
-    trainer.create_model_card(name, "sums/of-digits")
-    inputs = trainer.processing_class("12+3=", return_tensors="pt")
-    return trainer.model.eval().generate(**inputs, max_new_tokens=8, do_sample=False).tolist()
+# What trains, by the repository that it is pushed to
+RUNS = {
+    "tiny-grpo": ("grpo",),
+    "tiny-model": ("fr3e",),
+    "tiny-saves": ("fr3e", "every_save"),
+    "tiny-adapter": ("fr3e", "lora"),
+}
 
 
-def test_what_is_pushed_is_what_grpo_trainer_pushes_and_loads_without_this_package():
-    make_model().save_pretrained("base")  # an adapter names its base
-    make_tokenizer().save_pretrained("base")
-    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    before = [
-        save(GRPOTrainer, "grpo", model=model_on_disk()),
-        save(FR3ETrainer, "fr3e", model=model_on_disk()),
-        save(FR3ETrainer, "adapter", model="base", peft_config=lora),
-    ]
-    command = [sys.executable, "-c", LOAD, "grpo", "fr3e", "adapter"]
-    loaded = subprocess.run(command, capture_output=True, text=True, env=os.environ)
-    assert loaded.returncode == 0, loaded.stderr[-3000:]
-    assert json.loads(loaded.stdout.splitlines()[-1]) == before
-    theirs, ours, adapter = ({path.name for path in Path(name).iterdir()} for name in ("grpo", "fr3e", "adapter"))
-    assert ours == theirs >= {"model.safetensors", "tokenizer.json", "README.md"}
-    assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= adapter
-    assert "model.safetensors" not in adapter
-    check_card(ModelCard.load("fr3e/README.md"), ModelCard.load("grpo/README.md"))
+def run(hub, directory: Path, *command: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
+    """Run Python in `directory`, with `hub` as its hub and a cache of its own."""
+    variables = {
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_TOKEN": "token-of-someone",
+        "HF_HOME": str(directory / "cache"),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    completed = subprocess.run(
+        [sys.executable, *command],
+        cwd=directory,
+        env=os.environ | variables | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert not check or completed.returncode == 0, completed.stderr[-3000:]
+    return completed
 
 
-def check_card(card: ModelCard, theirs: ModelCard) -> None:
+def train(hub, directory: Path, runs: dict, **options) -> subprocess.CompletedProcess:
+    script, arguments = Path(__file__).with_name("hub_train.py"), [[name, *run] for name, run in runs.items()]
+    return run(hub, directory, str(script), json.dumps(arguments), **options)
+
+
+def load(hub, directory: Path, *arguments: tuple[str, bool]) -> list:
+    return last_line(run(hub, directory, "-c", LOAD, json.dumps(arguments)))
+
+
+def last_line(completed: subprocess.CompletedProcess) -> list:
+    return json.loads(completed.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The hub with what each run pushed, and what its model generates, before and after it was loaded."""
+    with running_hub() as hub:
+        directory = tmp_path_factory.mktemp("trained")
+        before = dict(zip(RUNS, last_line(train(hub, directory, RUNS)), strict=True))
+        loaded = [("tiny-grpo", False), ("tiny-model", False), ("tiny-adapter", True)]
+        after = load(hub, directory, *((f"someone/{name}", *how) for name, *how in loaded))
+        yield hub, before, {name: outputs for (name, *_), outputs in zip(loaded, after, strict=True)}
+
+
+def test_what_is_pushed_is_what_grpo_trainer_pushes_and_loads_without_this_package(trained):
+    hub, before, after = trained
+    grpo, fr3e = (hub.repos[f"someone/{name}"] for name in ("tiny-grpo", "tiny-model"))
+    for name in ("tiny-grpo", "tiny-model"):
+        assert hub.commits[f"someone/{name}"] == ["End of training"]
+        assert after[name] == before[name]
+    assert fr3e.keys() == grpo.keys() >= {"model.safetensors", "tokenizer.json", "README.md"}
+    assert fr3e["model.safetensors"] != grpo["model.safetensors"]
+    theirs = grpo["README.md"].decode().replace("tiny-grpo", "tiny-model")  # its name, in the title
+    check_card(fr3e["README.md"].decode(), theirs)
+
+
+def check_card(text: str, of_grpo: str) -> None:
+    card, theirs = ModelCard(text), ModelCard(of_grpo)
     assert {"trl", "fr3e", "generated_from_trainer"} <= set(card.data.tags) and "grpo" not in card.data.tags
     assert card.data.library_name == "transformers" and card.data.datasets == "sums/of-digits"
     assert card.data.to_dict().keys() == theirs.data.to_dict().keys()
     # TRL's sections, and another
     sections = [[line for line in c.text.splitlines() if line.startswith("#")] for c in (card, theirs)]
-    sections[1][0] = sections[1][0].replace("grpo", "fr3e")  # its name, in the title
     assert [section for section in sections[0] if section != "### Training run"] == sections[1]
     assert "[First Return, Entropy-Eliciting Explore](https://huggingface.co/papers/2507.07017)" in card.text
     assert "trained with FR3E" in card.text
     assert "title = {{First Return, Entropy-Eliciting Explore}}" in " ".join(card.text.split())
     assert "[sums/of-digits](https://huggingface.co/datasets/sums/of-digits)" in card.text
+    assert 'pipeline("text-generation", model="someone/tiny-model", device_map="auto")' in card.text
+
+
+def test_every_save_is_pushed(trained):
+    hub, _, _ = trained
+    assert any("step" in message for message in hub.commits["someone/tiny-saves"])
+    assert "fr3e" in ModelCard(hub.repos["someone/tiny-saves"]["README.md"].decode()).data.tags
+
+
+def test_an_adapter_loads_with_plain_peft(trained):
+    hub, before, after = trained
+    pushed = hub.repos["someone/tiny-adapter"]
+    assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= pushed.keys()
+    assert "model.safetensors" not in pushed
+    assert after["tiny-adapter"] == before["tiny-adapter"]
+
+
+def test_a_hub_that_fails_says_so_and_the_model_is_kept(tmp_path):
+    with running_hub() as hub:
+        hub.broken = True
+        failed = train(hub, tmp_path, {"tiny-model": ("fr3e",)}, check=False)
+        assert failed.returncode != 0 and "500" in failed.stderr
+        assert len(*load(hub, tmp_path, (str(tmp_path / "tiny-model"), False))) == 1
+
+
+def test_a_wrong_token_is_refused(tmp_path):
+    with running_hub() as hub:
+        failed = train(hub, tmp_path, {"tiny-model": ("fr3e",)}, check=False, HF_TOKEN="wrong")
+        assert failed.returncode != 0 and "401" in failed.stderr and not hub.repos
