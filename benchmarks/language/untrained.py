@@ -9,7 +9,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
 
@@ -45,7 +44,7 @@ def save_untrained(directory: Path, shape: str = "tiny") -> Path:
     ends = {"eos_token_id": fast.eos_token_id, "pad_token_id": fast.pad_token_id}
     sizes: Any = dict(zip(SIZES, SHAPES[shape], strict=True))
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, **ends, tie_word_embeddings=True))
-    model.to(torch.bfloat16).save_pretrained(directory)
+    model.bfloat16().save_pretrained(directory)
     fast.save_pretrained(directory)
     return directory
 
