@@ -7,7 +7,6 @@ from torch import nn
 from trl.data_utils import apply_chat_template, prepare_multimodal_messages
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from .checks import IMAGE_COLUMNS
 from .compat import TypedTrainer
 from .method.sampling import images_of
 from .method.tree import TokenIds
@@ -54,14 +53,6 @@ def multimodal_of(trainer: TypedTrainer, example: dict[str, Any]) -> list[dict[s
     """The messages of an example's prompt, if there are images in them."""
     prompt = prompt_of(trainer, NO_PROMPT | example)
     return prompt if images_of(prompt) else None
-
-
-def with_images_in_prompt(trainer: TypedTrainer, example: dict[str, Any]) -> dict[str, Any]:
-    """An example whose images are in its prompt alone, where TRL would put those of its columns a second time."""
-    if not trainer._is_vlm:
-        return NO_PROMPT | example
-    others = {name: value for name, value in example.items() if name not in IMAGE_COLUMNS}
-    return others | {"prompt": prompt_of(trainer, NO_PROMPT | example)}
 
 
 def image_inputs(
