@@ -812,7 +812,7 @@ CHECKS_RESOLVED = (
     ),
     Check(
         "max_staleness",
-        lambda config: config.max_staleness <= config.updates_per_batch,
+        lambda config: config.max_staleness == 0 or config.max_staleness <= config.updates_per_batch,
         "at most steps_per_generation * num_iterations / gradient_accumulation_steps, a batch's number of updates",
     ),
     Check(
