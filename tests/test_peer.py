@@ -8,6 +8,8 @@ images have tests of their own.
 import asyncio
 import atexit
 import functools
+import json
+import logging
 import math
 import shutil
 import tempfile
@@ -19,9 +21,10 @@ import torch
 import transformers
 from datasets import DatasetDict, IterableDatasetDict
 from factory import letters
-from models import TINY, make_dataset, make_model, make_tokenizer, model_on_disk
+from models import CPU, TINY, make_dataset, make_model, make_tokenizer, model_on_disk
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
 from transformers import (
+    AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
     Qwen3ForSequenceClassification,
@@ -122,6 +125,7 @@ CASES = {
     "loss luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"} | ACCUMULATED,
     "one prompt a batch": {"per_device_train_batch_size": 3, "max_steps": 4},
     "conversational": {"dataset": make_dataset(conversational=True)},
+    "iterable": {"dataset": make_dataset().to_iterable_dataset()},
     "chat_template_kwargs": {
         "dataset": make_dataset(conversational=True),
         "chat_template_kwargs": {"enable_thinking": False},
@@ -139,6 +143,14 @@ CASES = {
         "per_device_eval_batch_size": 3,
         "num_generations_eval": 1,
     },
+    "evaluation on start": {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_on_start": True,
+        "eval_dataset": make_dataset(3),
+        "per_device_eval_batch_size": 3,
+        "loss_type": "grpo",
+    },
     "sequence level": {"num_iterations": 2, "max_steps": 4, "importance_sampling_level": "sequence"},
     "more generations than a micro-batch": {"num_generations": 6, "per_device_train_batch_size": 3} | ACCUMULATED,
     "bias correction": {"beta": 0.1, "use_bias_correction_kl": True},
@@ -149,11 +161,20 @@ CASES = {
     "entropy bonus": {"entropy_coef": 0.1},
     "generation settings": {"top_p": 0.9, "top_k": 10, "min_p": 0.01, "repetition_penalty": 1.1},
     "generation kwargs": {"generation_kwargs": {"do_sample": True, "top_k": 50, "length_penalty": -0.1}},
+    "workers": {"dataloader_num_workers": 2},
     "not shuffled": {"shuffle_dataset": False, "log_completions": True, "log_unique_prompts": True},
+    "several rewards": {"reward_funcs": [letters, distinct]},
     "weighted": {"reward_funcs": [letters, distinct], "reward_weights": [0.7, 0.3]},
     "sync and async": {"reward_funcs": [letters, ones, later]},
     "None": {"reward_funcs": [letters, none]},
+    "a reward model": {"reward_funcs": reward_model_on_disk()},
     "mixed": {"reward_funcs": [letters, reward_model_on_disk()]},
+    "another reward model": {
+        "reward_funcs": AutoModelForSequenceClassification.from_pretrained(
+            reward_model_on_disk(LlamaForSequenceClassification)
+        ),
+        "reward_processing_classes": make_tokenizer(),
+    },
     "a column": {"reward_funcs": near_value, "dataset": make_dataset().add_column("some_values", list(range(16)))},
     "the trainer's state": {"reward_funcs": by_step},
     "normalize_then_sum": {
@@ -200,9 +221,12 @@ def test_a_grpo_config_trains(name):
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS = {
+    "Qwen2": {},
+    "Cohere2": {"sliding_window": 4},
     "Gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 8},
     "GptOss": {"sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen3Moe": EXPERTS | {"num_experts": 4},
+    "Glm4Moe": EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "NemotronH": EXPERTS
     | {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1}
     | {"ssm_state_size": 8, "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 32},
@@ -259,6 +283,36 @@ def test_an_adapter_of_the_head_is_refused_by_trl():
     train(peft_config=LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
 
 
+MODELING = """
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+
+class RemoteConfig(Qwen3Config):
+    model_type = "remote"
+
+
+class RemoteForCausalLM(Qwen3ForCausalLM):
+    config_class = RemoteConfig
+"""
+
+
+def test_remote_code(tmp_path):
+    make_model().save_pretrained(tmp_path / "remote")
+    make_tokenizer().save_pretrained(tmp_path / "remote")
+    path = tmp_path / "remote" / "config.json"
+    remote = {
+        "model_type": "remote",
+        "architectures": ["RemoteForCausalLM"],
+        "auto_map": {"AutoConfig": "modeling.RemoteConfig", "AutoModelForCausalLM": "modeling.RemoteForCausalLM"},
+    }
+    path.write_text(json.dumps(json.loads(path.read_text()) | remote))
+    (tmp_path / "remote" / "modeling.py").write_text(MODELING)
+    with pytest.raises(ValueError, match="custom code"):
+        make_trainer(model=str(tmp_path / "remote"))
+    trainer = train(model=str(tmp_path / "remote"), trust_remote_code=True)
+    assert type(trainer.model).__name__ == "RemoteForCausalLM"
+
+
 def test_liger():
     if is_liger_kernel_available():
         train(use_liger_kernel=True)
@@ -285,6 +339,37 @@ def test_datasets_of_evaluation(kind, iterable):
     assert all(math.isfinite(metrics[name]) for name in names)
 
 
+def test_iterable_datasets_and_workers():
+    iterable = make_dataset().to_iterable_dataset()
+    with pytest.raises(ValueError, match="dispatch_batches=False"):
+        make_trainer(dataset=iterable, accelerator_config={"dispatch_batches": True})
+    trainer = make_trainer(dataset=iterable, dataloader_num_workers=2)
+    assert trainer.args.accelerator_config.dispatch_batches is False and trainer.args.dataloader_num_workers == 0
+    trainer = make_trainer(eval_dataset=iterable, dataloader_num_workers=4, per_device_eval_batch_size=3)
+    assert trainer.get_train_dataloader().num_workers == 4 and trainer.get_eval_dataloader().num_workers == 0
+
+
+def test_examples_come_as_often_as_by_grpo():
+    """Each generation batch of 6 prompts, 4 rows of each, is handed over for every step that uses it."""
+    trainer = make_trainer(
+        num_generations=4,
+        per_device_train_batch_size=6,
+        gradient_accumulation_steps=3,
+        steps_per_generation=4,
+        num_iterations=2,
+        shuffle_dataset=False,
+        max_steps=-1,
+        num_train_epochs=1,
+        dataset=make_dataset(12),
+    )
+    seen, training_step = [], trainer.training_step
+    trainer.training_step = lambda model, inputs, *args: seen.append(inputs) or training_step(model, inputs, *args)
+    trainer.train()
+    prompts = [{"prompt": prompt} for prompt in make_dataset(12)["prompt"]]
+    batches = [[example for example in part for _ in range(4)] for part in (prompts[:6], prompts[6:])]
+    assert seen == [batch for batch in batches for _ in range(8)]
+
+
 # Rewards
 
 
@@ -301,6 +386,23 @@ def test_the_logged_reward_is_weighted(aggregation):
     ].keys()
 
 
+def test_what_reward_functions_log():
+    def reward(completions, log_extra, log_metric, **kwargs):
+        log_extra("start", [completion[:5] for completion in completions])
+        log_metric("custom_accuracy", 0.75)
+        return letters(completions)
+
+    trainer = train(reward_funcs=reward, log_completions=True)
+    assert len(trainer._logs["extra"]["start"]) == len(trainer._logs["completion"])
+    assert [entry["custom_accuracy"] for entry in logs(trainer)] == [0.75, 0.75]
+
+
+def test_rewards_that_are_all_none(caplog):
+    with caplog.at_level("WARNING", logger="trl.trainer.grpo_trainer"):
+        train(moves=False, reward_funcs=none, weight_decay=0.0)
+    assert "All reward functions returned None" in caplog.text
+
+
 def test_reward_processing_classes():
     models, tokenizer = [reward_model_on_disk(), reward_model_on_disk(LlamaForSequenceClassification)], make_tokenizer()
     with pytest.raises(ValueError, match="must match"):
@@ -309,6 +411,13 @@ def test_reward_processing_classes():
     assert len(trainer.reward_processing_classes) == 2
     trainer = make_trainer(reward_funcs=models[0], reward_processing_classes=tokenizer)
     assert trainer.reward_processing_classes == [tokenizer]
+
+
+def test_without_rewards_or_data():
+    with pytest.raises(ValueError, match="No reward source"):
+        make_trainer(reward_funcs=None)
+    with pytest.raises(ValueError, match="`train_dataset` is required"):
+        FR3ETrainer(make_model(), letters, FR3EConfig("unused", **CPU), processing_class=make_tokenizer())
 
 
 # The loss
@@ -321,6 +430,13 @@ def test_truncated_completions_are_masked():
     # Sums of digits end early now and then: those that do are learned from
     some = train(mask_truncated_completions=True, num_generations=12, **BATCH_OF_12)
     assert any(0 < entry["completions/clipped_ratio"] < 1 for entry in logs(some))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
+def test_sequence_level_with_a_loss_of_tokens_is_warned_of(loss_type, caplog):
+    with caplog.at_level(logging.WARNING, logger="trl.trainer.grpo_trainer"):
+        make_trainer(importance_sampling_level="sequence", loss_type=loss_type)
+    assert ("weights each sequence by its completion length" in caplog.text) == (loss_type != "grpo")
 
 
 @pytest.mark.parametrize("settings", [{}, ACCUMULATED], ids=str)
@@ -346,6 +462,14 @@ def test_the_entropy_bonus_has_its_scale(loss_type):
     for entry in logs(trainer):
         entropy = entry.get("entropy", 0.0)  # a step without a row in the loss has none
         assert entry["policy_loss"] - entry["loss"] == pytest.approx(0.5 * entropy, rel=0.3)
+
+
+def test_the_entropy_bonus_has_a_gradient():
+    trainer = make_trainer(entropy_coef=0.1)
+    input_ids = torch.arange(8).unsqueeze(0)
+    arguments = trainer.model, input_ids, torch.ones_like(input_ids)
+    _, entropies, _ = trainer._get_per_token_logps_and_entropies(*arguments, logits_to_keep=4, compute_entropy=True)
+    assert trainer.shares_prefixes and entropies.requires_grad
 
 
 # Generation

@@ -187,6 +187,20 @@ def test_sharded_dialogues(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["fsdp2", pytest.param("zero3", marks=DEEPSPEED)])
+def test_sharded_sampling(recipe, tmp_path):
+    """Two base trajectories in the first round, for three processes."""
+    settings = {
+        "num_generations": 6,
+        "num_anchors": 2,
+        "per_device_train_batch_size": 2,
+        "num_iterations": 2,
+    }
+    of_processes = launch(tmp_path / "run", 3, settings, "sharded", recipe=recipe)
+    assert len(trees_of(of_processes)) == 2
+    assert all(math.isfinite(entry["loss"]) for entry in of_processes[0]["logs"] if "loss" in entry)
+
+
+@pytest.mark.parametrize("recipe", ["fsdp2", pytest.param("zero3", marks=DEEPSPEED)])
 def test_a_sharded_reward_model_with_nothing_to_score(recipe, tmp_path):
     """Two base trajectories, which are scored before their anchors are chosen, for three processes."""
     settings = {

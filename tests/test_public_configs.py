@@ -2,7 +2,7 @@
 The settings of public `GRPOConfig(...)` calls, and which parts of FR3E each gets when a script swaps names.
 
 Facts alone were taken: what was set. Sizes of batches are left out, since they go with a number of devices, and so are
-vLLM and logging. A call that differs from another in those alone, or in rates and lengths, is there once.
+vLLM and logging. A call that differs from another in those alone is there once.
 """
 
 import pytest
@@ -24,6 +24,7 @@ GEMMA |= {"temperature": 1.0, "learning_rate": 5e-5, "num_generations": 2}
 PUBLIC = {
     # huggingface/trl: docs/source/paper_index.md, by the paper
     "trl paper DeepSeek-R1": {"loss_type": "grpo", "beta": 0.001, "epsilon": 10.0, "num_generations": 16},
+    "trl paper R1-Zero": {"learning_rate": 4e-5, "max_completion_length": 32768, "num_generations": 16, "beta": 0.001},
     "trl paper GSPO": {
         "importance_sampling_level": "sequence",
         "loss_type": "grpo",
@@ -79,6 +80,15 @@ PUBLIC = {
     },
     # huggingface/trl: other docs, examples, notebooks
     "trl docs, quick start of the trainer": {},
+    "trl docs, quickstart": {"num_generations": 4, "max_completion_length": 512},
+    "trl docs, harbor": {"num_generations": 8},
+    "trl docs, LoRA without regret": {"learning_rate": 5e-5, "num_generations": 8},
+    "trl docs, openenv": {"max_completion_length": 4096},
+    "trl docs, openenv wordle": {"num_generations": 4, "max_completion_length": 1024},
+    "trl docs, openreward": {"num_generations": 2},
+    "trl notebook, agent": {"max_completion_length": 1024},
+    "trl notebook, Ministral 3": {"learning_rate": 2e-5, "num_generations": 2, "max_completion_length": 1024},
+    "trl notebook, rnj-1": {"learning_rate": 2e-5, "num_generations": 8, "max_completion_length": 256},
     "trl notebook, sudoku": {
         "learning_rate": 5e-6,
         "num_generations": 2,
@@ -86,8 +96,12 @@ PUBLIC = {
         "temperature": 0.8,
         "top_k": 10,
     },
+    "trl notebook, wordle": {"learning_rate": 1e-6, "num_generations": 2, "max_completion_length": 1024},
+    "trl example, 2048": {"max_completion_length": 2048},
+    "trl example, catch": {"num_generations": 8, "max_completion_length": 4096},
     # huggingface/open-r1: recipes
     "open-r1 R1-Distill-Qwen-1.5B": {"num_generations": 16, "temperature": 0.7, "reward_weights": [1.0, 1.0, 1.0]},
+    "open-r1 Qwen2.5-1.5B": {"num_generations": 16, "learning_rate": 2e-5, "max_completion_length": 1024},
     "open-r1 Qwen2.5-1.5B, code": {"num_generations": 14, "beta": 0.01, "temperature": 1.0, "learning_rate": 5e-6},
     "open-r1 Qwen2.5-Coder-7B": {
         "beta": 0.0,
@@ -98,8 +112,18 @@ PUBLIC = {
         "mask_truncated_completions": True,
         "max_completion_length": 8192,
     },
+    # huggingface/cookbook
+    "cookbook, an LLM": {"learning_rate": 1e-5, "num_generations": 4, "max_completion_length": 64},
+    "cookbook, a VLM": {"learning_rate": 1e-5, "num_generations": 2, "max_completion_length": 1024},
+    "cookbook, vLLM": {"learning_rate": 1e-5, "num_generations": 8, "max_completion_length": 512},
+    "cookbook, advanced rewards": {"learning_rate": 5e-6, "max_completion_length": 1024},
+    # philschmid/deep-learning-pytorch-huggingface
+    "mini-R1 notebook": {"learning_rate": 5e-7, "num_generations": 2, "beta": 0.001, "max_completion_length": 1024},
+    "mini-R1 recipe": {"learning_rate": 5e-7, "num_generations": 8, "beta": 0.001, "max_completion_length": 1024},
     # unslothai/notebooks
     "unsloth Gemma 4": GEMMA | {"top_p": 0.95, "top_k": 64},
+    "unsloth Gemma 4, sudoku": GEMMA,
+    "unsloth Ministral 3, sudoku": {"learning_rate": 5e-5, "num_generations": 4, "temperature": 1.0},
     "unsloth Muse Glimmer": {
         "importance_sampling_level": "sequence",
         "loss_type": "dr_grpo",
@@ -113,6 +137,8 @@ PUBLIC = {
         "learning_rate": 1e-5,
         "num_generations": 8,
     },
+    "unsloth gpt-oss, 2048": {"learning_rate": 2e-4, "num_generations": 2, "temperature": 1.0},
+    "unsloth gpt-oss, kernels": {"learning_rate": 5e-5, "num_generations": 2, "temperature": 1.0},
     "unsloth Qwen3.5 VL": {
         "importance_sampling_level": "sequence",
         "loss_type": "dr_grpo",
@@ -121,6 +147,18 @@ PUBLIC = {
         "learning_rate": 5e-6,
         "max_completion_length": 1024,
     },
+    "unsloth Gemma 3 VL": {
+        "importance_sampling_level": "sequence",
+        "loss_type": "dr_grpo",
+        "num_generations": 4,
+        "mask_truncated_completions": False,
+        "learning_rate": 5e-6,
+        "max_completion_length": 1024,
+    },
+    "unsloth Llama 3.1 (3B)": {"learning_rate": 5e-6, "num_generations": 8},
+    "unsloth Llama 3.2 (3B)": {"learning_rate": 5e-6, "num_generations": 4},
+    "unsloth DeepSeek-R1-0528": {"learning_rate": 5e-6, "num_generations": 4, "temperature": 1.0},
+    "unsloth Llama 3.1 (8B)": {"learning_rate": 5e-6, "num_generations": 6},
     "unsloth wordle": {
         "beta": 0.02,
         "learning_rate": 1e-5,
@@ -129,10 +167,13 @@ PUBLIC = {
         "top_p": 0.95,
         "max_completion_length": 1024,
     },
+    "unsloth Phi 4": {"learning_rate": 5e-6, "num_generations": 6, "max_completion_length": 200},
+    "unsloth Qwen2.5 (3B)": {"learning_rate": 5e-6, "num_generations": 8, "max_completion_length": 200},
 }
 
 # Those that stay with rollout credit by what their authors set on purpose
 BY_SEQUENCE = {"trl paper GSPO", "trl paper LUSPO", *(f"unsloth {name}" for name in ("Muse Glimmer", "Qwen3.5 VL"))}
+BY_SEQUENCE |= {"unsloth Gemma 3 VL"}
 NORMALIZED = {"trl paper GDPO"}
 BY_GROUP = {"trl paper SAPO"}  # an FR3EConfig takes it at its word, which is also TRL's default
 

@@ -3,17 +3,22 @@ What a script may do to a GRPOTrainer, done to FR3ETrainer: it is the same, or h
 an error that names it. Each runs for three steps or more, unless it is refused before.
 """
 
+import inspect
 import itertools
+from decimal import Decimal
 
 import pytest
 import torch
-from factory import letters, make_trainer, train
-from models import make_dataset, make_model
+from datasets import IterableDataset
+from factory import letters, make_tool_trainer, make_trainer, train
+from models import TINY, make_dataset, make_model, make_tokenizer
+from peft import LoraConfig
 from recorder import Recorder
-from transformers import GenerationConfig, TrainerCallback, set_seed
+from tool_policy import look
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForSequenceClassification, TrainerCallback, set_seed
 from transformers.trainer_callback import CallbackHandler
 from trees import rollouts_of
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from fr3e_trl import FR3ETrainer
@@ -61,12 +66,82 @@ def completions(trainer):
 # The constructor
 
 
-def test_an_optimizer_and_a_schedule_of_ones_own():
+def reward_model():
+    model = Qwen3ForSequenceClassification(Qwen3Config(**TINY | {"num_labels": 1}))
+    model.config._name_or_path = "reward"
+    return model
+
+
+class Judge:
+    """A reward that has a state, and counts its calls."""
+
+    __name__ = "judge"
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, completions, **kwargs):
+        self.calls += 1
+        return [Decimal(repr(reward)) for reward in letters(completions)]
+
+
+async def later(completions, **kwargs):
+    return letters(completions)
+
+
+def sgd():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    trainer = train(reward_funcs=letters, max_steps=3, model=model, optimizers=(optimizer, schedule))
-    assert [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry] == [0.1] * 3
+    return {"model": model, "optimizers": (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))}
+
+
+def stream():
+    return IterableDataset.from_generator(lambda: iter(make_dataset()))
+
+
+ARGUMENTS = {
+    "model": lambda: {"model": make_model(seed=1)},
+    "reward_funcs": lambda: {"reward_funcs": [letters, later, Judge()], "reward_weights": [1.0, 0.5, 2.0]},
+    "args": lambda: {"config": GRPOConfig},
+    "train_dataset": lambda: {"dataset": stream()},
+    "eval_dataset": lambda: {
+        "eval_dataset": make_dataset(4),
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "num_generations_eval": 2,
+        "per_device_eval_batch_size": 4,
+    },
+    "processing_class": lambda: {"tokenizer": make_tokenizer()},
+    "reward_processing_classes": lambda: {
+        "reward_funcs": reward_model(),
+        "reward_processing_classes": make_tokenizer(),
+    },
+    "callbacks": lambda: {"callbacks": [TrainerCallback()]},
+    "optimizers": sgd,
+    "peft_config": lambda: {"peft_config": LoraConfig(target_modules=["q_proj"])},
+    "quantization_config": lambda: {"model": make_model(), "quantization_config": None},
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_the_constructors_arguments(name):
+    trainer = train(**{"reward_funcs": letters, "max_steps": 3} | ARGUMENTS[name]())
+    assert len(trainer.batches) == 3 and any(len(tree.states) > 1 for _, trees in trainer.batches for tree in trees)
+    assert sum("loss" in entry for entry in trainer.state.log_history) == 3
+
+
+def test_tools():
+    assert len(make_tool_trainer(tools=[look], max_steps=3).tools) == 1
+    trainer = make_tool_trainer(tools=[look], max_steps=3)
+    trainer.train()
+    assert len(trainer.batches) == 3
+
+
+def test_every_argument_has_a_line():
+    elsewhere = {"tools", "environment_factory"}  # above, and in test_tools.py
+    refused = {"rollout_func"}  # test_what_is_not_supported_is_refused
+    assert set(inspect.signature(GRPOTrainer).parameters) == {*ARGUMENTS, *elsewhere, *refused}
+    assert set(inspect.signature(FR3ETrainer).parameters) - {"sampler"} == {*ARGUMENTS, *elsewhere, *refused}
 
 
 # Attributes
@@ -126,6 +201,10 @@ SAMPLING = {
     "eos_token_ids": (set_trainer(eos_token_ids=[1, *STOPS]), stops),
     "generation_config.max_new_tokens": (set_config(max_new_tokens=3), is_shorter),
     "generation_config.temperature": (set_config(temperature=1e-3), is_greedy),
+    "generation_config.top_k": (set_config(top_k=1), is_greedy),
+    "generation_config.top_p": (set_config(top_p=1e-6), is_greedy),
+    "generation_config.min_p": (set_config(min_p=1.0), is_greedy),
+    "generation_config.repetition_penalty": (set_config(repetition_penalty=100.0), repeats_less),
     "generation_config.eos_token_id": (set_config(eos_token_id=[1, *STOPS]), stops),
     "generation_config.suppress_tokens": (set_config(suppress_tokens=STOPS), leaves_out),
     "generation_config": (new_config(max_new_tokens=3), is_shorter),
@@ -159,7 +238,9 @@ BACKENDS = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["max_completion_length", "generation_config.suppress_tokens"])
+@pytest.mark.parametrize(
+    "name", ["max_completion_length", "generation_config.suppress_tokens", "generation_config.eos_token_id"]
+)
 def test_other_ways_to_sample_honour_it_too(backend, name):
     change, is_honoured = SAMPLING[name]
     settings = BACKENDS[backend] | {"model": make_model(max_position_embeddings=128)}
@@ -179,11 +260,8 @@ def test_evaluation_honours_it_too(name):
     assert len(set(map(tuple, rows))) == 1 if name == "temperature" else max(map(len, rows)) <= 3
 
 
-@pytest.mark.parametrize(
-    ("settings", "temperature"),
-    [({}, 0.3), ({"share_prefixes": True}, 2.0), ({"beta": 0.1}, 2.0), ({"loss_type": "grpo"}, 0.3)],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [{}, {"share_prefixes": True}, {"beta": 0.1}, {"loss_type": "grpo"}], ids=str)
+@pytest.mark.parametrize("temperature", [0.3, 2.0])
 def test_a_temperature_is_that_of_samples_and_loss(settings, temperature):
     """With a rate of 0 the ratio stays 1. A batch that is in use when it changes keeps the one it was sampled at."""
     trainer = changed(
@@ -277,6 +355,13 @@ def test_what_plain_grpo_takes_is_left_to_it():
         trainer = changed(change, cls, **plain)
         seen.append([(entry["loss"], entry["reward"]) for entry in trainer.state.log_history if "loss" in entry])
     assert seen[0] == seen[1]
+
+
+def test_reward_functions_are_the_users_own():
+    judge = Judge()
+    trainer = changed(lambda trainer: setattr(trainer.reward_funcs[0], "calls", 100), reward_funcs=[judge, letters])
+    assert trainer.reward_funcs == [judge, letters] and trainer.reward_funcs[0] is judge
+    assert judge.calls == 102 and judge.__name__ == "judge"
 
 
 def test_reward_functions_are_replaced():

@@ -1,5 +1,6 @@
 """A run that was cut goes on as the run that was not: the same weights, losses and metrics, bit for bit."""
 
+import json
 import logging
 import random
 import shutil
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 import factory
+import numpy as np
+import pandas
 import pytest
 import torch
 from launches import launch, start_script
@@ -21,7 +24,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from trl import GRPOTrainer
 
 from fr3e_trl import FR3ETrainer
-from fr3e_trl.resume import last_complete_checkpoint
+from fr3e_trl.resume import last_complete_checkpoint, save_before
 
 SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 8, "learning_rate": 1e-2}
 REJECTING = {"num_anchors": 3, "value_prior_strength": 0.0}  # of two rollouts, where their rewards are equal
@@ -66,7 +69,7 @@ def test_resuming_from_any_checkpoint_is_exact(settings):
     whole.train()
     if settings.get("max_refills"):
         assert sum(entry.get("fr3e/refill/reused", 0) for entry in whole.state.log_history) > 0
-    for step in (1, 4, 5):
+    for step in (1, 3, 4, 5, 7):
         resumed = make_trainer(**settings, output_dir="resumed")
         set_seed(100 + step)
         resumed.train(resume_from_checkpoint=f"output/checkpoint-{step}")
@@ -119,6 +122,18 @@ def test_a_second_run_in_the_same_process_begins_anew(settings):
     check_same(trainer, first)
 
 
+def test_beginning_anew_in_the_same_process():
+    """Nothing is trained on that the run before has left."""
+    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    trainer = make_trainer(**sizes, max_steps=2)
+    cut(trainer, step=0)
+    trainer._step = 1  # of two micro-batches
+    steps, generate = [], trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: steps.append(trainer._step) or generate(inputs)
+    trainer.train()
+    assert steps == [0, 2]
+
+
 @pytest.mark.parametrize("step", [3, 4], ids="at step {}".format)
 @pytest.mark.parametrize("settings", [{"num_iterations": 2}, {"max_refills": 1} | REJECTING, ADAPTIVE], ids=str)
 def test_a_checkpoint_saved_within_an_update_is_exact(settings, step):
@@ -147,13 +162,53 @@ def test_a_checkpoint_saved_within_an_update_is_exact(settings, step):
     check_same(resumed, whole)
 
 
+def test_numbers_of_numpys_are_settings_too():
+    settings = {"temperature": np.float64(0.9), "num_iterations": np.int64(2), "loss_type": np.str_("dapo")}
+    make_trainer(**settings, max_steps=3).train()
+    make_trainer(**settings, max_steps=3).train(resume_from_checkpoint="output/checkpoint-1")
+
+
+def test_tables_of_completions_are_kept():
+    """With what reward functions log, of whatever type."""
+    settings = {"num_iterations": 2, "log_completions": True, "max_steps": 2}
+
+    def train(checkpoint=None):
+        trainer = make_trainer(**settings)
+        reward_func = trainer.reward_funcs[0]
+
+        def logging_func(completions, log_extra, **kwargs):
+            log_extra("length", [np.int64(len(text)) for text in completions])
+            return reward_func(completions=completions, **kwargs)
+
+        trainer.reward_funcs = [logging_func]
+        trainer.train(checkpoint)
+        return pandas.read_parquet("output/completions/completions_00002.parquet").astype({"length": int})
+
+    whole = train()
+    assert len(whole) == 16 and whole.equals(train("output/checkpoint-1"))
+
+
+def test_a_checkpoint_that_is_there_is_not_written_again():
+    """Its state may be more than is known where a run that goes on fails before its first step."""
+    trainer = make_trainer(max_steps=1)
+    trainer.train()
+    before = {path: path.stat().st_mtime_ns for path in Path("output/checkpoint-1").iterdir()}
+    error = ValueError()
+    save_before(trainer, error)
+    assert before == {path: path.stat().st_mtime_ns for path in Path("output/checkpoint-1").iterdir()}
+    assert "Step 1, the last that was trained" in error.__notes__[0]
+
+
 @pytest.mark.parametrize(
     "setting, saved, present, rows",
     [
         ("steps_per_generation", 4, 2, [8] * 2),
+        ("steps_per_generation", 4, 5, [8] * 5),
         ("num_generations", 8, 16, [8] * 4),
+        ("per_device_train_batch_size", 8, 4, [4] * 4),
         ("per_device_train_batch_size", 8, 12, [12] * 4),
         ("num_iterations", 1, 2, [8] * 8),
+        ("gradient_accumulation_steps", 1, 3, [8] * 4),
     ],
 )
 def test_resuming_with_other_sizes_generates_anew(setting, saved, present, rows, caplog):
@@ -272,7 +327,19 @@ def test_a_process_without_its_own_state_ends(tmp_path):
     assert "grpo_state_1.pt is missing" in (tmp_path / "again" / "1.error").read_text()
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", "", '{"global_step": 3}', '{"glob'])
+def test_a_checkpoint_that_was_being_written_is_passed_over():
+    make_trainer(max_steps=3).train()
+    state = Path("output/checkpoint-3/trainer_state.json")
+    state.write_text(state.read_text()[:100])
+    (Path("output") / "checkpoint-10").mkdir()
+    assert last_complete_checkpoint("output") == "output/checkpoint-2"
+    resumed = make_trainer()
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8
+    assert json.loads(state.read_text())["global_step"] == 3
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "", '{"global_step": 3}'])
 def test_a_checkpoint_without_a_trainer_state_is_passed_over(content):
     make_trainer(max_steps=3).train()
     Path("output/checkpoint-3/trainer_state.json").write_text(content)
@@ -348,10 +415,13 @@ REFILLED = {"max_refills": 3} | REJECTING
     [
         ({}, {"credit": "rollout"}, ["credit='tree' (now 'rollout')"]),
         ({"num_anchors": 7}, {"num_anchors": 3}, ["num_anchors=7 (now 3)"]),
+        ({"value_tracker": False}, {}, ["value_tracker=False (now True)"]),
         ({}, {"value_tracker": False}, ["value_tracker=True (now False)"]),
         ({}, {"seed": 7}, ["seed=42 (now 7)", "the tracked values"]),
         (REFILLED, REFILLED | {"max_refills": 1}, ["max_refills=3 (now 1)", "order of prompts"]),
+        (REFILLED, REJECTING, ["max_refills=3 (now 0)"]),
         ({}, {"num_anchors": 0}, ["num_anchors=", "(now 0)", "credit='tree' (now"]),
+        ({"num_anchors": 0}, {}, ["num_anchors=0 (now"]),
         ({}, {"beta": 0.1}, ["beta=0.0 (now 0.1)"]),
     ],
 )

@@ -10,7 +10,9 @@ import ast
 import inspect
 import logging
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from models import make_model, make_tokenizer
 from transformers import PreTrainedModel, Trainer
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+from trl.trainer.utils import add_fused_lm_head, split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 import fr3e_trl
 from fr3e_trl import FR3EConfig, FR3ETrainer
@@ -148,6 +150,39 @@ def test_what_trl_scores_images_by_is_what_a_batch_has_of_them():
     assert set(OF_IMAGES) <= set(parameters(GRPOTrainer._get_per_token_logps_and_entropies))
 
 
+def test_a_trainer_made_without_its_constructor_computes_a_loss():
+    """As TRL's own tests make one."""
+    trainer = FR3ETrainer.__new__(FR3ETrainer)
+    trainer.model = make_model()
+    add_fused_lm_head(trainer.model, outputs=("log_probs", "entropy"))
+    trainer.args = SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1)
+    trainer.accelerator = SimpleNamespace(
+        autocast=nullcontext, is_main_process=True, gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1
+    )
+    trainer.aux_loss_enabled = trainer.use_vllm = trainer.vllm_importance_sampling_correction = False
+    trainer.beta, trainer.loss_type, trainer.importance_sampling_level = 0.0, "grpo", "token"
+    trainer.epsilon_low = trainer.epsilon_high = 0.2
+    trainer.top_entropy_quantile, trainer.off_policy_mask_threshold = 1.0, None
+    trainer.current_gradient_accumulation_steps = 1
+    trainer._entropy_bonus_enabled = False
+    trainer._metrics = {mode: {name: [] for name in CLIP_METRICS} for mode in ("train", "eval")}
+    input_ids = torch.tensor([[5, 6, 7, 8]])
+    logprobs, entropies, _ = trainer._get_per_token_logps_and_entropies(
+        trainer.model, input_ids, torch.ones_like(input_ids), 2, compute_entropy=True
+    )
+    assert logprobs.shape == entropies.shape == (1, 2)
+    halves = {"prompt_ids": input_ids[:, :2], "completion_ids": input_ids[:, 2:]}
+    masks = {name.replace("ids", "mask"): torch.ones_like(ids) for name, ids in halves.items()}
+    loss = trainer._compute_loss(trainer.model, {**halves, **masks, "advantages": torch.tensor([2.0])})
+    assert loss.item() == pytest.approx(-2)
+
+
+CLIP_METRICS = [
+    "entropy",
+    *(f"clip_ratio/{name}" for name in "low_mean high_mean region_mean low_min high_max".split()),
+]
+
+
 def test_nothing_is_left_on_a_trainer_that_has_trained():
     trainer = train(FR3ETrainer, per_device_train_batch_size=8, num_iterations=2, beta=0, max_steps=3)
     assert not {*OVERRIDDEN, *OPTIONAL} & vars(trainer).keys()
@@ -234,7 +269,41 @@ def test_what_a_batch_consists_of():
     assert batch["prompt_mask"][0, -1] == 1 and batch["completion_mask"][0, 0] == 1  # padded on the outside
     assert seen["logged advantages"][-8:] == batch["advantages"].tolist()
     assert batch.keys() == seen["in loss"].keys()
+    # Attributes
+    assert trainer.rollout_func is None and trainer.tools == [] and not trainer._is_vlm
+    assert trainer.num_generations == 8 and trainer.max_completion_length == 6 and trainer.temperature == 1.0
+    assert trainer.generation_config.eos_token_id == [1] and trainer.generation_config.pad_token_id == 0
+    assert trainer.reward_func_names == ["reward"] and trainer.reward_weights.tolist() == [1.0]
+    assert not trainer.use_transformers_continuous_batching and trainer._tokenizer is trainer.processing_class
+    assert {"beta", "loss_type", "continuous_batching_config", "generation_kwargs", "_dist"} <= vars(trainer).keys()
+    assert {"_step", "_tr_loss", "_globalstep_last_logged", "_buffered_inputs", "_metrics"} <= vars(trainer).keys()
+    assert {"_image_pad_token_id", "_video_pad_token_id", "log_multimodal", "ref_model"} <= vars(trainer).keys()
+    assert not trainer._pending_extra_logs and trainer._logs["advantages"].maxlen == 8
     assert "reward" in trainer.state.log_history[0]
+
+
+def test_the_turns_of_a_dialogue_are_asked_for_by_its_prompts_list(monkeypatch):
+    """A prompt's list, plus others: so each says whose it is, whatever is left out."""
+
+    class Prompt(list):
+        def __add__(self, other):
+            return Prompt([*self, *other])
+
+    trainer = train(GRPOTrainer, per_device_train_batch_size=8, max_steps=1)
+    trainer._sync_tool_dicts, trainer._async_tool_dicts = [{"look": lambda: "7"}], [{}]
+    asked = []
+    monkeypatch.setattr(trainer, "_get_tool_suffix_ids", lambda messages: [9])
+
+    def write(prompt_ids, images, fields, num_generations, has_tool_images):
+        asked.extend(prompt_ids)
+        return [[] for _ in prompt_ids], None
+
+    monkeypatch.setattr(trainer, "_generate_single_turn", write)
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {}}}]}
+    arguments = [[]], [Prompt([5])], [[6]], [[call]], None, None, {}
+    _, (messages,), (ids,), _, num_calls, num_failures, _ = trainer._tool_call_loop(*arguments)
+    assert isinstance(asked[0], Prompt) and asked[0] == [5, 6, 9] and ids == [6, 9]
+    assert messages[1]["content"] == "7" and (num_calls, num_failures) == (1, 0)
 
 
 def test_a_batch_is_shuffled_by_one_permutation_and_buffered_in_micro_batches():

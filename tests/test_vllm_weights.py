@@ -1,5 +1,6 @@
 """The policy's weights on their way to vLLM, without vLLM: what is sent, and what stays as it was."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from trl.trainer import grpo_trainer
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.generation import vllm_weights
+from fr3e_trl.generation.vllm_server import VLLMServer, VLLMServerError
 from fr3e_trl.generation.vllm_weights import FR3EVLLMGeneration
 
 
@@ -135,3 +137,18 @@ def test_an_adapter_that_a_server_would_compute_otherwise_is_not_sent_alone(lora
     )
     told = generation._obstacle_to_adapter_sync(server)
     assert told is None if obstacle is None else obstacle in told
+
+
+def test_an_adapter_that_the_server_refuses_is_asked_for_no_more(monkeypatch):
+    """The policy may be merged and sent in its place, as with DoRA."""
+
+    def refuse(self):
+        raise VLLMServerError("vLLM does not yet support DoRA")
+
+    monkeypatch.setattr(VLLMServer, "_load_adapter", refuse)
+    monkeypatch.setattr(VLLMServer, "_retry", lambda self, call: call())
+    server = object.__new__(VLLMServer)
+    server.adapter_name, server.base_model = None, "policy"
+    with pytest.raises(VLLMServerError, match="DoRA"):
+        server.load_adapter("fr3e-1", Path("adapter"))
+    assert server.model == "policy"

@@ -158,7 +158,7 @@ def served(options: argparse.Namespace, state: Any) -> Iterator[tuple[str, Stand
 
 
 def make_trainer(options: argparse.Namespace, state: Any, url: str, output_dir: str, settings: dict[str, Any]) -> Timed:
-    """A trainer of the server's policy, or of a fresh one of its vocabulary, whose completions have full length."""
+    """A trainer of the server's policy, or of a fresh one of its vocabulary, which hardly ever ends a completion."""
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     set_seed(0)
     policy: Any = str(POLICY)
@@ -176,7 +176,6 @@ def make_trainer(options: argparse.Namespace, state: Any, url: str, output_dir: 
         num_generations=NUM_GENERATIONS,
         per_device_train_batch_size=num_rows // state.num_processes,
         max_completion_length=options.max_completion_length,
-        generation_kwargs={"min_tokens": options.max_completion_length},
         max_steps=settings["num_iterations"] * (NUM_WARM + NUM_COUNTED),
         learning_rate=1e-3,
         use_vllm=True,
