@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ class Timed(FR3ETrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.batches: list[float] = []
+        self.generation: list[float] = []  # seconds of it, before each batch and at the end
         self.updates: list[tuple[float, float]] = []
         self.add_callback(NoteBatches(self))
 
@@ -74,6 +75,10 @@ class Timed(FR3ETrainer):
         self.updates.append((began, time.monotonic()))
         return loss
 
+    def note(self) -> None:
+        self.batches.append(time.monotonic())
+        self.generation.append(self.stopwatch.seconds.get("generation", 0.0))
+
 
 class NoteBatches(TrainerCallback):
     """Notes when a batch begins, and when the run ends."""
@@ -83,10 +88,10 @@ class NoteBatches(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.trainer.num_iterations == 0:
-            self.trainer.batches.append(time.monotonic())
+            self.trainer.note()
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
-        self.trainer.batches.append(time.monotonic())
+        self.trainer.note()
 
 
 def main(argv: list[str]) -> None:
@@ -204,16 +209,15 @@ def run(trainer: Timed) -> dict[str, float]:
     """Seconds of a batch, of its generation and of its updates, and those that rollouts were waited for."""
     with contextlib.redirect_stdout(None):
         trainer.train()
-    lengths = [end - begin for begin, end in zip(trainer.batches, trainer.batches[1:], strict=False)][NUM_WARM:]
-    waited = [entry[WAITED] for entry in trainer.state.log_history if WAITED in entry]
-    num_batches = NUM_WARM + NUM_COUNTED
-    seconds = trainer.stopwatch.seconds
-    generation = seconds.get("generation", 0.0) / num_batches
+    batch, generation = (
+        (series[-1] - series[NUM_WARM]) / NUM_COUNTED for series in (trainer.batches, trainer.generation)
+    )
+    waited = [entry[WAITED] for entry in trainer.state.log_history if WAITED in entry][NUM_WARM:]
     return {
-        "batch": median(lengths),
+        "batch": batch,
         "generation": generation,
-        "updates": median(lengths) - generation,
-        "waited": median(waited[NUM_WARM:]) if waited else generation,
+        "updates": batch - generation,
+        "waited": fmean(waited) if waited else generation,
     }
 
 
