@@ -67,7 +67,7 @@ def losses(trainer):
         {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": make_dataset(4)},
         {"reuse_base": False, "num_generations": 8, "num_anchors": 1},  # branches are asked for afterwards
     ],
-    ids=str,
+    ids=["all", "half", "grpo", "refill", "epochs", "evaluation", "branches afterwards"],
 )
 def test_losses_are_those_without_overlap(server, settings):
     """With a rate of 0, rollouts are of the same policy whenever they are drawn. No weights are sent amid them."""
