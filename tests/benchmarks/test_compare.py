@@ -831,5 +831,5 @@ def test_arguments_of_the_command_line():
     Path("config.yaml").write_text(yaml.safe_dump(config))
     command = ["--config", "config.yaml", "--arms", '{"grpo": {"trainer": "grpo", "learning_rate": "1e-2"}}']
     (args,) = RecipeParser([CompareArguments]).parse_args_and_config([*command, "--seeds", "3", "4"])
-    assert args.arms == {"grpo": {"trainer": "grpo", "learning_rate": 0.01}}
+    assert args.arms == arguments().arms | {"grpo": {"trainer": "grpo", "learning_rate": 0.01}}  # added to the recipe's
     assert args.seeds == [3, 4]
