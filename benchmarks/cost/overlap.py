@@ -226,14 +226,15 @@ def draw(timelines: dict[str, Any], file: Path) -> None:
     figure, panels = pyplot.subplots(len(timelines), sharex=True, figsize=(8, 1.1 * len(timelines) + 0.8))
     for panel, (name, (events, updates, batches)) in zip(panels, timelines.items(), strict=True):
         start = batches[0]
-        asked, drawn = [], []
+        drawn, num_open = [], 0
         for when, what, _ in events:
-            if when < start or when > batches[-1]:
+            if what not in ("begin", "end") or not start <= when <= batches[-1]:
                 continue
-            if what == "begin":
-                asked.append(when)
-            elif what == "end":
-                drawn.append((asked.pop(0), when))
+            if num_open == 0:
+                began = when
+            num_open += 1 if what == "begin" else -1
+            if num_open == 0:
+                drawn.append((began, when))
         panel.broken_barh([(a - start, b - a) for a, b in drawn], (1.1, 0.8), color="tab:blue")
         panel.broken_barh([(a - start, (b - a) * 0.97) for a, b in updates], (0.1, 0.8), color="tab:orange")
         panel.set_yticks([0.5, 1.5], ["updates", "server"])

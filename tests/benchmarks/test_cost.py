@@ -107,3 +107,17 @@ def test_bookkeeping(capsys):
         assert f"4 prompts x 8 rows x {num_tokens} tokens" in output and "2 processes" in output
         told.append(float(cells(output, "gathered from all, MiB")[0]))
     assert told[0] == told[1]  # lengths, positions and rewards: nothing that grows with the tokens
+
+
+def test_overlap(capsys, monkeypatch):
+    """In small: what overlaps, and the timeline. Times are not held to anything."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("benchmarks.cost.overlap.GENERATION_SECONDS", 0.1)
+    monkeypatch.setattr("benchmarks.cost.overlap.UPDATE_SECONDS", 0.05)
+    sizes = ["--num_turns", "1", "--num_iterations", "2", "--num_prompts", "2", "--max_completion_length", "8"]
+    cli.main(["cost", "overlap", *sizes, "--plot", "overlap.svg"])
+    output = capsys.readouterr().out
+    for name in ("GRPO", "FR3E", "FR3E, max_staleness=1", "FR3E, max_staleness=2"):
+        num_updates, *ratios = cells(output, name)[:4]
+        assert num_updates == "2" and min(map(float, ratios)) > 0
+    assert Path("overlap.svg").stat().st_size > 1000

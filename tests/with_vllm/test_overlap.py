@@ -60,20 +60,24 @@ def test_rollouts_are_of_the_weights_that_were_sent(server, max_staleness):
     assert torch.tensor(waited).min() > 0
 
 
-def test_a_run_that_ends_leaves_no_request(server):
+def test_an_interrupt_leaves_no_request(server):
     # So hot that hardly a completion ends
-    trainer = make_trainer(server, **SETTINGS | {"max_completion_length": 400, "temperature": 2.0})
-    seen = []
+    trainer = make_trainer(server, **SETTINGS | {"max_completion_length": 180, "temperature": 2.0})
+    begin = trainer.sampler.begin
 
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            seen.append(requests_on(server))
-            control.should_training_stop = True
+    def begin_and_interrupt(asked):
+        begin(asked)
+        wait_for(lambda: requests_on(server) > 0)
+        raise KeyboardInterrupt
 
-    trainer.add_callback(Stop())
-    trainer.train()
-    assert seen[0] > 0
+    trainer.sampler.begin = begin_and_interrupt
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    wait_for(lambda: requests_on(server) == 0)
+
+
+def wait_for(is_so):
     until = time.monotonic() + 30
-    while requests_on(server) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert requests_on(server) == 0
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.02)
