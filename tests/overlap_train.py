@@ -1,9 +1,10 @@
 """
 Train a tiny policy with LoRA through a server. A script, for `torch.distributed.run`.
 
-    overlap_train.py OUTPUT SETTINGS
+    overlap_train.py OUTPUT SETTINGS [sharded]
 
-Each process writes what it logged to OUTPUT.
+Each process writes what it logged to OUTPUT. `sharded`: accelerate shards the model as its configuration says, which
+without a GPU it does not do by itself.
 """
 
 import json
@@ -11,12 +12,14 @@ import os
 import sys
 from pathlib import Path
 
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from factory import letters, make_trainer
 from models import make_model
 from peft import LoraConfig
 from transformers import set_seed
 
-from fr3e_trl import FR3ETrainer
+from fr3e_trl import FR3EConfig, FR3ETrainer
 
 # Two updates a batch, of rows that the stand-in's draws teach
 SETTINGS = {
@@ -41,9 +44,20 @@ def make(cls=FR3ETrainer, **settings):
     return make_trainer(cls, **SETTINGS | defaults | settings)
 
 
+def with_devices(config):
+    """accelerate asks for a kind of device other than the CPU before it lets FSDP have the processes."""
+    post_init(config)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
 if __name__ == "__main__":
+    if "sharded" in sys.argv:
+        post_init, FR3EConfig.__post_init__ = FR3EConfig.__post_init__, with_devices
     trainer = make(**json.loads(sys.argv[2]))
     set_seed(1)
     trainer.train()
     file = Path(sys.argv[1]) / f"{os.environ.get('RANK', 0)}.json"
-    file.write_text(json.dumps({"logs": trainer.state.log_history}))
+    backend = str(trainer.accelerator.distributed_type)
+    file.write_text(json.dumps({"logs": trainer.state.log_history, "backend": backend}))
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()

@@ -109,13 +109,15 @@ def test_generation_hides_behind_training(server):
     assert all(seconds < 0.1 for seconds in waited[1:])
 
 
-def test_two_processes(server, tmp_path):
-    """Groups that straddle them too."""
+@pytest.mark.parametrize("recipe, options, backend", [("ddp", [], "MULTI_CPU"), ("fsdp2", ["sharded"], "FSDP")])
+def test_two_processes(server, tmp_path, recipe, options, backend):
+    """Groups that straddle them too, and sharded weights, which all processes send together."""
     settings = {"vllm_server_base_url": server.url, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
     script = __file__.replace("test_overlap", "overlap_train")
     of_runs = []
     for m in (0, 2):
-        results = launch(tmp_path / str(m), 2, settings | {"max_staleness": m}, script=script)
+        results = launch(tmp_path / str(m), 2, settings | {"max_staleness": m}, *options, recipe=recipe, script=script)
+        assert all(backend in result["backend"] for result in results)
         of_runs.append([[entry.get("loss") for entry in result["logs"]] for result in results])
     assert of_runs[0] == of_runs[1]
 
