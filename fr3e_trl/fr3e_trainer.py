@@ -684,9 +684,8 @@ class FR3ETrainer(resume.ExactResume):
             self._explorer.threshold = None
         if self.args.max_refills > 0:
             self._refill = Refill(self.train_dataset, self._epoch_order, self.args.max_refills)
-        if self._overlap is not None:
-            self._overlap.sampler.abort()
         if self._explorer is not None and isinstance(self.sampler, AheadSampler):
+            self.sampler.abort()
             order = PromptStream(self._epoch_order) if self._refill is None else self._refill.prompts
             self._overlap = Overlap(self, self.args, self._explorer, self.sampler, order, self._refill is not None)
 

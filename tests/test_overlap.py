@@ -197,12 +197,16 @@ class Act(TrainerCallback):
             self.act(control)
 
 
-def test_a_temperature_that_is_set_meanwhile(server):
-    """What was begun at the old one is given up."""
+@pytest.mark.parametrize("setting, value", [("temperature", 0.7), ("eos_token_ids", [1, 7]), ("top_k", 5)])
+def test_a_setting_that_is_changed_meanwhile(server, setting, value):
+    """What was begun with the old value is given up, once."""
     trainer = make(vllm_server_base_url=server.url, max_staleness=2)
-    trainer.add_callback(Act(lambda control: setattr(trainer, "temperature", 0.7), step=1))
+    trainer.add_callback(Act(lambda control: setattr(trainer, setting, value), step=1))
+    given_up, abort = [], trainer.sampler.abort
+    trainer.sampler.abort = lambda: given_up.append(trainer.state.global_step) or abort()
     trainer.train()
-    assert trainer.state.global_step == 6 and trainer.scoring_temperature == 0.7
+    assert trainer.state.global_step == 6 and getattr(trainer, setting) == value
+    assert given_up == [0, 2, 6]  # where a run begins and ends too
 
 
 def fail(*args, **kwargs):

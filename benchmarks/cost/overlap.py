@@ -118,7 +118,7 @@ def main(argv: list[str]) -> None:
             for _ in followed(range(options.num_turns), f"{n} updates a batch: turn"):
                 for name, settings in arms.items():
                     trainer = make_trainer(options, state, url, output_dir, settings | {"num_iterations": n})
-                    trainer.seconds = 0.0 if stand_in is None else UPDATE_SECONDS
+                    trainer.seconds = UPDATE_SECONDS if options.vllm_server_base_url is None else 0.0
                     found[name].append(run(trainer))
                     if stand_in is not None and n == 2 and name != "GRPO":
                         timelines[name] = stand_in.events[:], trainer.updates, trainer.batches

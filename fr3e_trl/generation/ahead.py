@@ -1,9 +1,9 @@
 """Sampling the next batch while this one is trained on."""
 
+import copy
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
 from typing import Any
 
 from ..method.sampling import Sample, SamplingRequest
@@ -60,7 +60,8 @@ class AheadSampler(VLLMServerSampler):
 
     def _begin(self, requests: list[SamplingRequest]) -> list[None]:
         server = self._server.abortable()
-        asked = [self.sampling_params(request) for request in requests]
+        # A copy: the list of tokens that end a completion is changed in place
+        asked = copy.deepcopy([self.sampling_params(request) for request in requests])
         self._batch = _Batch(self, server, requests, asked)
         return [None] * len(requests)
 
@@ -79,11 +80,13 @@ class AheadSampler(VLLMServerSampler):
             self.abort()
             return super()._ask(requests)
         asked_for = time.monotonic()
-        wait([batch.samples])
+        batch.thread.join()
         self._batch = None
         self.seconds_waited = time.monotonic() - asked_for
         self.seconds_hidden = min(asked_for, batch.ended) - batch.began
-        return batch.samples.result()
+        if batch.error is not None:
+            raise batch.error
+        return batch.samples
 
 
 class _Batch:
@@ -97,17 +100,15 @@ class _Batch:
         asked: list[dict[str, Any]],
     ):
         self.server, self.requests, self.asked = server, requests, asked
-        self.samples: Future[list[list[Sample]]] = Future()
+        self.samples: list[list[Sample]] = []
+        self.error: Exception | None = None
         self.began = time.monotonic()
         self.thread = threading.Thread(target=self._run, args=[sampler], daemon=True, name="fr3e-sampling-ahead")
         self.thread.start()
 
     def _run(self, sampler: VLLMServerSampler) -> None:
         try:
-            samples = sampler._draw(self.requests, self.server)
+            self.samples = sampler._draw(self.requests, self.server)
         except Exception as error:
-            self.ended = time.monotonic()
-            self.samples.set_exception(error)
-        else:
-            self.ended = time.monotonic()
-            self.samples.set_result(samples)
+            self.error = error
+        self.ended = time.monotonic()
