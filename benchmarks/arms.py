@@ -23,6 +23,7 @@ from fr3e_trl.generation.decoding import contiguous_at_head
 
 from .measures import MeasuredFR3ETrainer, MeasuredGRPOTrainer, MeasuredTrainer
 from .own_task import OwnTask
+from .staleness import StaleFR3ETrainer
 from .tasks import Task
 
 TRAINERS: dict[str, tuple[type[MeasuredTrainer], type[GRPOConfig]]] = {
@@ -31,7 +32,7 @@ TRAINERS: dict[str, tuple[type[MeasuredTrainer], type[GRPOConfig]]] = {
 }
 
 # An arm's settings that are not of the trainer's configuration
-OWN_SETTINGS = ("trainer", "num_prompts", "num_train_examples")
+OWN_SETTINGS = ("trainer", "num_prompts", "num_train_examples", "staleness")
 
 # What every arm has unless it says otherwise: nothing that belongs to a method
 DEFAULTS: dict[str, Any] = {
@@ -76,7 +77,8 @@ def make_trainer(
     Args:
         settings (`dict[str, Any]`):
             `trainer` (`"fr3e"` or `"grpo"`), `num_prompts` (prompts per generation batch), `num_train_examples` (how
-            many prompts to train on), and any setting of [`FR3EConfig`] or [`~trl.GRPOConfig`].
+            many prompts to train on), `staleness` (how old rollouts are, in shares of the updates of a batch, 0 to 1:
+            what `max_staleness` is with a server), and any setting of [`FR3EConfig`] or [`~trl.GRPOConfig`].
         **overrides:
             Settings that take the place of those in `settings`.
 
@@ -93,6 +95,9 @@ def make_trainer(
         "train_dataset": _train_examples(task, seed, settings["num_train_examples"]),
         "tools": list(task.tools),
     }
+    if staleness := settings.get("staleness"):
+        trainer_class = StaleFR3ETrainer
+        arguments["max_staleness"] = max(1, round(staleness * config.num_iterations))
     if isinstance(task, OwnTask):
         set_model_init(config, task.args)
         with usage_errors(
@@ -187,12 +192,21 @@ def check_settings(settings: dict[str, Any]) -> None:
         if name in settings:
             check_count(name, settings[name])
     check_rate("learning_rate", settings.get("learning_rate", 0.0))
+    _check_staleness(settings)
     num_examples = (DEFAULTS | settings)["num_train_examples"]
     if settings["num_prompts"] > num_examples:
         raise ValueError(
             f"num_prompts={settings['num_prompts']} must be at most num_train_examples={num_examples}: a batch has no "
             "prompt twice."
         )
+
+
+def _check_staleness(settings: dict[str, Any]) -> None:
+    staleness = settings.get("staleness", 0)
+    if not (isinstance(staleness, int | float) and 0 <= staleness <= 1):
+        raise ValueError(f"staleness={staleness!r} must be a share of the updates of a batch, from 0 to 1.")
+    if staleness and settings["trainer"] != "fr3e":
+        raise ValueError(f"staleness={staleness} is of trainer='fr3e', not of {settings['trainer']!r}.")
 
 
 def _unknown(name: str, trainer: str, known: list[str]) -> str:
