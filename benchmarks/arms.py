@@ -29,6 +29,7 @@ from .tasks import Task
 TRAINERS: dict[str, tuple[type[MeasuredTrainer], type[GRPOConfig]]] = {
     "fr3e": (MeasuredFR3ETrainer, FR3EConfig),
     "grpo": (MeasuredGRPOTrainer, GRPOConfig),
+    "half_swap": (MeasuredFR3ETrainer, GRPOConfig),  # a script whose trainer alone was swapped
 }
 
 # An arm's settings that are not of the trainer's configuration
@@ -76,7 +77,7 @@ def make_trainer(
 
     Args:
         settings (`dict[str, Any]`):
-            `trainer` (`"fr3e"` or `"grpo"`), `num_prompts` (prompts per generation batch), `num_train_examples` (how
+            `trainer` (a name of `TRAINERS`), `num_prompts` (prompts per generation batch), `num_train_examples` (how
             many prompts to train on), `staleness` (how old rollouts are, in shares of the updates of a batch, 0 to 1:
             what `max_staleness` is with a server), and any setting of [`FR3EConfig`] or [`~trl.GRPOConfig`].
         **overrides:
