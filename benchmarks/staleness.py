@@ -1,8 +1,9 @@
 """Rollouts that are some updates old, as `max_staleness` has a server draw them, without a server."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+from fr3e_trl.generation.ahead import AheadSampler
 from fr3e_trl.method.refill import PromptStream
 from fr3e_trl.method.sampling import Sample, Sampler, SamplingRequest
 from fr3e_trl.overlap import Overlap
@@ -67,12 +68,14 @@ class StaleFR3ETrainer(MeasuredFR3ETrainer):
         self.args.max_staleness = max_staleness  # checked when a trainer is made: it would want a server
         self.use_vllm, self.vllm_mode = True, "server"
         self.vllm_generation, self._last_loaded_step = SharedWeights(), -1
-        self.sampler = DrawnAhead(self.sampler)
+        self.sampler = self._ahead = DrawnAhead(self.sampler)
 
     def begin(self) -> None:
         """The only change is that what overlaps with a server's rollouts overlaps with those drawn here."""
         super().begin()
         assert self._explorer is not None
-        self.sampler.abort()
-        order = PromptStream(self._epoch_order)
-        self._overlap = Overlap(self, self.args, self._explorer, self.sampler, order, is_shared=False)
+        self._ahead.abort()
+        sampler = cast(AheadSampler, self._ahead)
+        self._overlap = Overlap(
+            self, self.args, self._explorer, sampler, PromptStream(self._epoch_order), is_shared=False
+        )
