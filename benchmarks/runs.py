@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 import warnings
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -21,9 +22,12 @@ from fr3e_trl.tree_log.record import write_whole
 from .arms import FALLING, make_trainer
 from .evaluation import evaluate
 from .measures import Costs, MeasuredTrainer, now
-from .outcomes import pass_rate
+from .outcomes import COSTS, pass_rate
 from .own_task import OwnTask
 from .tasks import HELDOUT_SEED, Task
+from .worker import tell
+
+PAUSE = 60.0  # seconds between two lines on how far a run is
 
 UNBOUNDED = 10**9  # steps: what is spent ends a run
 
@@ -111,6 +115,7 @@ class Course(transformers.TrainerCallback):
         self.evaluations: list[dict[str, Any]] = []
         self.evaluation_seconds = 0.0
         self._since = 0.0  # when the step began
+        self._told = time.monotonic()  # when it was last said how far the run is
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.checkpoint is None:
@@ -172,6 +177,10 @@ class Course(transformers.TrainerCallback):
         self.evaluations.append(asdict(trainer.costs) | asdict(evaluation))
         self.evaluation_seconds += now(trainer.args.device) - start
         self._write_curve()
+        if time.monotonic() - self._told >= PAUSE:
+            self._told = time.monotonic()
+            spent = f"{self._spent:,.0f} of {run.amount:,.0f} {COSTS[run.cost]}"
+            tell(f"{Path(run.path).stem}: {spent}, pass@1 {pass_rate(self.evaluations[-1]):.3f}")
 
     def _write_curve(self) -> None:
         """For those who look at it: nothing goes on from here."""

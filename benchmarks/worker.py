@@ -44,8 +44,9 @@ def execute_all(stage: str, runs: "list[Run]", num_workers: int | None) -> None:
     began, numbers = time.monotonic(), itertools.count(1)
 
     def finished(name: str) -> None:
-        minutes, seconds = divmod(round(time.monotonic() - began), 60)
-        tell(f"{stage} [{next(numbers)}/{len(runs)}] {name} after {minutes}:{seconds:02}")
+        number, took = next(numbers), time.monotonic() - began
+        passed, left = (f"{s // 60}:{s % 60:02}" for s in map(round, (took, took / number * (len(runs) - number))))
+        tell(f"{stage} [{number}/{len(runs)}] {name} after {passed}, about {left} left")
 
     if num_workers > 1 or len(devices) > 1:
         _execute_in_workers(runs, num_workers, devices, finished)

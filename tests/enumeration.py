@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -26,22 +26,15 @@ class Policy:
     A softmax over `vocabulary` tokens for every prefix, its logits drawn at random, and a reward for every completion.
 
     Args:
-        vocabulary, length (`int`):
-            Of the completions, which have `length` tokens.
-        seed (`int`):
-            Decides logits and rewards.
-        rewards (`str`):
-            `"some"`: each completion is right (1) with probability .3, else wrong (0); `"graded"`: uniform in [0, 1].
-        eos (`bool`):
-            Whether a token 0 ends a completion.
+        vocabulary, length: of the completions, which have `length` tokens.
+        seed: decides logits and rewards.
+        rewards: `"some"`: each completion is right (1) with probability .3, else wrong (0); `"graded"`: in [0, 1].
+        eos: whether a token 0 ends a completion.
 
     Attributes:
-        completions (`list[Completion]`), probabilities, rewards (`torch.Tensor` of shape (C,)):
-            All that can be sampled.
-        scores (`torch.Tensor` of shape (C, `length`+1, D)):
-            Gradient by the logits of the log-probability of the first tokens of each completion.
-        gradient (`torch.Tensor` of shape (D,)):
-            That of the expected reward.
+        completions, probabilities (C,), rewards (C,): all that can be sampled.
+        scores (C, `length`+1, D): gradient by the logits of the log-probability of each completion's first tokens.
+        gradient (D,): that of the expected reward.
     """
 
     def __init__(self, vocabulary: int, length: int, seed: int, rewards: str = "some", eos: bool = False):
@@ -50,16 +43,13 @@ class Policy:
         logits = torch.tensor([[rng.gauss(0, 1.2) for _ in range(vocabulary)] for _ in prefixes], dtype=torch.float64)
         self.places = {prefix: i for i, prefix in enumerate(prefixes)}
         self.distributions = logits.softmax(dim=1)
-        self.completions = list(
-            dict.fromkeys(_until_eos(c, eos) for c in itertools.product(range(vocabulary), repeat=length))
-        )
+        every = itertools.product(range(vocabulary), repeat=length)
+        self.completions = list(dict.fromkeys(c[: c.index(0) + 1] if eos and 0 in c else c for c in every))
         self.probabilities = torch.tensor([self.probability(c) for c in self.completions], dtype=torch.float64)
         size = len(self.completions)
-        drawn = {
-            "some": [float(rng.random() < 0.3) for _ in range(size)],
-            "graded": [rng.random() for _ in range(size)],
-        }
-        self.rewards = torch.tensor(drawn[rewards], dtype=torch.float64)
+        drawn = [rng.random() for _ in range(2 * size)]
+        of_completions = {"some": [float(value < 0.3) for value in drawn[:size]], "graded": drawn[size:]}
+        self.rewards = torch.tensor(of_completions[rewards], dtype=torch.float64)
         self.scores = torch.zeros(size, length + 1, *logits.shape, dtype=torch.float64)
         for i, completion in enumerate(self.completions):
             for t in range(length):
@@ -97,13 +87,6 @@ class Policy:
         ]
 
 
-def _until_eos(completion: Completion, eos: bool) -> Completion:
-    return completion[: completion.index(0) + 1] if eos and 0 in completion else completion
-
-
-# Where to branch
-
-
 def first_uncertain(threshold: float, num_anchors: int = 1) -> Rule:
     """The first positions whose entropy is above the threshold. A stopping rule; may find fewer."""
 
@@ -135,22 +118,9 @@ def most_uncertain(num_anchors: int = 1) -> Rule:
     return rule
 
 
-# What can happen
-
-
 @dataclass
 class Outcome:
-    """
-    Rows that may be sampled from one prompt, and the probability that they are.
-
-    Args:
-        probability (`float`):
-            Of these rows.
-        completions (`list[int]`):
-            Completion of each row, as an index.
-        parents (`list[int | None]`), positions (`list[int]`), counts (`list[int]`):
-            As in [`Paths`].
-    """
+    """Rows that may be sampled from one prompt, and the probability of these. Completions are indices."""
 
     probability: float
     completions: list[int]
@@ -184,40 +154,8 @@ def grow(policy: Policy, rule: Rule, num_branches: int) -> list[Outcome]:
     return outcomes
 
 
-def grow_further(policy: Policy, rule: Rule, outcomes: list[Outcome]) -> list[Outcome]:
-    """From each branch another one, at the first position after its own beginning that the rule names."""
-    for row in range(1, max(len(outcome.parents) for outcome in outcomes)):
-        outcomes = [further for outcome in outcomes for further in _grow_from(policy, rule, outcome, row)]
-    # The branches that a base trajectory has not would have had one each
-    return [replace(outcome, counts=[2 * outcome.counts[0] - 1, *outcome.counts[1:]]) for outcome in outcomes]
-
-
-def _grow_from(policy: Policy, rule: Rule, outcome: Outcome, row: int) -> list[Outcome]:
-    if row >= len(outcome.parents) or outcome.parents[row] != 0:
-        return [outcome]
-    completion = policy.completions[outcome.completions[row]]
-    ((_, positions),) = rule(policy, completion)
-    later = [position for position in positions if position > outcome.positions[row]]
-    if not later:
-        return [replace(outcome, counts=[count + (i == row) for i, count in enumerate(outcome.counts)])]
-    return [
-        Outcome(
-            outcome.probability * p,
-            [*outcome.completions, i],
-            [*outcome.parents, row],
-            [*outcome.positions, later[0]],
-            [*outcome.counts, 1],
-        )
-        for p, i in policy.continuations(completion[: later[0]])
-    ]
-
-
 def several(outcomes: list[Outcome], count: int) -> list[Outcome]:
-    """Every way in which a prompt gets several trees."""
     return [functools.reduce(Outcome.__add__, trees) for trees in itertools.product(outcomes, repeat=count)]
-
-
-# What estimators make of it
 
 
 def estimate(policy: Policy, outcomes: list[Outcome], credit: Stretches) -> torch.Tensor:
@@ -248,17 +186,6 @@ def of_trees(
     baselines = root_baselines(tree_values(paths), paths.prompts, priors, prior_strength)
     credit = tree_credit(paths, baselines, prior_strength, length_normalized)
     return estimate(policy, outcomes, credit)
-
-
-def of_groups(policy: Policy, size: int) -> torch.Tensor:
-    """GRPO with `loss_type="grpo"` and `scale_rewards="none"`: `size` rows, whose mean reward is the baseline."""
-    outcomes = several(grow(policy, lambda *_: [(1.0, ())], 0), size)
-    paths = paths_of(policy, outcomes)
-    means = torch.zeros(len(outcomes), dtype=torch.float64).index_add(0, paths.prompts, paths.rewards) / size
-    lengths = torch.tensor(paths.lengths)
-    rows, weights = torch.arange(len(lengths)), 1 / lengths.double()
-    advantages = (paths.rewards - means[paths.prompts]) * weights
-    return estimate(policy, outcomes, Stretches(rows, torch.zeros_like(lengths), lengths, weights, advantages))
 
 
 def paths_of(policy: Policy, outcomes: list[Outcome]) -> Paths:

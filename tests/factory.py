@@ -20,6 +20,11 @@ DEFAULTS = {
     "max_steps": 2,
     "learning_rate": 1e-3,
 }
+CONTINUOUS = {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"num_blocks": 64, "block_size": 16, "max_batch_tokens": 128},
+    "bf16": True,  # the engine's attention takes no float32
+}
 NOT_SETTINGS = set(inspect.signature(FR3ETrainer).parameters)
 
 

@@ -20,7 +20,6 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.repos: dict[str, dict[str, bytes]] = {}
         self.commits: dict[str, list[str]] = {}  # messages
-        self.lfs: dict[str, bytes] = {}
         self.broken = False  # answers 500 to every commit
 
     @property
@@ -48,31 +47,21 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Hub
 
-    def do_GET(self):
-        self.route("GET")
-
-    def do_HEAD(self):
-        self.route("HEAD")
-
-    def do_POST(self):
-        self.route("POST")
-
-    def do_PUT(self):
-        self.route("PUT")
-
     def log_message(self, *args):
         pass
 
-    def route(self, method: str) -> None:
+    def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if method == "POST" and self.headers.get("Authorization") != "Bearer token-of-someone":
+        if self.command == "POST" and self.headers.get("Authorization") != "Bearer token-of-someone":
             return self.reply({"error": "Invalid username or password."}, 401)
         path = self.path.partition("?")[0]
         for pattern, methods, action in ROUTES:
             match = re.fullmatch(pattern, path)
-            if match and method in methods:
+            if match and self.command in methods:
                 return action(self, body, *match.groups())
-        self.reply({"error": f"{method} {path} is not part of the stand-in"}, 404)
+        self.reply({"error": f"{self.command} {path} is not part of the stand-in"}, 404)
+
+    do_HEAD = do_POST = do_GET
 
     def reply(self, content, status: int = 200, headers: dict[str, str] | None = None) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -89,9 +78,9 @@ class Handler(BaseHTTPRequestHandler):
         self.reply({"type": "user", "name": USER, "fullname": USER, "orgs": [], "auth": {"type": "access_token"}})
 
     def validate_yaml(self, body):
-        front_matter = yaml.safe_load(json.loads(body)["content"].split("---")[1])
-        errors = [] if isinstance(front_matter, dict) else [{"message": "not a mapping"}]
-        self.reply({"errors": errors, "warnings": []}, 200 if not errors else 400)
+        is_valid = isinstance(yaml.safe_load(json.loads(body)["content"].split("---")[1]), dict)
+        errors = [] if is_valid else [{"message": "not a mapping"}]
+        self.reply({"errors": errors, "warnings": []}, 200 if is_valid else 400)
 
     def create(self, body):
         request = json.loads(body)
@@ -112,46 +101,16 @@ class Handler(BaseHTTPRequestHandler):
         self.reply([{"type": "file", "path": path, "size": len(data), "oid": "0" * 40} for path, data in files.items()])
 
     def preupload(self, body, repo):
-        self.reply(
-            {
-                "files": [
-                    {
-                        "path": file["path"],
-                        "uploadMode": "lfs" if file["path"].endswith((".safetensors", ".bin")) else "regular",
-                        "shouldIgnore": False,
-                    }
-                    for file in json.loads(body)["files"]
-                ]
-            }
-        )
-
-    def lfs_batch(self, body, repo):
-        objects = [
-            {**entry, "actions": {"upload": {"href": f"{self.server.endpoint}/lfs/{entry['oid']}"}}}
-            for entry in json.loads(body)["objects"]
-        ]
-        self.reply({"transfer": "basic", "objects": objects})
-
-    def lfs_upload(self, body, oid):
-        assert hashlib.sha256(body).hexdigest() == oid
-        self.server.lfs[oid] = body
-        self.reply(b"")
+        paths = [file["path"] for file in json.loads(body)["files"]]
+        self.reply({"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]})
 
     def commit(self, body, repo):
         if self.server.broken:
             return self.reply({"error": "Internal error"}, 500)
         files = self.server.repos[repo]
-        for line in body.splitlines():
-            entry = json.loads(line)
-            value = entry["value"]
-            if entry["key"] == "header":
-                self.server.commits[repo].append(value["summary"])
-            elif entry["key"] == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
-            elif entry["key"] == "lfsFile":
-                files[value["path"]] = self.server.lfs[value["oid"]]
-            else:
-                raise NotImplementedError(entry["key"])
+        header, *entries = (json.loads(line)["value"] for line in body.splitlines())
+        self.server.commits[repo].append(header["summary"])
+        files |= {entry["path"]: base64.b64decode(entry["content"]) for entry in entries}
         sha = self.server.sha(repo)
         url = f"{self.server.endpoint}/{repo}/commit/{sha}"
         self.reply({"success": True, "commitOid": sha, "commitUrl": url, "hookOutput": "", "pullRequestUrl": None})
@@ -177,7 +136,5 @@ ROUTES = [
     (rf"/api/models/{REPO}/tree/[^/]+", ["GET"], Handler.tree),
     (rf"/api/models/{REPO}/preupload/[^/]+", ["POST"], Handler.preupload),
     (rf"/api/models/{REPO}/commit/[^/]+", ["POST"], Handler.commit),
-    (rf"/{REPO}\.git/info/lfs/objects/batch", ["POST"], Handler.lfs_batch),
-    (r"/lfs/([0-9a-f]+)", ["PUT"], Handler.lfs_upload),
     (rf"/{REPO}/resolve/[^/]+/(.+)", ["GET", "HEAD"], Handler.resolve),
 ]

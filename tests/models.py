@@ -5,6 +5,7 @@ import functools
 import shutil
 import tempfile
 
+import torch
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
@@ -67,6 +68,15 @@ def make_model(seed: int = 0, **overrides) -> Qwen3ForCausalLM:
     return model
 
 
+@torch.no_grad()
+def statistics_by_hand(model, prefix_ids, token_ids, temperature=1.0):
+    """Log-probs and entropies (L,) of tokens after a prefix, by a plain forward pass."""
+    ids = torch.tensor([[*map(int, prefix_ids), *map(int, token_ids)]])
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prefix_ids) - 1 : -1].float() / temperature
+    policy = torch.distributions.Categorical(logits=logits)
+    return policy.log_prob(ids[0, len(prefix_ids) :]), policy.entropy()
+
+
 def cache_of(kwargs):
     """The cache among what a model is called with: `cache`, and `past_key_values` before transformers 5.24."""
     return kwargs["cache"] if "cache" in kwargs else kwargs.get("past_key_values")
@@ -75,10 +85,15 @@ def cache_of(kwargs):
 @functools.cache
 def model_on_disk() -> str:
     """Directory of a `make_model()`: a reference model is loaded from where the policy came from."""
+    return on_disk(make_model(), make_tokenizer())
+
+
+def on_disk(*parts) -> str:
+    """A directory that models and tokenizers are saved in, for as long as this process lives."""
     directory = tempfile.mkdtemp(prefix="fr3e-trl-test-")
     atexit.register(shutil.rmtree, directory)
-    make_model().save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
+    for part in parts:
+        part.save_pretrained(directory)
     return directory
 
 

@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 import second_device
 import torch
+from factory import assert_same_run
 from peft import LoraConfig
-from test_resume import REJECTING, check_same, make_trainer
+from test_resume import REFILLED, make_trainer
 from transformers import set_seed
 
 second_device.register()
@@ -39,7 +40,7 @@ def train(device, resume=None, **settings):
     [
         {"num_anchors": 0, "num_iterations": 2},
         {"num_iterations": 2, "beta": 0.1},
-        {"max_refills": 3, "max_steps": 5} | REJECTING,
+        {"max_steps": 5} | REFILLED,
         {"steps_per_generation": 2, "loss_type": "grpo", "peft_config": LoraConfig(target_modules="all-linear")},
     ],
     ids=["grpo", "old_logprobs", "refill", "lora"],
@@ -53,22 +54,17 @@ def test_a_second_device_trains_and_resumes_as_the_cpu_does(settings):
             assert name not in theirs or math.isclose(mine[name], theirs[name], rel_tol=1e-3, abs_tol=1e-5), name
     for step in (1, 2):
         resumed = train("second", resume=f"second/checkpoint-{step}", **settings | {"output_dir": "resumed"})
-        check_same(resumed, whole)
+        assert_same_run(resumed, whole)
 
 
 class Engine:
     """In vLLM's place, with its log-probs: of the `top_k` likeliest tokens, at the temperature of each request."""
 
     def __init__(self, trainer):
-        self.model, self.top_k, self.sampler = trainer.model, trainer.top_k, trainer.sampler
-
-    def sync_weights(self):
-        pass
+        self.model, self.top_k, self.sampler, self.sync_weights = trainer.model, trainer.top_k, trainer.sampler, list
 
     def sample(self, requests):
-        requests = [
-            replace(request, branching=None) for request in requests
-        ]  # or branches have the sampler's log-probs
+        requests = [replace(request, branching=None) for request in requests]  # whose log-probs are the sampler's
         return [
             [replace(sample, logprobs=self.logprobs(request, sample.token_ids)) for sample in samples]
             for request, samples in zip(requests, self.sampler.sample(requests), strict=True)
@@ -79,8 +75,7 @@ class Engine:
         ids = torch.tensor([[*request.prefix_ids, *token_ids]], device=self.model.device)
         logits = self.model(input_ids=ids).logits[0, len(request.prefix_ids) - 1 : -1].cpu() / request.temperature
         likeliest = logits.topk(self.top_k).values
-        logprobs = logits.gather(1, ids[0, len(request.prefix_ids) :, None].cpu()).squeeze(1) - likeliest.logsumexp(1)
-        return logprobs.tolist()
+        return (logits.gather(1, ids[0, len(request.prefix_ids) :, None].cpu())[:, 0] - likeliest.logsumexp(1)).tolist()
 
 
 def test_vllms_log_probs_are_corrected():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -52,44 +53,34 @@ def test_select_bases(rewards, selection, allowed):
     assert all(choice in chosen for choice in allowed)  # each possibility comes up
 
 
-def test_scores():
+def test_scores_and_eligible_positions():
     entropies, logprobs = torch.tensor([0.5, 2.0]), torch.tensor([-3.0, -0.1])
     assert by_entropy(entropies, logprobs, "0").tolist() == [0.5, 2.0]
     torch.testing.assert_close(by_surprisal(entropies, logprobs, "0"), torch.tensor([3.0, 0.1]))
     drawn = at_random(entropies, logprobs, "0")
     assert drawn.shape == (2,) and drawn.tolist() == at_random(entropies, logprobs, "0").tolist()
-
-
-def test_the_first_position_is_never_eligible_and_the_last_is():
-    assert eligible_positions(torch.ones(4), budget=4).tolist() == [False, True, True, True]
-    assert eligible_positions(torch.ones(1), budget=4).tolist() == [False]
-
-
-def test_tokens_of_tools_and_positions_past_the_budget_are_not():
-    entropies = torch.tensor([1.0, NAN, 1.0, 1.0])
-    assert eligible_positions(entropies, budget=3).tolist() == [False, False, True, False]
-
-
-def test_the_rule_of_a_plan():
-    plan = Plan(num_rows=8, shape=Shape(2, 6, 1), anchor_threshold="auto", anchor_min_gap=2)
-    assert anchor_rule(plan, None) == Ranking(by_entropy, 2)  # nothing is known of the first step
-    assert anchor_rule(plan, 0.3) == AboveThreshold(threshold=0.3, min_gap=2)
-    fixed = Plan(num_rows=8, shape=Shape(2, 6, 1), anchor_threshold=0.5)
-    assert anchor_rule(fixed, 0.3) == AboveThreshold(threshold=0.5)
-    scored = Plan(num_rows=8, shape=Shape(2, 6, 1), anchor_score="surprisal")
-    assert anchor_rule(scored, 0.3) == Ranking(by_surprisal)
+    # The first position is never eligible, and the last is. Tokens of tools and positions past the budget are not
+    for entropies, budget, eligible in (
+        (torch.ones(4), 4, [False, True, True, True]),
+        (torch.ones(1), 4, [False]),
+        (torch.tensor([1.0, NAN, 1.0, 1.0]), 3, [False, False, True, False]),
+    ):
+        assert eligible_positions(entropies, budget).tolist() == eligible
 
 
 class EveryThird(StoppingRule):
-    """Another rule is one method."""
-
     def is_uncertain(self, entropies, positions):
         return positions % 3 == 0
 
 
-def test_another_stopping_rule(monkeypatch):
+def test_the_rule_of_a_plan(monkeypatch):
+    plan = Plan(num_rows=8, shape=Shape(2, 6, 1), anchor_threshold="auto", anchor_min_gap=2)
+    assert anchor_rule(plan, None) == Ranking(by_entropy, 2)  # nothing is known of the first step
+    assert anchor_rule(plan, 0.3) == AboveThreshold(threshold=0.3, min_gap=2)
+    assert anchor_rule(replace(plan, anchor_threshold=0.5), 0.3) == AboveThreshold(threshold=0.5, min_gap=2)
+    assert anchor_rule(replace(plan, anchor_threshold=None, anchor_score="surprisal"), 0.3) == Ranking(by_surprisal, 2)
     monkeypatch.setitem(ANCHOR_RULES, "third", lambda threshold, min_gap: EveryThird(min_gap=min_gap))
-    rule = anchor_rule(Plan(num_rows=8, shape=Shape(2, 6, 1), anchor_score="third", anchor_min_gap=4))
+    rule = anchor_rule(replace(plan, anchor_threshold=None, anchor_score="third", anchor_min_gap=4))
     eligible = eligible_positions(torch.ones(20), budget=20)
     assert rule.choose(torch.ones(20), None, eligible, 3) == [3, 9, 15]
 
@@ -112,11 +103,8 @@ def test_rank_takes_the_highest_and_ties_go_to_the_earlier():
     eligible = torch.tensor([False, True, True, True, True])
     assert rank_anchors(scores, eligible, 3) == [2, 3, 4]
     assert rank_anchors(scores, eligible, 9) == [2, 3, 4, 1]
-
-
-def test_rank_keeps_a_gap_to_better_anchors():
+    # It keeps a gap to better anchors: 3 is 1 from 2, 5 is 3 from it; 1 and 4 are closer than 3 to one of them
     scores = torch.tensor([0.0, 5.0, 9.0, 8.0, 1.0, 7.0])
-    # 3 is 1 from 2, 5 is 3 from it; 1 and 4 are closer than 3 to one of them
     assert rank_anchors(scores, torch.ones(6, dtype=torch.bool), 6, min_gap=3) == [2, 5]
 
 
@@ -174,17 +162,10 @@ def test_the_threshold_follows_the_policy():
     assert [uncertainty(entropies, eligible, k, min_gap=2) for k in (1, 2, 3)] == pytest.approx([2.0, 0.4, 0.0])
     assert next_threshold(None, [0.5, 0.1, 0.3, NAN]) == pytest.approx(0.3)
     assert next_threshold(0.2, [0.4]) == pytest.approx(0.7 * 0.2 + 0.3 * 0.4)
-
-
-def test_where_all_entropies_are_alike_the_threshold_that_follows_them_has_anchors():
+    # Where all entropies are alike, the threshold that follows them has anchors, unless they are 0
     entropies = np.full(8, 0.7)
     eligible = eligible_positions(entropies, 8)
     threshold = next_threshold(None, [uncertainty(entropies, eligible, 3)] * 4)
     assert threshold == 0.7
     assert AboveThreshold(threshold=threshold).choose(entropies, None, eligible, 3) == [1, 2, 3]
-
-
-def test_where_nothing_is_uncertain_there_is_no_anchor():
-    entropies = np.zeros(8)
-    eligible = eligible_positions(entropies, 8)
-    assert AboveThreshold(threshold=0.0).choose(entropies, None, eligible, 3) == []
+    assert AboveThreshold(threshold=0.0).choose(np.zeros(8), None, eligible, 3) == []

@@ -18,18 +18,7 @@ from trl import GRPOTrainer
 
 from fr3e_trl import FR3ETrainer, Sample
 from fr3e_trl.commands import check, check_lines, cli
-from fr3e_trl.commands.check import (
-    FAILED,
-    LINES,
-    NOT_RUN,
-    PASSED,
-    Line,
-    Result,
-    in_directory,
-    read_setup,
-    run_line,
-    run_lines,
-)
+from fr3e_trl.commands.check import FAILED, LINES, NOT_RUN, PASSED, Line, Result, in_directory, read_setup
 from fr3e_trl.prefix_sharing import forward as shared_forward
 
 # What takes what a CPU, or this environment, has not
@@ -66,29 +55,31 @@ def changed(setup, **settings):
     return Namespace(**vars(setup) | settings)
 
 
-def result_of(name, setup):
+def outcome_of(name, setup, *said):
+    """The outcome of a line, which must say so."""
     (line,) = [line for line in LINES if line.name == name]
-    result = run_line(line, setup)
+    result = check.run_line(line, setup)
+    assert all(re.search(part, result.told) for part in said), result.told
     if result.outcome == FAILED:
         assert result.told.endswith(f". {line.remedy}.") and "Traceback" in result.log
-    return result.outcome, result.told
+    return result.outcome
 
 
-def test_a_torch_that_does_not_see_the_gpu(setup, tmp_path, monkeypatch):
+def fails(name, setup, *said):
+    assert outcome_of(name, setup, *said) == FAILED
+
+
+def test_a_torch_that_does_not_see_the_gpu_and_a_model_that_is_none(setup, tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    outcome, told = result_of("versions and devices", setup)
-    assert outcome == FAILED and torch.__version__ in told
-    assert result_of("versions and devices", changed(setup, devices=""))[0] == PASSED  # as --use_cpu has it
-
-
-def test_a_model_that_is_none(setup, tmp_path):
+    fails("versions and devices", setup, re.escape(torch.__version__))
+    assert outcome_of("versions and devices", changed(setup, devices="")) == PASSED  # as --use_cpu has it
+    # A model that is none
     (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
     broken = in_directory(changed(setup, model_name_or_path=str(tmp_path)), str(tmp_path / "made"))
-    outcome, told = result_of("model", broken)
-    assert outcome == FAILED and "abacus" in told
-    assert result_of("trees by generate", broken) == (NOT_RUN, "the model was not made")
+    fails("model", broken, "abacus")
+    assert outcome_of("trees by generate", broken, "^the model was not made$") == NOT_RUN
 
 
 def test_losses_that_are_not_grpos(setup, monkeypatch):
@@ -97,20 +88,11 @@ def test_losses_that_are_not_grpos(setup, monkeypatch):
     with monkeypatch.context() as patched:
         of_fr3e = FR3ETrainer._compute_loss
         patched.setattr(FR3ETrainer, "_compute_loss", lambda *args: 1.001 * of_fr3e(*args))
-        outcome, told = result_of(line, setup)
-        assert outcome == FAILED and "norm of the gradient" in told
+        fails(line, setup, "norm of the gradient")
     of_grpo, factor = GRPOTrainer._compute_loss, iter(range(1, 100))
     differing = functools.wraps(of_grpo)(lambda *args: of_grpo(*args) * next(factor))  # with TRL's signature
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", differing)
-    assert result_of(line, setup)[0] == NOT_RUN
-
-
-def test_prefixes_that_cannot_be_shared(tmp_path):
-    """Of a model whose attention has biases by position (ALiBi), as rows apart have them."""
-    MptConfig(d_model=32, n_layers=2, n_heads=4).save_pretrained(tmp_path)
-    setup = made_in(tmp_path, f"--model_name_or_path={tmp_path}")
-    outcome, told = result_of("shared prefixes equal rows apart", setup)
-    assert outcome == FAILED and "share_prefixes is off: it changes log-probs" in told
+    assert outcome_of(line, setup) == NOT_RUN
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -123,10 +105,15 @@ def test_shared_prefixes_that_are_wrong(dtype, setup, monkeypatch):
         return replace(trie, position_ids=trie.position_ids // 2)
 
     monkeypatch.setattr(shared_forward, "fold", at_wrong_positions)
-    outcome, told = result_of("shared prefixes equal rows apart", changed(setup, dtype=dtype))
-    assert outcome == FAILED and re.search(
-        rf"in torch.{dtype}, log-probs differ by [\d.]+, and [\d.]+ is allowed", told
-    )
+    differ = rf"in torch.{dtype}, log-probs differ by [\d.]+, and [\d.]+ is allowed"
+    fails("shared prefixes equal rows apart", changed(setup, dtype=dtype), differ)
+
+
+def test_prefixes_that_cannot_be_shared(tmp_path):
+    """Of a model whose attention has biases by position (ALiBi), as rows apart have them."""
+    MptConfig(d_model=32, n_layers=2, n_heads=4).save_pretrained(tmp_path)
+    setup = made_in(tmp_path, f"--model_name_or_path={tmp_path}")
+    fails("shared prefixes equal rows apart", setup, "share_prefixes is off: it changes log-probs")
 
 
 def test_shared_prefixes_are_compared_without_cudnn(setup, monkeypatch):
@@ -152,10 +139,13 @@ class Overconfident:
         self.vocab_size = trainer.model.config.vocab_size
 
     def sample(self, requests):
-        return [[self.draw(request.max_new_tokens) for _ in range(request.num_samples)] for request in requests]
-
-    def draw(self, length):
-        return Sample(torch.randint(2, self.vocab_size, (length,)).tolist(), [-0.1] * length)
+        return [
+            [
+                Sample(torch.randint(2, self.vocab_size, (r.max_new_tokens,)).tolist(), [-0.1] * r.max_new_tokens)
+                for _ in range(r.num_samples)
+            ]
+            for r in requests
+        ]
 
 
 @pytest.mark.parametrize(
@@ -173,43 +163,35 @@ def test_a_sampler_that_breaks(settings, said, setup):
 
 def test_an_adapter_that_stays(setup, monkeypatch):
     monkeypatch.setattr(check_lines, "variety", lambda completions, **kwargs: [1.0] * len(completions))
-    outcome, told = result_of("LoRA", setup)
-    assert outcome == FAILED and "what moved is nothing" in told
+    fails("LoRA", setup, "what moved is nothing")
 
 
 def test_weights_that_were_cut_and_a_kernel_that_is_not_there(setup, tmp_path):
-    outcome, told = result_of("trees by generate", changed(setup, attn_implementation="flash_attention_2"))
-    assert outcome == FAILED and "flash" in told.lower()
+    fails("trees by generate", changed(setup, attn_implementation="flash_attention_2"), "(?i)flash")
     shutil.copytree(setup.policy, tmp_path / "policy")
     weights = tmp_path / "policy" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     for name in ("QLoRA", "save and resume"):
-        outcome, told = result_of(name, in_directory(setup, str(tmp_path)))
-        assert outcome == FAILED and "Safetensor" in told
-
-
-def test_processes_that_do_not_start(setup, monkeypatch, capfd):
-    monkeypatch.setenv("PYTHONHOME", "/nowhere")
-    outcome, told = result_of("several processes", changed(setup, num_processes=2))
-    assert outcome == FAILED and "exit code" in told and "No module named 'encodings'" in capfd.readouterr().err
+        fails(name, in_directory(setup, str(tmp_path)), "Safetensor")
 
 
 def test_a_save_that_cannot_write(setup):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        outcome, told = result_of("save and resume", setup)
+        fails("save and resume", setup, "too large")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert outcome == FAILED and "too large" in told
 
 
-def test_a_server_that_is_not_there(setup):
+def test_a_server_and_processes_that_do_not_start(setup, monkeypatch, capfd):
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")
+    fails("several processes", changed(setup, num_processes=2), "exit code")
+    assert "No module named 'encodings'" in capfd.readouterr().err
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    outcome, told = result_of("vLLM server", changed(setup, vllm_server_base_url=url))
-    assert outcome == FAILED and "cannot be reached" in told
+    fails("vLLM server", changed(setup, vllm_server_base_url=url), "cannot be reached")
 
 
 # Lines that take their process down
@@ -218,7 +200,7 @@ def test_a_server_that_is_not_there(setup):
 def run_here(tmp_path, *names, time_limit=200.0):
     made = [Line(name, f"lines_of_check:{name}", "Do something") for name in names]
     setup = Namespace(directory=str(tmp_path), time_limit=time_limit)
-    return [result for result in run_lines(made, setup) if isinstance(result, Result)]
+    return [result for result in check.run_lines(made, setup) if isinstance(result, Result)]
 
 
 def test_no_failure_stops_the_lines_that_follow(tmp_path, monkeypatch):

@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from factory import make_trainer
-from models import make_dataset, make_model, make_tokenizer
+from factory import letters, make_trainer
+from models import CPU, make_dataset, make_model, make_tokenizer
 from peft import LoraConfig
 
+from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.checks import warn_of_timeouts
-
-# Prompts
 
 
 def user(content):
@@ -35,8 +34,8 @@ def user(content):
 )
 @pytest.mark.parametrize("position", [0, 3])
 def test_a_prompt_that_is_none(good, bad, named, position):
-    prompts = [bad if i == position else good for i in range(4)]
-    dataset = IterableDataset.from_generator(lambda: ({"prompt": prompt, "number": 2507} for prompt in prompts))
+    examples = [{"prompt": bad if i == position else good, "number": 2507} for i in range(4)]
+    dataset = IterableDataset.from_generator(lambda: iter(examples))
     with pytest.raises(ValueError) as error:
         trainer = make_trainer(dataset=dataset)
         assert position > 0  # the first example is looked at when the trainer is made, the others when their turn comes
@@ -45,35 +44,25 @@ def test_a_prompt_that_is_none(good, bad, named, position):
 
 
 def test_an_example_that_is_refused_costs_no_step():
-    prompts = ["1+1="] * 7 + [""]
-    dataset = IterableDataset.from_generator(lambda: ({"prompt": prompt} for prompt in prompts))
-    trainer = make_trainer(dataset=dataset)
+    examples = [{"prompt": "1+1="}] * 7 + [{"prompt": ""}]
+    trainer = make_trainer(dataset=IterableDataset.from_generator(lambda: iter(examples)))
     with pytest.raises(ValueError, match="not empty") as error:
         trainer.train()
     assert error.value.__notes__[0].startswith(f"Step {trainer.state.global_step}, the last that was trained, is saved")
     assert Path(f"output/checkpoint-{trainer.state.global_step}").is_dir()
 
 
-def test_a_column_of_no_images_is_to_be_removed():
+def test_columns_of_images_among_examples_of_text():
+    """Lists of no images are accepted as by TRL; an image among examples without is refused when its turn comes."""
     dataset = make_dataset().add_column("image", [None] * 16)
     with pytest.raises(NotImplementedError, match=r"a column 'image', whose value is None.*remove_columns\('image'\)"):
         make_trainer(dataset=dataset)
     make_trainer(dataset=dataset.remove_columns("image"))
-
-
-def test_lists_of_no_images_are_accepted_as_by_trl():
-    dataset = make_dataset().add_column("images", [[]] * 16)
-    make_trainer(dataset=dataset, max_steps=1).train()
-
-
-def test_an_image_among_examples_without_is_refused_when_its_turn_comes():
+    make_trainer(dataset=make_dataset().add_column("images", [[]] * 16), max_steps=1).train()
     examples = [{"prompt": "1+1=", "images": [] if i < 2 else ["a picture"]} for i in range(4)]
     trainer = make_trainer(dataset=IterableDataset.from_generator(lambda: iter(examples)))
     with pytest.raises(NotImplementedError, match=r"a column 'images', whose value is .*a picture"):
         trainer.train()
-
-
-# Several processes
 
 
 @pytest.mark.parametrize(
@@ -85,9 +74,6 @@ def test_processes_that_wait_for_a_server_wait_long_enough(settings, is_told, ca
     args = {"vllm_mode": "server", "world_size": 2, "process_index": 0} | times
     warn_of_timeouts(SimpleNamespace(**args | settings))
     assert ("Set ddp_timeout=7200" in caplog.text) == is_told
-
-
-# Rewards
 
 
 @pytest.mark.parametrize(
@@ -115,9 +101,6 @@ def test_large_rewards_train():
     assert after.isfinite().all() and not after.equal(before)
 
 
-# generation_kwargs
-
-
 @pytest.mark.parametrize(
     ("kwargs", "remedy"),
     [
@@ -139,6 +122,9 @@ def test_generation_kwargs_that_cannot_be_honoured(kwargs, remedy):
     with pytest.raises(ValueError, match=rf"generation_kwargs={{'{name}': .*{remedy}.*num_anchors=0"):
         make_trainer(generation_kwargs=kwargs)
     make_trainer(generation_kwargs=kwargs, num_anchors=0)
+    # What is left to be plain GRPO is told
+    with pytest.raises(ValueError, match="With reject_degenerate_states=False, value_prior_strength=0 and"):
+        make_trainer(generation_kwargs=kwargs, num_anchors=0, reject_degenerate_states=True)
 
 
 @pytest.mark.parametrize(
@@ -147,31 +133,24 @@ def test_generation_kwargs_that_cannot_be_honoured(kwargs, remedy):
         ("min_length", 4, "generation_kwargs={'min_length': 0}"),
         ("exponential_decay_length_penalty", (2, 3.0), "it to None"),
         ("stop_strings", ["="], "it to None"),
+        # What is cut off is told
+        *(("min_p", 0.1, None), ("typical_p", 0.9, None), ("no_repeat_ngram_size", 2, None)),
     ],
 )
-def test_the_same_in_the_models_own_configuration(name, value, remedy):
+def test_the_same_in_the_models_own_configuration(name, value, remedy, caplog):
     model = make_model()
     setattr(model.generation_config, name, value)
-    with pytest.raises(ValueError, match=re.escape(f"generation_config has {name}={value}") + ".*" + re.escape(remedy)):
-        make_trainer(model=model)
-
-
-@pytest.mark.parametrize("name, value", [("min_p", 0.1), ("typical_p", 0.9), ("no_repeat_ngram_size", 2)])
-def test_what_the_models_own_configuration_cuts_off_is_told(name, value, caplog):
-    model = make_model()
-    setattr(model.generation_config, name, value)
+    named = f"generation_config has {name}={value}"
+    if remedy is not None:
+        with pytest.raises(ValueError, match=re.escape(named) + ".*" + re.escape(remedy)):
+            make_trainer(model=model)
+        return
     make_trainer(model=model)
-    assert f"generation_config has {name}={value}, which changes what is sampled" in caplog.text
+    assert f"{named}, which changes what is sampled" in caplog.text
     caplog.clear()
     make_trainer(model=model, generation_kwargs={name: value})
     assert "changes what is sampled" not in caplog.text
     make_trainer(model=model, num_anchors=0)
-
-
-def test_what_is_left_to_be_plain_grpo_is_told():
-    settings = {"num_anchors": 0, "reject_degenerate_states": True}
-    with pytest.raises(ValueError, match="With reject_degenerate_states=False, value_prior_strength=0 and"):
-        make_trainer(generation_kwargs={"stop": "x"}, **settings)
 
 
 @pytest.mark.parametrize(
@@ -216,33 +195,30 @@ def test_an_adapters_model_that_generates_in_float32(dtype, told, caplog):
     assert ("--dtype bfloat16, which halves its memory" in caplog.text) is told
 
 
-# One prompt
+FIXED = {"num_generations": 8, "per_device_train_batch_size": 8, "value_prior_strength": 4}  # TRL's default sizes
+FOUR = {"num_generations": 4, "per_device_train_batch_size": 4}
 
 
-def warnings_of(caplog, **settings):
+@pytest.mark.parametrize(
+    ("settings", "says", "says_not"),
+    [
+        # There are two base trajectories
+        (FIXED, ["generation_batch_size=8 / num_generations=8", "accumulation_steps=8"], "teaches nothing"),
+        (FIXED | FOUR, ["teaches nothing"], None),
+        (FIXED | {"gradient_accumulation_steps": 8}, None, None),
+        # Without a prior of the batch one prompt is enough
+        (FIXED | {"value_prior_strength": 0}, None, None),
+        (FIXED | {"value_prior_strength": None, "value_tracker": True}, None, None),
+    ],
+    ids=str,
+)
+def test_a_batch_of_one_prompt_is_warned_of(settings, says, says_not, caplog):
     with caplog.at_level(logging.WARNING, logger="fr3e_trl"):
-        trainer = make_trainer(**settings)
-    return trainer, [r.getMessage() for r in caplog.records if "one prompt" in r.getMessage()]
-
-
-def test_a_batch_of_one_prompt_is_warned_of(caplog):
-    trl_sizes = {"num_generations": 8, "per_device_train_batch_size": 8}  # TRL's defaults
-    fixed = {"value_prior_strength": 4}
-    _, (warning,) = warnings_of(caplog, **trl_sizes, **fixed)
-    assert "generation_batch_size=8 / num_generations=8" in warning and "gradient_accumulation_steps=8" in warning
-    assert "teaches nothing" not in warning  # there are two base trajectories
-    caplog.clear()
-    _, (warning,) = warnings_of(caplog, num_generations=4, per_device_train_batch_size=4, **fixed)
-    assert "teaches nothing" in warning
-    caplog.clear()
-    trainer, warnings = warnings_of(caplog, **trl_sizes, **fixed, gradient_accumulation_steps=8)
-    assert not warnings and trainer.args.generation_batch_size == 64
-
-
-@pytest.mark.parametrize("settings", [{"value_prior_strength": 0}, {"value_tracker": True}])
-def test_without_a_prior_of_the_batch_one_prompt_is_enough(settings, caplog):
-    _, warnings = warnings_of(caplog, per_device_train_batch_size=8, **settings)
-    assert not warnings
+        make_trainer(**settings)
+    warnings = [r.getMessage() for r in caplog.records if "one prompt" in r.getMessage()]
+    assert len(warnings) == (says is not None)
+    for warning in warnings:
+        assert all(words in warning for words in says) and (says_not is None or says_not not in warning)
 
 
 def test_tokens_that_the_model_has_no_embedding_for(tmp_path):
@@ -254,11 +230,19 @@ def test_tokens_that_the_model_has_no_embedding_for(tmp_path):
     trainer.train()
     assert trainer.state.global_step == 2
     used = Dataset.from_dict({"prompt": ["12", "1<image>2"] * 8})
-    refused = (
-        rf"Token {len(tokenizer) - 1} \('<image>'\) is used, and the model has embeddings for {len(tokenizer) - 1} of"
-    )
+    last = len(tokenizer) - 1
+    refused = rf"Token {last} \('<image>'\) is used, and the model has embeddings for {last} of"
     with pytest.raises(ValueError, match=refused):
         make_trainer(model=model, tokenizer=tokenizer, dataset=used, output_dir=str(tmp_path)).train()
     tokenizer.pad_token = "<image>"
     with pytest.raises(ValueError, match=refused):
         make_trainer(model=model, tokenizer=tokenizer)
+
+
+def test_what_is_not_supported_or_missing():
+    with pytest.raises(NotImplementedError, match=r"vllm_structured_outputs_regex.*num_anchors=0"):
+        make_trainer(vllm_structured_outputs_regex="[0-9]+")
+    with pytest.raises(ValueError, match="No reward source"):
+        make_trainer(reward_funcs=None)
+    with pytest.raises(ValueError, match="`train_dataset` is required"):
+        FR3ETrainer(make_model(), letters, FR3EConfig("unused", **CPU), processing_class=make_tokenizer())

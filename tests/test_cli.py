@@ -19,11 +19,6 @@ from fr3e_trl.commands.statistics import t_quantile
 ROOT = Path(__file__).parents[1]
 
 
-def test_installed_command():
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts == {"fr3e": "fr3e_trl.commands.cli:main"}
-
-
 @pytest.mark.parametrize(
     ("module", "arguments", "commands"),
     [
@@ -45,11 +40,19 @@ def test_help_is_quick(module, arguments, commands):
     assert output.splitlines()[-1] == "False"
 
 
-def test_subcommand_gets_what_follows(monkeypatch):
+def test_installed_command_gives_a_subcommand_what_follows(monkeypatch):
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"fr3e": "fr3e_trl.commands.cli:main"}
     given = []
     monkeypatch.setattr("fr3e_trl.commands.tree.main", given.extend)
     cli.main(["tree", "--config", "x.yaml", "--help"])
     assert given == ["--config", "x.yaml", "--help"]
+    arguments = ["train", "--debug", "underflow_overflow", "--debug"]  # the first is the trainers'
+    assert cli.without_debug(arguments) == (["train", "--debug", "underflow_overflow"], True)
+    # A mistake in the code keeps its traceback. Nobody raised it: Python did, in no file of the user's
+    monkeypatch.setattr("fr3e_trl.commands.tree.main", int)
+    with pytest.raises(TypeError, match=r"int.* argument must be"):
+        cli.main(["tree"])
 
 
 def test_missing_extra(monkeypatch, capsys):
@@ -77,23 +80,9 @@ def test_debug_shows_the_traceback(arguments, shows, capsys, monkeypatch):
         assert told.splitlines()[-1].startswith("fr3e tree: error: nowhere has no folder")
 
 
-def test_debug_of_the_trainers_stays():
-    arguments = ["train", "--debug", "underflow_overflow", "--debug"]
-    assert cli.without_debug(arguments) == (["train", "--debug", "underflow_overflow"], True)
-
-
-def test_a_mistake_in_the_code_keeps_its_traceback(monkeypatch):
-    """Nobody raised it: Python did, in no file of the user's."""
-    monkeypatch.setattr("fr3e_trl.commands.tree.main", int)
-    with pytest.raises(TypeError, match=r"int.* argument must be"):
-        cli.main(["tree"])
-
-
-@pytest.mark.parametrize(
-    "degrees, quantile", [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (5, 2.5706), (9, 2.2622), (30, 2.0423)]
-)
-def test_t_quantiles_of_the_tables(degrees, quantile):
-    assert t_quantile(degrees) == pytest.approx(quantile, rel=2e-3)
+def test_t_quantiles_of_the_tables():
+    told = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 9: 2.2622, 30: 2.0423}
+    assert {degrees: t_quantile(degrees) for degrees in told} == pytest.approx(told, rel=2e-3)
 
 
 # Recipes

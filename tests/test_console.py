@@ -1,6 +1,5 @@
 """What a run prints, and the model card that it leaves, by `train()` and as `fr3e train`."""
 
-import contextlib
 import io
 import random
 import re
@@ -9,13 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from factory import make_trainer, train, weights
+from factory import make_trainer, train
 from huggingface_hub import ModelCard
 from models import make_dataset, model_on_disk
 from test_recipes import command_line
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers import trainer as transformers_trainer
-from trl import GRPOTrainer
 
 from fr3e_trl import FR3ETrainer
 from fr3e_trl.callbacks import Console, changes, duration, say
@@ -50,10 +48,8 @@ def test_a_log_is_a_line_and_the_end_says_what_came_of_it(capsys):
     assert lines[0] == START
     steps = [line for line in lines if re.fullmatch(STEP, line)]
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [f"reward {entry['fr3e/value/S0']:.3f}" in line for line, entry in zip(steps, logs, strict=True)] == [
-        True
-    ] * 6
-    assert all(len(entry) > 40 for entry in logs)  # all metrics are still there
+    assert all(f"reward {entry['fr3e/value/S0']:.3f}" in line for line, entry in zip(steps, logs, strict=True))
+    assert len(logs) == 6 and all(len(entry) > 40 for entry in logs)  # all metrics are still there
     evaluations = [line for line in lines if line.startswith("step 3/6  evaluation  reward ")]
     assert len(evaluations) == 1 and max(map(len, steps)) < 100
     end = lines[lines.index("") :]
@@ -69,17 +65,16 @@ def test_a_log_is_a_line_and_the_end_says_what_came_of_it(capsys):
     first, last = (entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry)
     assert rows["eval_reward"] == f"{first:.3f} → {last:.3f}"
     assert Path(rows["trees"]).exists() and Path(rows["all metrics"]).exists()
+    trainer.train(resume_from_checkpoint=True)
+    assert printed(capsys)[0].startswith("All 6 steps are done.")
 
 
 def test_without_exploration_the_line_has_the_reward(capsys):
-    theirs = train(GRPOTrainer, beta=0.1)
-    capsys.readouterr()
-    ours = train(FR3ETrainer, beta=0.1, num_anchors=0, **LINES)
+    train(FR3ETrainer, beta=0.1, num_anchors=0, **LINES)
     lines = capsys.readouterr().out.splitlines()
     steps = [line for line in lines if line.startswith("step ")]
     assert all(re.match(r"step \d/2  reward [\d.]+  length \d+  entropy [\d.]+  kl ", line) for line in steps)
     assert lines[0] == DICT and len(steps) == 2
-    assert weights(ours).equal(weights(theirs))
 
 
 def test_all_metrics_are_printed_as_by_trl_where_the_line_says_so(capsys):
@@ -88,6 +83,8 @@ def test_all_metrics_are_printed_as_by_trl_where_the_line_says_so(capsys):
     lines = printed(capsys)
     assert len(lines) == 3 and all(line.startswith("{'loss': ") and "'fr3e/value/S0': " in line for line in lines[:2])
     trainer = make_trainer(FR3ETrainer, max_steps=1, **LINES)
+    trainer.log({"mine": 0.25, "note": "text"})  # a user's
+    assert printed(capsys) == ["step 0/0  mine 0.25  note text"]
     trainer.remove_callback(ProgressCallback)
     trainer.train()
     assert printed(capsys) == []
@@ -123,14 +120,8 @@ def test_a_terminal_has_a_bar(monkeypatch, capsys):
 @pytest.mark.parametrize("logging_steps", [1, 10])
 def test_what_can_be_mended_is_told_once(logging_steps, capsys):
     """Also where a run ends before its first log."""
-    train(
-        FR3ETrainer,
-        max_steps=3,
-        logging_steps=logging_steps,
-        max_completion_length=4,
-        **LINES,
-        reward_funcs=lambda completions, **_: [1.0] * len(completions),
-    )
+    settings = LINES | {"max_steps": 3, "logging_steps": logging_steps, "max_completion_length": 4}
+    train(FR3ETrainer, **settings, reward_funcs=lambda completions, **_: [1.0] * len(completions))
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert len(warnings) == 2
     assert "raise max_completion_length" in warnings[0] and "collapsed" in warnings[0]
@@ -142,13 +133,6 @@ def test_a_threshold_that_no_token_reaches_is_told(capsys):
     assert "warning: fr3e/anchor/count = 0: there were no branches." in capsys.readouterr().out
     train(FR3ETrainer, num_anchors=0, reject_degenerate_states=True, **LINES)  # asks for none
     assert "there were no branches" not in capsys.readouterr().out
-
-
-def test_a_run_that_is_over_says_so(capsys):
-    trainer = train(FR3ETrainer, max_steps=1, save_strategy="steps", **LINES)
-    capsys.readouterr()
-    trainer.train(resume_from_checkpoint=True)
-    assert printed(capsys)[0].startswith("All 1 steps are done.")
 
 
 def test_each_of_several_evaluation_sets_is_told_apart(capsys):
@@ -167,21 +151,28 @@ def test_each_of_several_evaluation_sets_is_told_apart(capsys):
         assert any(line.startswith(f"  eval_reward of {name}") and f"{value} → {value}" in line for line in lines)
 
 
-def test_what_users_log_is_printed(capsys):
-    trainer = make_trainer(FR3ETrainer, **LINES)
-    trainer.log({"mine": 0.25, "note": "text"})
-    assert printed(capsys) == ["step 0/0  mine 0.25  note text"]
-
-
 @pytest.mark.fast
-def test_durations():
-    assert [duration(seconds) for seconds in (4, 99, 100, 720, 12_000)] == [
-        "4 s",
-        "99 s",
-        "2 min",
-        "12 min",
-        "3 h 20 min",
-    ]
+def test_what_is_said(monkeypatch, tmp_path):
+    """Durations; letters that an output cannot have; a damaged file; secrets, also within settings."""
+    told = ["4 s", "99 s", "2 min", "12 min", "3 h 20 min"]
+    assert [duration(seconds) for seconds in (4, 99, 100, 720, 12_000)] == told
+    output = io.BytesIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="latin-1"))
+        say("0.1 → 0.2 ± 0.1")
+        assert output.getvalue() == "0.1 ? 0.2 ± 0.1\n".encode("latin-1")
+    # A checkpoint that later ones replaced is not taken for damaged
+    assert name_damaged_file("output/checkpoint-1", "output", RuntimeError("quota exceeded")) is None
+    nested = {
+        "model_init_kwargs": {"token": "hf_1", "dtype": "float32"},
+        "config": '{"api_key": "hf_2"}',
+        "hub_token": "hf_3",
+        "resume_from_checkpoint": "true",  # which a run that begins anew cannot
+    }
+    write_recipe(tmp_path / "resolved.yaml", nested)
+    text = (tmp_path / "resolved.yaml").read_text()
+    assert "hf_" not in text and "resume" not in text and "float32" in text
+    assert concealed("--kwargs={'token': 'hf_4', 'max_tokens': 3}") == "--kwargs={'token': ***, 'max_tokens': 3}"
 
 
 @pytest.mark.fast
@@ -203,28 +194,17 @@ def test_intervals_of_logs_hold_the_truth(number):
 # As a command
 
 
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    """A run of `fr3e train` with the recipe `smoke` and a tiny model: its directory, and the lines that it printed."""
-    folder = tmp_path_factory.mktemp("smoke")
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
-        patch.chdir(ROOT)
-        cli.main(["train", *command_line("smoke", folder), "--hub_token=hf_mine", "--seed", "7"])
-    return folder / "output", output.getvalue().splitlines()
-
-
-def test_the_command_that_comes_next_runs(smoke, monkeypatch, capsys):
-    folder, lines = smoke
+def test_the_command_that_comes_next_runs_and_the_card_says_what_was_trained(tmp_path, monkeypatch, capsys):
+    """With the recipe `smoke` and a tiny model."""
     monkeypatch.chdir(ROOT)
+    cli.main(["train", *command_line("smoke", tmp_path), "--hub_token=hf_mine", "--seed", "7"])
+    lines, folder = capsys.readouterr().out.splitlines(), tmp_path / "output"
     assert lines[-2] == f"  model        {folder}"
     assert sum("  next  " in line for line in lines) == 1
     _, command, *arguments = shlex.split(lines[-1].split("next", 1)[1])
     cli.main([command, *arguments, "--limit=1", "--num_samples=2", f"--output_dir={folder / 'eval'}"])
     assert "pass@1" in capsys.readouterr().out
-
-
-def test_the_card_says_what_was_trained(smoke):
-    card = ModelCard.load(smoke[0] / "README.md")
+    card = ModelCard.load(folder / "README.md")
     assert "None" not in card.text and card.data.datasets is None and "hf_mine" not in card.text
     assert f"This model is a fine-tuned version of `{Path(model_on_disk()).name}`" in card.text
     rows = dict(re.findall(r"^\| ([^|]+) \| `(.+)` \|$", card.text, flags=re.MULTILINE))
@@ -238,13 +218,6 @@ def test_a_step_that_generates_nothing_says_nothing_of_what_was_generated(capsys
     first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step "))
     assert "  reward " in first and "  entropy " in first
     assert second == "step 2/2  same batch  0 s left"
-
-
-def test_letters_that_the_output_cannot_have_end_no_run(monkeypatch):
-    output = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="latin-1"))
-    say("0.1 → 0.2 ± 0.1")
-    assert output.getvalue() == "0.1 ? 0.2 ± 0.1\n".encode("latin-1")
 
 
 def test_the_card_has_settings_that_differ_results_of_evaluation_and_the_step_of_the_best_weights():
@@ -273,34 +246,12 @@ def test_the_card_of_a_resumed_run_has_the_learning_rate_that_it_kept():
 
 
 def test_the_command_that_evaluates_says_what_the_recipe_said():
-    recipe = ["--config", str(ROOT / "recipes/qwen3/4b_qlora.yaml")]
-    others = ["--bf16=false", "--use_vllm=false", "--use_cpu=true", "--trust_remote_code=true"]
-    words = shlex.split(evaluation_command(*parse_arguments(make_parser(), [*recipe, *others])))
-    for option, value in (
-        ("--chat_template_kwargs", '{"enable_thinking": false}'),
-        ("--load_in_4bit", "True"),
-        ("--use_bnb_nested_quant", "True"),
-        ("--dtype", "bfloat16"),
-        ("--trust_remote_code", "True"),
+    given = ["--config", str(ROOT / "recipes/qwen3/4b_qlora.yaml"), "--bf16=false", "--use_vllm=false"]
+    given += ["--use_cpu=true", "--trust_remote_code=true", "--answer_column=answer", "--answer_separator=---"]
+    command = evaluation_command(*parse_arguments(make_parser(), given))
+    for words in (
+        """--chat_template_kwargs '{"enable_thinking": false}'""",
+        *("--load_in_4bit True", "--use_bnb_nested_quant True", "--dtype bfloat16", "--trust_remote_code True"),
+        "--answer_column answer --answer_separator=---",
     ):
-        assert words[words.index(option) + 1] == value
-    answers = ["--answer_column=answer", "--answer_separator=---"]
-    command = evaluation_command(*parse_arguments(make_parser(), [*recipe, *others, *answers]))
-    assert "--answer_column answer --answer_separator=---" in command
-
-
-def test_a_checkpoint_that_later_ones_replaced_is_not_taken_for_damaged():
-    assert name_damaged_file("output/checkpoint-1", "output", RuntimeError("quota exceeded")) is None
-
-
-def test_secrets_within_settings_are_concealed(tmp_path):
-    nested = {
-        "model_init_kwargs": {"token": "hf_1", "dtype": "float32"},
-        "config": '{"api_key": "hf_2"}',
-        "hub_token": "hf_3",
-        "resume_from_checkpoint": "true",  # which a run that begins anew cannot
-    }
-    write_recipe(tmp_path / "resolved.yaml", nested)
-    text = (tmp_path / "resolved.yaml").read_text()
-    assert "hf_" not in text and "resume" not in text and "float32" in text
-    assert concealed("--kwargs={'token': 'hf_4', 'max_tokens': 3}") == "--kwargs={'token': ***, 'max_tokens': 3}"
+        assert words in command

@@ -23,26 +23,32 @@ def at_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
+def accuracies(example, *texts, **settings):
+    """The prompt of an example, and the rewards of completions that answer it so."""
+    mapped = data.map_columns(example, FR3EScriptArguments(answer_column="answer", **settings))
+    completions = [[{"role": "assistant", "content": rf"So \boxed{{{text}}}."}] for text in texts]
+    return mapped.get("prompt"), accuracy_reward(completions, [mapped["solution"]] * len(texts))
+
+
 def test_gsm8k_columns():
-    args = FR3EScriptArguments(
-        prompt_column="question", answer_column="answer", answer_separator="####", system_prompt="Box it."
-    )
     # Without the separator math-verify takes the 3
     example = {"question": "How many pens?", "answer": "The answer is 3.\nTimes 400 is 1,200.\n#### 1,200"}
-    mapped = data.map_columns(example, args)
-    assert mapped["prompt"] == [
-        {"role": "system", "content": "Box it."},
-        {"role": "user", "content": "How many pens?"},
-    ]
-    completions = [[{"role": "assistant", "content": rf"So \boxed{{{answer}}}."}] for answer in ("1200", "3")]
-    assert accuracy_reward(completions, [mapped["solution"]] * 2) == [1.0, 0.0]
+    settings = {"prompt_column": "question", "answer_separator": "####", "system_prompt": "Box it."}
+    prompt, rewards = accuracies(example, "1200", "3", **settings)
+    assert prompt == [{"role": "system", "content": "Box it."}, {"role": "user", "content": "How many pens?"}]
+    assert rewards == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("answer, wrong", [(r"2\sqrt{3}", "2"), (r"\dfrac{9}{7}", "9"), ("(3,4)", "4"), ("72", "7")])
-def test_bare_answers_are_read_as_latex(answer, wrong):
-    mapped = data.map_columns({"answer": answer}, FR3EScriptArguments(answer_column="answer"))
-    completions = [[{"role": "assistant", "content": rf"So \boxed{{{text}}}."}] for text in (answer, wrong)]
-    assert accuracy_reward(completions, [mapped["solution"]] * 2) == [1.0, 0.0]
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        *((text, text, wrong) for text, wrong in ((r"2\sqrt{3}", "2"), (r"\dfrac{9}{7}", "9"), ("(3,4)", "4"))),
+        *((["$\\frac{1}{2}$"], "0.5", "2"), (["1", "-1"], "-1, 1", "1"), (204, "204", "20"), ("025", "25", "5")),
+    ],
+)
+def test_answers_are_read_as_latex(answer, right, wrong):
+    """Bare ones; lists, as in OlympiadBench, and numbers; LaTeX in dollars, and zeros in front, as in AIME."""
+    assert accuracies({"answer": answer}, right, wrong)[1] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -66,36 +72,32 @@ def test_columns_of_a_csv(tmp_path):
     assert list(loaded["level"]) == [1, 2]
 
 
-@pytest.mark.parametrize("prompt_column, kept", [(None, ["12", "1234"]), ("prompt", ["12"])])
-def test_long_prompts_are_dropped(prompt_column, kept, tmp_path):
-    """The tokens of the chat template count: here a user's, `<eos>` and the assistant's."""
-    Dataset.from_dict({"prompt": ["12", "1234", "123456"]}).to_json(tmp_path / "data.jsonl")
-    args = FR3EScriptArguments(
-        dataset_name=str(tmp_path / "data.jsonl"), prompt_column=prompt_column, max_prompt_length=5
-    )
-    prompts = data.load_examples(args, "train", make_tokenizer())["prompt"]
+@pytest.mark.parametrize(
+    ("prompt_column", "most", "told", "kept"),
+    [
+        (None, 5, None, ["12", "1234"]),
+        ("prompt", 5, None, ["12"]),
+        ("prompt", 7, None, ["12", "1234"]),
+        ("prompt", 7, {"thinks": False}, ["12"]),  # as Qwen3's template, with `enable_thinking: false`
+    ],
+)
+def test_long_prompts_are_dropped(prompt_column, most, told, kept, tmp_path):
+    """The tokens of the chat template count: here a user's, `<eos>` and the assistant's, and what it is told."""
+    path = str(tmp_path / "data.jsonl")
+    Dataset.from_dict({"prompt": ["12", "1234", "123456"]}).to_json(path)
+    args = FR3EScriptArguments(dataset_name=path, prompt_column=prompt_column, max_prompt_length=most)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template += "{{ '=' if thinks is false }}"
+    prompts = data.load_examples(args, "train", tokenizer, told)["prompt"]
     assert [prompt if prompt_column is None else prompt[0]["content"] for prompt in prompts] == kept
 
 
-def test_what_the_chat_template_is_told_counts(tmp_path):
-    """As Qwen3's does, with `enable_thinking: false`."""
-    Dataset.from_dict({"question": ["12", "1234"]}).to_json(tmp_path / "data.jsonl")
-    args = FR3EScriptArguments(dataset_name=str(tmp_path / "data.jsonl"), prompt_column="question", max_prompt_length=7)
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template += "{{ '=' if thinks is false }}"
-    assert len(data.load_examples(args, "train", tokenizer)) == 2
-    assert data.load_examples(args, "train", tokenizer, {"thinks": False})["question"] == ["12"]
-
-
-def test_rewards_by_name_and_by_path():
+def test_rewards_by_name_and_by_path(tmp_path):
     assert data.get_reward("accuracy_reward") is accuracy_reward
     smoke_reward = data.get_reward("recipes.smoke_reward.answer_reward")
     texts = ["1 + 1 = 2\n<answer>2</answer>", "<answer>3</answer>", "2"]
     assert smoke_reward(completions=texts, solution=["2"] * 3, prompts=[""] * 3) == [1.0, 0.0, 0.0]
-
-
-def test_reward_in_a_file(tmp_path):
-    """Which may have the name of a module, and dataclasses, which look theirs up."""
+    # A file may have the name of a module, and dataclasses, which look theirs up
     (tmp_path / "json.py").write_text(
         "from __future__ import annotations\nfrom dataclasses import dataclass\n\n"
         "@dataclass\nclass Score:\n    value: float\n\n"
@@ -104,17 +106,6 @@ def test_reward_in_a_file(tmp_path):
     score = data.get_reward(f"{tmp_path / 'json.py'}:score")
     assert data.call_reward("score", score, completions=["12", ""]) == [2, 0]
     assert importlib.import_module("json").loads("1") == 1
-
-
-@pytest.mark.parametrize(
-    ("answer", "right", "wrong"),
-    [(["$\\frac{1}{2}$"], "0.5", "2"), (["1", "-1"], "-1, 1", "1"), (204, "204", "20"), ("025", "25", "5")],
-)
-def test_answers_of_other_types(answer, right, wrong):
-    """Lists, as in OlympiadBench, and numbers; LaTeX in dollars, and zeros in front, as in AIME."""
-    mapped = data.map_columns({"answer": answer}, FR3EScriptArguments(answer_column="answer"))
-    completions = [[{"role": "assistant", "content": rf"So \boxed{{{text}}}."}] for text in (right, wrong)]
-    assert accuracy_reward(completions, [mapped["solution"]] * 2) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

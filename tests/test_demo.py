@@ -6,7 +6,6 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,16 +19,6 @@ def run(script: str, *arguments: str) -> str:
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    """The examples as modules: (demo, make_demo_policy)."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import demo
-    import make_demo_policy
-
-    return demo, make_demo_policy
 
 
 def test_the_demo_trains_shows_a_tree_and_leaves_a_checkpoint(tmp_path):
@@ -49,23 +38,17 @@ def test_the_demo_trains_shows_a_tree_and_leaves_a_checkpoint(tmp_path):
 
 def test_a_policy_can_be_made_anew(tmp_path):
     run("make_demo_policy.py", "--max_steps=2", f"--output_dir={tmp_path}")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    shipped = AutoModelForCausalLM.from_pretrained(POLICY)
-    assert {n: p.shape for n, p in model.state_dict().items()} == {n: p.shape for n, p in shipped.state_dict().items()}
-    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(POLICY).get_vocab()
+    made, shipped = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path, POLICY))
+    assert {name: p.shape for name, p in made.items()} == {name: p.shape for name, p in shipped.items()}
+    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == AutoTokenizer.from_pretrained(POLICY).get_vocab()
 
 
-def test_no_problem_is_in_two_splits(modules):
-    _, make_demo_policy = modules
-    questions = {
-        split: [problem["question"] for problem in islice(make_demo_policy.problems(split, seed=0), 300)]
-        for split in make_demo_policy.SPLITS
-    }
-    everything = [question for split in questions.values() for question in split]
-    assert len(set(everything)) == len(everything) == 900
+def test_no_problem_is_in_two_splits_and_only_entirely_right_answers_are_rewarded(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import demo
+    from make_demo_policy import SPLITS, problems
 
-
-def test_only_entirely_right_answers_are_rewarded(modules):
-    demo, _ = modules
+    questions = [problem["question"] for split in SPLITS for problem in islice(problems(split, seed=0), 300)]
+    assert len(set(questions)) == len(questions) == 900
     completions = ["\n1 + 11 = 12\n<answer>12</answer>", "<answer>112</answer>", "<answer>-12</answer>", "12", ""]
     assert demo.is_right(completions, ["12"] * 5) == [1.0, 0.0, 0.0, 0.0, 0.0]

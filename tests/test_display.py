@@ -37,35 +37,35 @@ def make_tree(right: float = 1.0, wrong: float = 0.0) -> Tree:
     return tree
 
 
+TEXT = """\
+PROMPT
+  1+2+3=
+
+S0  the prompt: V = 0.50
+    ✓ 3+3=↵6<eos>  (trajectory 1)
+    ✗ 1+5=↵7<eos>  (trajectory 2)
+
+TRAJECTORY 1 ✓  explored: rollouts branch before the tokens in ⟦ ⟧
+  3+⟦S1: 3⟧=↵⟦S2: 6⟧<eos>
+
+S1  before token 3 of 7: H = 0.25 nats, V = 0.50 (S0: 0.50)
+    ✗ 4=↵7<eos>
+    ✓ 3=↵6<eos>
+
+S2  before token 6 of 7: H = 0.62 nats, V = 1.00 (S1: 0.50), α = 0.61, rejected
+    ✓ 6<eos>
+    ✓ 6<eos>
+
+TRAJECTORY 2 ✗  explored: rollouts branch before the tokens in ⟦ ⟧
+  1+5=⟦S3: ↵⟧7<eos>
+
+S3  before token 5 of 7: H = 0.50 nats, V = 0.00 (S0: 0.50), α = 1.65, rejected
+    ✗ ↵9<eos>
+    ✗ ↵8<eos>"""
+
+
 def test_everything_is_told_in_the_order_of_the_chains():
-    assert render_tree(make_tree(), TOKENIZER).split("\n\nS0 is")[0] == "\n".join(
-        [
-            "PROMPT",
-            "  1+2+3=",
-            "",
-            "S0  the prompt: V = 0.50",
-            "    ✓ 3+3=↵6<eos>  (trajectory 1)",
-            "    ✗ 1+5=↵7<eos>  (trajectory 2)",
-            "",
-            "TRAJECTORY 1 ✓  explored: rollouts branch before the tokens in ⟦ ⟧",
-            "  3+⟦S1: 3⟧=↵⟦S2: 6⟧<eos>",
-            "",
-            "S1  before token 3 of 7: H = 0.25 nats, V = 0.50 (S0: 0.50)",
-            "    ✗ 4=↵7<eos>",
-            "    ✓ 3=↵6<eos>",
-            "",
-            "S2  before token 6 of 7: H = 0.62 nats, V = 1.00 (S1: 0.50), α = 0.61, rejected",
-            "    ✓ 6<eos>",
-            "    ✓ 6<eos>",
-            "",
-            "TRAJECTORY 2 ✗  explored: rollouts branch before the tokens in ⟦ ⟧",
-            "  1+5=⟦S3: ↵⟧7<eos>",
-            "",
-            "S3  before token 5 of 7: H = 0.50 nats, V = 0.00 (S0: 0.50), α = 1.65, rejected",
-            "    ✗ ↵9<eos>",
-            "    ✗ ↵8<eos>",
-        ]
-    )
+    assert render_tree(make_tree(), TOKENIZER).split("\n\nS0 is")[0] == TEXT
 
 
 def test_branches_that_differ():
@@ -80,6 +80,10 @@ def test_branches_that_differ():
     assert "    ✓ 3+3=↵6<eos>  (trajectory 1)\n    ✗ 1+5=↵7<eos>" in text
     first.differs = False
     assert "    ✗ 4=↵7<eos>  (same token)" in render_tree(tree, TOKENIZER)
+    del tree.states[1:]  # without exploration there is the prompt alone
+    text = render_tree(tree, TOKENIZER)
+    assert "S1" not in text and "TRAJECTORY" not in text
+    assert "    ✓ 3+3=↵6<eos>\n    ✗ 1+5=↵7<eos>" in text
 
 
 def test_rewards_other_than_right_and_wrong_are_numbers_and_unscorable_ones_question_marks():
@@ -94,22 +98,11 @@ def test_rewards_other_than_right_and_wrong_are_numbers_and_unscorable_ones_ques
 def test_long_texts_are_shortened_to_their_ends(length):
     tree = make_tree()
     tree.prompt_ids = as_ids(ids("what is " + "1+" * length + "2="))
-    tree.bases[0] = rollout("3+3=\n6" + "5" * length + ".", 1.0)
-    tree.states[0].rollouts[0] = tree.bases[0]
+    tree.states[0].rollouts[0] = tree.bases[0] = rollout("3+3=\n6" + "5" * length + ".", 1.0)
     tree.states[1].rollouts[0] = rollout("4=" + "7" * length + "-8", 0.0)
     text = render_tree(tree, TOKENIZER)
-    assert max(map(len, text.splitlines())) <= WIDTH
-    assert len(text) < 4000
-    assert "    ✗ 4=777" in text and "777-8\n" in text
-    assert "what is 1+1" in text and "1+2=" in text
-
-
-def test_without_exploration_there_is_the_prompt_alone():
-    tree = make_tree()
-    del tree.states[1:]
-    text = render_tree(tree, TOKENIZER)
-    assert "S1" not in text and "TRAJECTORY" not in text
-    assert "    ✓ 3+3=↵6<eos>\n    ✗ 1+5=↵7<eos>" in text
+    assert max(map(len, text.splitlines())) <= WIDTH and len(text) < 4000
+    assert all(part in text for part in ("    ✗ 4=777", "777-8\n", "what is 1+1", "1+2="))
 
 
 def test_a_terminal_obeys_no_completion():

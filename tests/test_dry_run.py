@@ -39,12 +39,7 @@ def test_steps_are_those_of_training(overrides, tmp_path):
     assert told["generation batch"] == f"{8 * len(trainer.trees)} completions of {len(trainer.trees)} prompts"
 
 
-def test_a_run_of_no_step(tmp_path):
-    """As transformers takes 0. Below it, epochs count."""
-    assert [num_steps(args_of(tmp_path, max_steps=most), 7) for most in (0, -1)] == [0, 21]
-
-
-def test_most_tokens_by_hand(tmp_path):
+def test_tokens_and_steps_by_hand(tmp_path):
     # 4 prompts of 8 rows of 8 tokens
     four = {"gradient_accumulation_steps": 4, "value_tracker": True}
     assert most_tokens(args_of(tmp_path, **four)) == 4 * 8 * 8
@@ -52,30 +47,19 @@ def test_most_tokens_by_hand(tmp_path):
     # 4 base trajectories that are not reused beside 8 rows
     assert most_tokens(args_of(tmp_path, reuse_base=False, num_anchors=1, **four)) == 4 * (4 + 8) * 8
     assert most_tokens(args_of(tmp_path, max_refills=2, **four)) == 3 * 4 * 8 * 8
-
-
-def test_settings_are_those_that_differ(tmp_path):
-    told = dict(settings(args_of(tmp_path, learning_rate=2e-6)))
-    assert told["learning_rate"] == "2e-06" and told["num_anchors"] == "6"
-    assert "beta" not in told and "bf16" not in told
-
-
-# As a command
-
-
-def command(tmp_path, *arguments):
-    Dataset.from_dict({"prompt": ["12", "1234"] * 8, "solution": ["1"] * 16}).to_json(tmp_path / "data.jsonl")
-    given = {"dataset_name": tmp_path / "data.jsonl", "output_dir": tmp_path / "out", "bf16": False, "use_cpu": True}
-    return ["train", "--dry_run", *(f"--{name}={value}" for name, value in given.items()), *arguments]
+    # As transformers takes 0. Below it, epochs count
+    assert [num_steps(args_of(tmp_path, max_steps=most), 7) for most in (0, -1)] == [0, 21]
 
 
 def test_dry_run_needs_no_weights(tmp_path, capsys):
-    """Nor writes any."""
-    model = tmp_path / "model"
-    make_model().config.save_pretrained(model)
-    make_tokenizer().save_pretrained(model)
-    cli.main(command(tmp_path, f"--model_name_or_path={model}", "--gradient_accumulation_steps=2"))
-    printed = capsys.readouterr().out
+    """Nor writes any. It tells the settings that differ from the defaults."""
+    make_model().config.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    Dataset.from_dict({"prompt": ["12", "1234"] * 8, "solution": ["1"] * 16}).to_json(tmp_path / "data.jsonl")
+    given = {"model_name_or_path": tmp_path, "dataset_name": tmp_path / "data.jsonl", "output_dir": tmp_path / "out"}
+    given |= {"gradient_accumulation_steps": 2, "bf16": False, "use_cpu": True}
+    cli.main(["train", "--dry_run", *(f"--{name}={value}" for name, value in given.items())])
+    printed = " ".join(capsys.readouterr().out.split())
     for row in (
         "num_anchors 6",
         "completions per step 16 per device, 16 in all",
@@ -83,5 +67,8 @@ def test_dry_run_needs_no_weights(tmp_path, capsys):
         "optimizer updates in all 24",
         "examples 16, used for 3 epochs",
     ):
-        assert row in " ".join(printed.split()), row
+        assert row in printed, row
     assert not (tmp_path / "out").exists()
+    told = dict(settings(args_of(tmp_path, learning_rate=2e-6)))
+    assert told["learning_rate"] == "2e-06" and told["num_anchors"] == "6"
+    assert "beta" not in told and "bf16" not in told

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -44,34 +45,7 @@ async def length(completions, completion_ids, trainer_state, log_extra, log_metr
 """
 
 
-# pass@k and maj@k
-
-
-def test_pass_at_k_by_hand():
-    # 2 right of 4: of the 6 pairs only one has none
-    assert best_of_k([1, 0, 0, 1], 2) == pytest.approx(5 / 6)
-    assert best_of_k([1, 0, 0, 1], 1) == 0.5
-    assert best_of_k([1, 0, 0, 0], 4) == 1  # k = n
-    assert best_of_k([0, 0, 0, 0], 4) == 0
-
-
-@pytest.mark.parametrize(
-    ("answers", "num_without", "k", "expected"),
-    [
-        ([(2, 1.0), (1, 0.0)], 0, 3, 1),  # k = n
-        ([(1, 1.0), (2, 0.0)], 0, 3, 0),
-        ([(1, 1.0), (1, 0.0)], 0, 2, 1 / 2),  # a tie of two
-        ([(1, 1.0), (1, 0.0), (1, 0.0)], 0, 3, 1 / 3),  # of three
-        ([(1, 1.0), (1, 0.0), (1, 0.0)], 0, 2, 1 / 3),  # 2 of 3 pairs have the right one, and a tie
-        ([(2, 1.0), (2, 0.0)], 0, 3, 1 / 2),  # 2 of 4 choices have both of the right ones
-        ([(2, 1.0), (1, 0.0)], 0, 1, 2 / 3),  # one alone: pass@1
-        ([(1, 1.0)], 2, 3, 1),  # who has no answer has no vote
-        ([(1, 1.0)], 2, 2, 2 / 3),  # one pair of the three is without an answer
-        ([], 4, 2, 0),  # none can be read
-    ],
-)
-def test_majority_by_hand(answers, num_without, k, expected):
-    assert majority_of_k(answers, num_without, k) == pytest.approx(expected)
+# Estimates, and the answers that they are of
 
 
 @given(
@@ -80,48 +54,44 @@ def test_majority_by_hand(answers, num_without, k, expected):
     rewards=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=4, max_size=4),
     data=st.data(),
 )
-def test_majority_is_the_mean_over_all_choices(counts, num_without, rewards, data):
+def test_estimates_are_means_over_all_choices(counts, num_without, rewards, data):
+    """Of k of the samples: the best of them, and the answer of most, of which each of those that tie wins as often."""
     samples = [i for i, count in enumerate(counts) for _ in range(count)] + [None] * num_without
     if not samples:
         return
     k = data.draw(st.integers(1, len(samples)))
 
-    def reward(chosen):
+    def of_most(chosen):
         votes = [chosen.count(i) for i in range(len(counts))]
         winners = [i for i, of_answer in enumerate(votes) if of_answer == max(votes) > 0]
         return sum(rewards[i] for i in winners) / len(winners) if winners else 0.0
 
-    chosen = [reward(choice) for choice in itertools.combinations(samples, k)]
+    choices = list(itertools.combinations(samples, k))
     answers = list(zip(counts, rewards, strict=False))
-    assert majority_of_k(answers, num_without, k) == pytest.approx(sum(chosen) / len(chosen))
+    assert majority_of_k(answers, num_without, k) == pytest.approx(fmean(map(of_most, choices)))
+    best = [max(0.0 if i is None else rewards[i] for i in chosen) for chosen in choices]
+    assert best_of_k([0.0 if i is None else rewards[i] for i in samples], k) == pytest.approx(fmean(best))
 
 
-def test_majority_of_many_different_answers():
+def test_estimates_by_hand():
+    # 2 right of 4: of the 6 pairs only one has none. And 2 of 3 pairs have the right one of three answers, and a tie
+    assert best_of_k([1, 0, 0, 1], 2) == pytest.approx(5 / 6)
+    assert majority_of_k([(1, 1.0), (1, 0.0), (1, 0.0)], 0, 2) == pytest.approx(1 / 3)
     # Of 64 answers that all differ, each wins as often
     assert majority_of_k([(1, 1.0), *[(1, 0.0)] * 63], 0, 32) == pytest.approx(1 / 64)
 
 
-# Answers
-
-
-def test_answers_that_math_verify_reads():
+def test_answers_are_read_and_grouped():
     texts = [r"So \boxed{0.5}.", r"It is $1$ or \boxed{\frac{1}{2}}.", "0.5", r"\boxed{" + "x+" * 400 + "x}", ""]
     answers = math_answers(texts)
     assert answers[:3] == ["0.5", r"\frac{1}{2}", None] and answers[4] is None
     assert len(answers[3]) == 500
-
-
-def test_answers_are_grouped():
     answers = ["0.5", None, r"\frac{1}{2}", "2", "0.50", r"2.0"]
     assert group_answers(answers, by_maths=True) == [[0, 2, 4], [3, 5]]
     assert group_answers(answers, by_maths=False) == [[0], [2], [3], [4], [5]]
     assert group_answers([None, None], by_maths=True) == []
-
-
-def test_last_match():
     assert last_match("<answer>(.*?)</answer>", "<answer>1</answer> <answer> 2\n</answer>") == "2"
-    assert last_match(r"\d+", "12 or 13") == "13"
-    assert last_match(r"\d+", "none") is None
+    assert [last_match(r"\d+", text) for text in ("12 or 13", "none")] == ["13", None]
     assert last_match(r"answer (\d+)|no answer", "no answer") is None
 
 
@@ -134,8 +104,7 @@ def evaluate(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("tests_of_eval.py").write_text(REWARD)
-    rows = [{"prompt": f"{i}+{i}=", "solution": str(2 * i)} for i in range(3)]
-    Dataset.from_list(rows).to_json("data.jsonl")
+    Dataset.from_list([{"prompt": f"{i}+{i}=", "solution": str(2 * i)} for i in range(3)]).to_json("data.jsonl")
 
     def run(*arguments, **settings):
         defaults = {
@@ -148,8 +117,7 @@ def evaluate(tmp_path, monkeypatch):
             "output_dir": "out",
         }
         settings = defaults | settings
-        given = [f"--{name}={value}" for name, value in settings.items() if value is not None]
-        cli.main(["eval", *arguments, *given])
+        cli.main(["eval", *arguments, *(f"--{name}={v}" for name, v in settings.items() if v is not None)])
         output_dir = Path(settings["output_dir"])
         return json.loads((output_dir / "results.json").read_text()), read_lines(output_dir / "completions.jsonl")
 
@@ -159,11 +127,8 @@ def evaluate(tmp_path, monkeypatch):
 def test_results_are_those_of_the_completions(evaluate, capsys):
     results, lines = evaluate("--reward_funcs", "tests_of_eval.digit", "tests_of_eval.length", reward_funcs=None)
     assert [(line["problem"], line["sample"]) for line in lines] == [(i, j) for i in range(3) for j in range(4)]
-    digits = [[line["rewards"]["tests_of_eval.digit"] for line in lines if line["problem"] == i] for i in range(3)]
-    assert digits == [
-        [float(any(c in "01234" for c in line["completion"])) for line in lines if line["problem"] == i]
-        for i in range(3)
-    ]
+    digits = [[line["rewards"]["tests_of_eval.digit"] for line in lines[i : i + 4]] for i in (0, 4, 8)]
+    assert [*itertools.chain(*digits)] == [float(any(c in "01234" for c in text)) for text in completions_of(lines)]
     assert 0 < sum(map(sum, digits)) < 12
     measured = results["rewards"]["tests_of_eval.digit"]
     assert measured["pass@1"]["mean"] == pytest.approx(sum(map(sum, digits)) / 12)
@@ -199,89 +164,100 @@ def test_cut_evaluation_goes_on(evaluate):
     assert results["rewards"]["tests_of_eval.digit"]["pass@1"]["mean"] == sum(two) / 4
 
 
-def greedy(model, prompt, num_tokens=6):
+def plain_model():
+    return AutoModelForCausalLM.from_pretrained(model_on_disk())
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Saves a model or adapter, with a tokenizer; returns its directory."""
+
+    def save(model, tokenizer=None):
+        model.save_pretrained(tmp_path / "model")
+        (tokenizer or make_tokenizer()).save_pretrained(tmp_path / "model")
+        return tmp_path / "model"
+
+    return save
+
+
+def greedy(model, *prompts, num_tokens=6):
     """Without `generate`."""
-    ids = make_tokenizer()(prompt, return_tensors="pt").input_ids
-    for _ in range(num_tokens):
-        with torch.no_grad():
-            ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], 1)
-        if ids[0, -1] == 1:
-            break
-    return make_tokenizer().decode(ids[0, len(prompt) :], skip_special_tokens=True)
+    completions = []
+    for prompt in prompts or ("0+0=", "1+1=", "2+2="):
+        ids = make_tokenizer()(prompt, return_tensors="pt").input_ids
+        while len(ids[0]) < len(prompt) + num_tokens and ids[0, -1] != 1:
+            with torch.no_grad():
+                ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], 1)
+        completions.append(make_tokenizer().decode(ids[0, len(prompt) :], skip_special_tokens=True))
+    return completions
 
 
-def test_template_is_told(evaluate, tmp_path):
+def completions_of(lines):
+    return [line["completion"] for line in lines]
+
+
+def test_template_is_told(evaluate, saved):
     """It has the special tokens that a prompt begins with: the tokenizer's own do not come before them."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ messages[0]['content'] }}{% if no_thinking %}no{% endif %}"
     tokenizer._tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
-    model = AutoModelForCausalLM.from_pretrained(model_on_disk())
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    model = plain_model()
     settings = {"chat_template_kwargs": '{"no_thinking": true}', "limit": 1, "num_samples": 1, "temperature": 0}
-    _, (line,) = evaluate(model_name_or_path=tmp_path / "model", prompt_column="prompt", **settings)
-    assert (line["prompt"], line["completion"]) == ("0+0=no", greedy(model, "0+0=no"))
-
-
-def test_greedy_completions(evaluate):
-    _, lines = evaluate(temperature=0, num_samples=None)
-    model = AutoModelForCausalLM.from_pretrained(model_on_disk())
-    assert [line["completion"] for line in lines] == [greedy(model, f"{i}+{i}=") for i in range(3)]
+    _, (line,) = evaluate(model_name_or_path=saved(model, tokenizer), prompt_column="prompt", **settings)
+    assert (line["prompt"], [line["completion"]]) == ("0+0=no", greedy(model, "0+0=no"))
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_what_the_model_asks_of_generation_changes_nothing(evaluate, temperature, tmp_path):
+def test_what_the_model_asks_of_generation_changes_nothing(evaluate, temperature, saved):
     """As in training, whose policy has no repetition penalty."""
-    settings = {"temperature": temperature, "num_samples": 1 + 3 * temperature}
+    settings = {"temperature": temperature, "num_samples": 4 if temperature else None}
     _, plain = evaluate(**settings)
-    model = AutoModelForCausalLM.from_pretrained(model_on_disk())
+    model = plain_model()
+    assert temperature or completions_of(plain) == greedy(model)
     asked = {"do_sample": True, "repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "top_k": 2, "temperature": 0.1}
     model.generation_config.update(**asked)
-    model.save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    _, lines = evaluate(model_name_or_path=tmp_path / "model", output_dir="other", **settings)
-    assert [line["completion"] for line in lines] == [line["completion"] for line in plain]
+    _, lines = evaluate(model_name_or_path=saved(model), output_dir="other", **settings)
+    assert completions_of(lines) == completions_of(plain)
 
 
-def test_directory_of_an_adapter(evaluate, tmp_path):
-    base = AutoModelForCausalLM.from_pretrained(model_on_disk())
+def test_directory_of_an_adapter(evaluate, saved, capsys):
+    """And one whose base is not there."""
     config = LoraConfig(target_modules="all-linear", init_lora_weights=False, r=16, lora_alpha=64)
     torch.manual_seed(0)
-    get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
-    make_tokenizer().save_pretrained(tmp_path / "adapter")
-    _, lines = evaluate(model_name_or_path=tmp_path / "adapter", temperature=0, num_samples=1)
-    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_on_disk()), tmp_path / "adapter")
-    completions = [line["completion"] for line in lines]
-    assert completions == [greedy(adapted, f"{i}+{i}=") for i in range(3)]
-    plain = AutoModelForCausalLM.from_pretrained(model_on_disk())
-    assert completions != [greedy(plain, f"{i}+{i}=") for i in range(3)]
+    adapter = saved(get_peft_model(plain_model(), config))
+    _, lines = evaluate(model_name_or_path=adapter, temperature=0, num_samples=1)
+    assert completions_of(lines) == greedy(PeftModel.from_pretrained(plain_model(), adapter)) != greedy(plain_model())
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "../base"}))
+    with pytest.raises(SystemExit):
+        evaluate(limit=1, model_name_or_path=adapter, output_dir="other")
+    told = capsys.readouterr().err
+    assert f"error: model_name_or_path='{adapter}': " in told and "../base" in told and "Traceback" not in told
 
 
-# What the recipes' datasets on the hub look like
+# What the recipes' datasets on the hub look like, and a right answer to it
 COLUMNS = {
-    "gsm8k": {"question": "1 + 1?", "answer": "1+1=<<1+1=2>>2\n#### 1,002"},
-    "math500": {"problem": "1?", "solution": r"\boxed{3}", "answer": r"\left( 3, \frac{\pi}{2} \right)", "level": 2},
-    "aime24": {"id": 60, "problem": "1?", "solution": "So 025.", "answer": "025", "url": "u", "year": "2024"},
-    "aime25": {"problem": "1?", "answer": "70", "id": "0"},
-    "amc23": {"id": 0, "question": "1?", "answer": "27.0", "url": "u"},
-    "minerva": {"question": "1?", "answer": "4.5e33"},
-    "olympiad": {"id": 1, "question": "1?", "final_answer": ["$2$, $-2$"], "modality": "Text-only", "unit": None},
-}
-RIGHT = {
-    "gsm8k": "1002",
-    "math500": r"(3, \pi/2)",
-    "aime24": "25",
-    "aime25": "70",
-    "amc23": "27",
-    "minerva": r"4.5 \times 10^{33}",
-    "olympiad": r"-2, 2",
+    "gsm8k": ({"question": "1 + 1?", "answer": "1+1=<<1+1=2>>2\n#### 1,002"}, "1002"),
+    "math500": (
+        {"problem": "1?", "solution": r"\boxed{3}", "answer": r"\left( 3, \frac{\pi}{2} \right)", "level": 2},
+        r"(3, \pi/2)",
+    ),
+    "aime24": ({"id": 60, "problem": "1?", "solution": "So 025.", "answer": "025", "url": "u", "year": "2024"}, "25"),
+    "aime25": ({"problem": "1?", "answer": "70", "id": "0"}, "70"),
+    "amc23": ({"id": 0, "question": "1?", "answer": "27.0", "url": "u"}, "27"),
+    "minerva": ({"question": "1?", "answer": "4.5e33"}, r"4.5 \times 10^{33}"),
+    "olympiad": (
+        {"id": 1, "question": "1?", "final_answer": ["$2$, $-2$"], "modality": "Text-only", "unit": None},
+        r"-2, 2",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe(evaluate, name):
     """On a file with its columns: every solution can be read, and is what a right completion is scored by."""
-    Dataset.from_list([COLUMNS[name]] * 2).to_json("local.jsonl")
+    example, right = COLUMNS[name]
+    Dataset.from_list([example] * 2).to_json("local.jsonl")
     recipe = ROOT / "recipes" / "eval" / f"{name}.yaml"
     settings = {"dataset_name": "local.jsonl", "num_samples": 2, "reward_funcs": None}
     results, lines = evaluate("--config", str(recipe), **settings)
@@ -292,16 +268,16 @@ def test_recipe(evaluate, name):
     # What a model might have written
     fields = ("prompt_column", "answer_column", "answer_separator")
     args = FR3EScriptArguments(**{key: results["arguments"][key] for key in fields})
-    solution = map_columns(COLUMNS[name], args)["solution"]
-    assert math_reward([rf"So \boxed{{{RIGHT[name]}}}.", r"So \boxed{1}."], [solution] * 2) == [1, 0]
+    solution = map_columns(example, args)["solution"]
+    assert math_reward([rf"So \boxed{{{right}}}.", r"So \boxed{1}."], [solution] * 2) == [1, 0]
 
 
 def test_completions_of_a_model_that_was_trained_since_are_refused(evaluate, tmp_path, capsys):
     """It has the same name, and other weights."""
     model = tmp_path / "model"
     shutil.copytree(model_on_disk(), model)
-    evaluate(limit=1, model_name_or_path=str(model))
-    evaluate(limit=1, model_name_or_path=str(model))
+    for _ in range(2):
+        evaluate(limit=1, model_name_or_path=str(model))
     (weights,) = model.glob("*.safetensors")
     shutil.copy(weights, tmp_path / "weights")
     shutil.copy(tmp_path / "weights", weights)
@@ -330,28 +306,10 @@ def test_rewards_that_are_no_shares_are_told_as_numbers():
     of_reward = measures(lines, ["score"], [1], None)["score"]
     assert of_reward["pass@1"]["low"] == pytest.approx(1 / 3 - 4.303 * 0.28868 / 3**0.5, abs=1e-3)  # Student's t
     arguments = {"model_name_or_path": "M", "dataset_name": "D", "num_samples": 2, "temperature": 1, "top_p": 1}
-    results = {
-        "arguments": arguments | {"max_completion_length": 8},
-        "num_problems": 3,
-        "mean_completion_length": 2.0,
-        "share_finished": 1.0,
-        "rewards": {"score": of_reward},
-        "command": "",
-    }
+    results = {"arguments": arguments | {"max_completion_length": 8}, "num_problems": 3, "command": ""}
+    results |= {"mean_completion_length": 2.0, "share_finished": 1.0, "rewards": {"score": of_reward}}
     text = as_markdown(results)
     assert "| pass@1 | 0.333 | -0.384 to 1.050 |" in text and "Student's t for others" in text
     of_reward["pass@1"] = {"mean": -1e300}  # of one problem
     text = as_markdown(results)
     assert "| pass@1 | -1e+300 |  |" in text and "Intervals" not in text
-
-
-def test_an_adapter_whose_base_is_not_there_is_told_of(evaluate, tmp_path, capsys):
-    adapter = tmp_path / "adapter"
-    get_peft_model(AutoModelForCausalLM.from_pretrained(model_on_disk()), LoraConfig()).save_pretrained(adapter)
-    make_tokenizer().save_pretrained(adapter)
-    settings = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "../base"}))
-    with pytest.raises(SystemExit):
-        evaluate(limit=1, model_name_or_path=str(adapter))
-    told = capsys.readouterr().err
-    assert f"error: model_name_or_path='{adapter}': " in told and "../base" in told and "Traceback" not in told

@@ -30,39 +30,18 @@ from fr3e_trl.commands import cli
 from fr3e_trl.commands.data import import_file
 from fr3e_trl.commands.usage import explain
 
-ROOT = Path(__file__).parent.parent
 SECONDS = 30
 
 REWARDS = """
 def digit(completions, **kwargs):
     return [float(any(c in "01234" for c in text)) for text in texts_of(completions)]
 
-def needs_level(completions, level, **kwargs):
-    return [0.0] * len(completions)
-
-def none(completions, **kwargs):
-    return [None] * len(completions)
-
-def nan(completions, **kwargs):
-    return [float("nan")] * len(completions)
-
-def text(completions, **kwargs):
-    return ["good"] * len(completions)
-
-def nested(completions, **kwargs):
-    return [[1.0]] * len(completions)
-
-def few(completions, **kwargs):
-    return [1.0]
-
-def number(completions, **kwargs):
-    return 1.0
-
-def word(completions, **kwargs):
-    return "good"
-
-class Judge:
-    pass
+def needs_level(completions, level, **kwargs): return [0.0] * len(completions)
+def none(completions, **kwargs): return [None] * len(completions)
+def nan(completions, **kwargs): return [float("nan")] * len(completions)
+def text(completions, **kwargs): return ["good"] * len(completions)
+def few(completions, **kwargs): return [1.0]
+def number(completions, **kwargs): return 1.0
 
 limit = 3
 
@@ -81,7 +60,6 @@ def furnish():
 
 @functools.cache
 def results_of(command: str) -> Path:
-    """The directory of results that a command makes."""
     before = Path.cwd()
     directory = Path(tempfile.mkdtemp(prefix="fr3e-trl-test-"))
     os.chdir(directory)
@@ -135,11 +113,8 @@ def limited(largest_file):
 
 
 def contents():
-    """A digest of every file that is there."""
     files = [path for path in Path().rglob("*") if path.is_file() and "model" not in path.parts]
-    return {
-        path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.resolve() != Path("/dev/full")
-    }
+    return {path: hashlib.sha256(path.read_bytes()).digest() for path in files if path.resolve() != Path("/dev/full")}
 
 
 def end_of(case, url, capsys):
@@ -148,14 +123,8 @@ def end_of(case, url, capsys):
         with pytest.raises(Exception) as raised:
             case.command()
         return 2, f"error: {raised.value}"
-    arguments = case.arguments(url)
-    if case.is_process:
-        command = [sys.executable, "-m", "fr3e_trl.commands.cli", *arguments]
-        paths = {"PYTHONPATH": str(ROOT)}
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | paths)
-        return ended.returncode, ended.stderr
     with pytest.raises(SystemExit) as ending, limited(case.largest_file):
-        cli.main(arguments)
+        cli.main(case.arguments(url))
     return ending.value.code, capsys.readouterr().err
 
 
@@ -172,9 +141,7 @@ def test_an_error_in_a_users_own_code_is_told_from_there_on(capsys):
         assert frames and {Path(frame).name for frame in frames} == {"rewards.py"}
         assert "ZeroDivisionError: division by zero" in told
         assert re.search(r"error: .*rewards\.py, line 2, raised ZeroDivisionError", told.splitlines()[-1])
-
-
-def test_a_file_that_a_users_own_code_does_not_find_is_told_with_its_place():
+    # And a file that it does not find, with its place
     Path("mine.py").write_text("open('lost.txt')\n")
     with pytest.raises(FileNotFoundError) as raised:
         import_file("mine.py")
@@ -188,38 +155,34 @@ def fr3e():
     processes = []
 
     def start(arguments: str) -> subprocess.Popen:
-        processes.append(start_process(arguments))
-        return processes[-1]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fr3e_trl.commands.cli", *shlex.split(arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # of a job in the background it is ignored
+        )
+        processes.append(process)
+        return process
 
+    furnish()
     yield start
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def start_process(arguments: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "fr3e_trl.commands.cli", *shlex.split(arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # of a job in the background it is ignored
-    )
-
-
 def test_of_several_processes_one_tells_what_is_wrong(fr3e):
-    furnish()
     process = fr3e(f"{TRAIN} --num_processes=2 --per_device_train_batch_size=4 --reward_funcs=rewards.py:text")
     _, told = process.communicate(timeout=240)
     assert process.returncode == 2, told
-    assert told.count("error: ") == 1 and "Traceback" not in told
+    assert told.count("error: ") == told.count("fr3e train: error: ") == 1 and "Traceback" not in told
     assert "'good'" in told.splitlines()[-1]
 
 
 def test_ctrl_c_says_how_to_go_on(fr3e):
-    furnish()
     process = fr3e(f"{TRAIN} --max_steps=2000 --save_strategy=steps --save_steps=2 --logging_steps=1")
     while "step    3/2000" not in (line := process.stdout.readline()):
         assert line
@@ -227,18 +190,14 @@ def test_ctrl_c_says_how_to_go_on(fr3e):
     process.stdout.close()
     told = process.stderr.read()
     assert process.wait() == 130
-    assert re.search(
-        r"fr3e train: interrupted\. --resume_from_checkpoint true resumes from out/checkpoint-\d+\.$", told.strip()
-    )
-    assert "Traceback" not in told
+    says = r"fr3e train: interrupted\. --resume_from_checkpoint true resumes from out/checkpoint-\d+\.$"
+    assert re.search(says, told.strip()) and "Traceback" not in told
 
 
 @pytest.mark.parametrize("name, reason", [("SIGKILL", "memory runs out"), ("SIGABRT", "are above")])
 def test_a_process_that_a_signal_ends_is_told_of(name, reason, fr3e):
-    furnish()
-    Path("rewards.py").write_text(
-        f"import os, signal\n\ndef score(**kwargs):\n    os.kill(os.getpid(), signal.{name})\n"
-    )
+    score = f"def score(**kwargs):\n    os.kill(os.getpid(), signal.{name})\n"
+    Path("rewards.py").write_text(f"import os, signal\n\n{score}")
     process = fr3e(f"{TRAIN} --num_processes=1 --reward_funcs=rewards.py:score")
     _, told = process.communicate(timeout=240)
     assert process.returncode == 2
@@ -246,7 +205,6 @@ def test_a_process_that_a_signal_ends_is_told_of(name, reason, fr3e):
 
 
 def test_a_pipe_that_nobody_reads_ends_no_run(fr3e):
-    furnish()
     process = fr3e(f"{TRAIN} --max_steps=4 --logging_steps=1")
     assert process.stdout.readline().startswith("reward: ")
     assert "step 1/4" in process.stdout.readline()
@@ -277,10 +235,7 @@ def test_output_in_ascii_and_warnings_without_colour(monkeypatch):
 
 
 CASES = {f"{category}: {case.name}": case for category, cases in CATEGORIES.items() for case in cases}
-
-
-def test_names_of_cases_are_unique():
-    assert len(CASES) == sum(map(len, CATEGORIES.values()))
+assert len(CASES) == sum(map(len, CATEGORIES.values()))  # their names are unique
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -305,9 +260,7 @@ def test_failure(name, capsys, monkeypatch):
     assert "Traceback" not in told
     lines = [line for line in told.splitlines() if "error: " in line]
     assert len(lines) == 1, told
-    missing = [words for words in case.says if words not in lines[0]]
-    assert not missing, lines[0]
-    assert "\n" not in lines[0] and len(lines[0]) < 1000
-    assert seconds < SECONDS + 30 * case.is_process
+    assert all(words in lines[0] for words in case.says) and len(lines[0]) < 1000, lines[0]
+    assert seconds < SECONDS
     after = contents()
     assert {path: after.get(path) for path in before} == before  # nothing is lost

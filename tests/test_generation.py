@@ -12,10 +12,10 @@ import torch
 from factory import make_trainer
 from hypothesis import given
 from hypothesis import strategies as st
-from models import cache_of, make_model, make_tokenizer, model_on_disk
+from models import cache_of, make_model, make_tokenizer, model_on_disk, statistics_by_hand
 from peft import LoraConfig, get_peft_model
-from test_matrix import largest_difference, make_family
-from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, GenerationMixin
+from test_matrix import by_length, largest_difference, make_family
+from transformers import CompileConfig, GenerationConfig, GenerationMixin
 
 from fr3e_trl.commands.completions import complete, sampling_config
 from fr3e_trl.generation import generate
@@ -46,9 +46,8 @@ def token_ids(length, seed=0):
 
 def request(prompt_ids, prefix_ids=(), num_samples=1, budget=12, temperature=1.0):
     """A completion's continuation, `budget` being that of the whole completion."""
-    return SamplingRequest(
-        [*prompt_ids, *prefix_ids], num_samples, budget - len(prefix_ids), temperature, len(prompt_ids)
-    )
+    ids = [*prompt_ids, *prefix_ids]
+    return SamplingRequest(ids, num_samples, budget - len(prefix_ids), temperature, len(prompt_ids))
 
 
 def drawn(sampler, requests):
@@ -68,15 +67,11 @@ def drawn(sampler, requests):
 )
 def test_a_batch_is_no_wider_and_takes_no_more_steps_than_grpos(requests):
     """Each a prompt's length, its prefix's and its budget, and a temperature. Nothing ends before its budget does."""
-    model = make_model(max_position_embeddings=1024)
-    cached = []
-    model.register_forward_hook(
-        lambda module, args, kwargs, output: cached.append(cache_of(kwargs).get_seq_length()), with_kwargs=True
-    )
-    sampler = make_sampler(model, suppress_tokens=[EOS])
-    samples = drawn(
-        sampler, [request(token_ids(prompt), token_ids(prefix), 1, *rest) for prompt, prefix, *rest in requests]
-    )
+    model, cached = make_model(max_position_embeddings=1024), []
+    keep = lambda module, args, kwargs, output: cached.append(cache_of(kwargs).get_seq_length())  # noqa: E731
+    model.register_forward_hook(keep, with_kwargs=True)
+    asked = [request(token_ids(prompt), token_ids(prefix), 1, *rest) for prompt, prefix, *rest in requests]
+    samples = drawn(make_sampler(model, suppress_tokens=[EOS]), asked)
     remaining = [budget - prefix for _, prefix, budget, *_ in requests]
     assert [len(sample) for (sample,) in samples] == remaining
     assert len(cached) == max(remaining) <= 300  # as many steps as the largest budget that is left
@@ -112,26 +107,14 @@ def test_a_row_is_what_it_would_be_alone():
 
 
 def test_eos_ends_a_row_wherever_its_sampling_begins():
-    model = make_model()
-    sampler = make_sampler(model, sequence_bias=[[[EOS], 100.0]])
+    """Unless the completion would be too short, whose tokens count from the prompt on."""
+    model, always = make_model(), {"sequence_bias": [[[EOS], 100.0]]}
     requests = [request(token_ids(5), token_ids(length), 2) for length in (0, 3, 9)]
-    assert drawn(sampler, requests) == [[[EOS]] * 2] * 3
-
-
-def test_the_shortest_completion_counts_from_the_prompt():
-    sampler = make_sampler(make_model(), sequence_bias=[[[EOS], 100.0]], min_new_tokens=5)
-    prompts = token_ids(5), token_ids(9)
-    samples = drawn(sampler, [request(prompt, token_ids(length)) for prompt in prompts for length in (0, 3, 8)])
+    assert drawn(make_sampler(model, **always), requests) == [[[EOS]] * 2] * 3
+    requests = [request(token_ids(prompt), token_ids(length)) for prompt in (5, 9) for length in (0, 3, 8)]
+    samples = drawn(make_sampler(model, **always, min_new_tokens=5), requests)
     assert [len(sample) for (sample,) in samples] == [6, 3, 1] * 2
     assert all(sample.index(EOS) == len(sample) - 1 for (sample,) in samples)
-
-
-def test_a_sample_keeps_nothing_but_its_tokens():
-    samples = make_sampler(make_model()).sample([request(token_ids(5), num_samples=3), request(token_ids(9))])
-    for sample in (sample for of_request in samples for sample in of_request):
-        assert sample.token_ids.dtype == np.int32 and sample.logprobs.dtype == sample.entropies.dtype == np.float32
-        for of_tokens in (sample.token_ids, sample.logprobs, sample.entropies):
-            assert of_tokens.base is None and of_tokens.shape == sample.token_ids.shape  # no view of the batch
 
 
 # Not on a GPU alone, and without a compiler
@@ -153,7 +136,10 @@ COMPILED._compile_all_devices = True
     ids=["plain", "truncated", "penalties", "no cache", "compiled", "one logit kept", "few logits kept"],
 )
 def test_logprobs_and_entropies_are_the_policys(settings, monkeypatch):
-    """Of each row at its temperature, whatever it is forced to begin with; before anything is changed or cut off."""
+    """
+    Of each row at its temperature, whatever it is forced to begin with; before anything is changed or cut off. A sample
+    keeps nothing else: no view of the batch.
+    """
     settings = dict(settings)
     monkeypatch.setattr(generate, "MAX_LOGITS", settings.pop("max_logits", generate.MAX_LOGITS))
     model, end_at_random = make_model(), make_model(seed=3)
@@ -168,6 +154,10 @@ def test_logprobs_and_entropies_are_the_policys(settings, monkeypatch):
         for one, samples in zip(requests, make_sampler(policy, **settings).sample(requests), strict=True):
             for sample in samples:
                 check_statistics(policy, one.prefix_ids, sample, one.temperature)
+                assert sample.token_ids.dtype == np.int32
+                assert sample.logprobs.dtype == sample.entropies.dtype == np.float32
+                for of_tokens in (sample.token_ids, sample.logprobs, sample.entropies):
+                    assert of_tokens.base is None and of_tokens.shape == sample.token_ids.shape
 
 
 def branching(threshold=1.0, num_rollouts=2, shares=(8, 2), min_gap=2):
@@ -225,12 +215,9 @@ def test_rollouts_leave_while_their_base_trajectory_grows(sliding):
 
 
 def check_statistics(model, prefix_ids, sample, temperature):
-    ids = torch.tensor([[*prefix_ids, *sample.token_ids]])
-    with torch.no_grad():
-        logits = model(ids).logits[0, len(prefix_ids) - 1 : -1]
-    expected = torch.distributions.Categorical(logits=logits / temperature)
-    assert sample.entropies == pytest.approx(expected.entropy().numpy(), abs=1e-4)
-    assert sample.logprobs == pytest.approx(expected.log_prob(ids[0, len(prefix_ids) :]).numpy(), abs=1e-4)
+    logprobs, entropies = statistics_by_hand(model, prefix_ids, sample.token_ids, temperature)
+    assert sample.entropies == pytest.approx(entropies.numpy(), abs=1e-4)
+    assert sample.logprobs == pytest.approx(logprobs.numpy(), abs=1e-4)
 
 
 def test_rollouts_that_leave_are_distributed_as_the_policy_is():
@@ -251,9 +238,8 @@ def test_rollouts_that_leave_are_distributed_as_the_policy_is():
 
 @pytest.mark.parametrize("settings", [{"repetition_penalty": 1.1}, {"cache_implementation": "static"}], ids=str)
 def test_where_rows_have_a_state_of_their_own_none_leaves(settings):
-    (samples,) = make_sampler(make_model(), may_grow=True, **settings).sample(
-        [replace(request(token_ids(7), num_samples=2, budget=30), branching=branching())]
-    )
+    asked = replace(request(token_ids(7), num_samples=2, budget=30), branching=branching())
+    (samples,) = make_sampler(make_model(), may_grow=True, **settings).sample([asked])
     assert len(samples) == 2 and not any(sample.branches for sample in samples)
 
 
@@ -315,14 +301,9 @@ def test_rounding_is_told_from_a_wrong_state(dtype, make):
 @pytest.mark.parametrize("threshold", ["auto", None])
 def test_a_compiled_policy_trains(threshold):
     """Three steps, of which rows grow from the second on with the default."""
-    trainer = make_trainer(
-        reward_funcs=lambda completions, **kwargs: [float(len(text) % 3) for text in completions],
-        torch_compile=True,
-        torch_compile_backend="eager",
-        anchor_threshold=threshold,
-        max_steps=3,
-        learning_rate=0.0,
-    )
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    settings = {"reward_funcs": by_length, "anchor_threshold": threshold, "max_steps": 3, "learning_rate": 0.0}
+    trainer = make_trainer(**compiled, **settings)
     trainer.train()
     assert len(trainer.batches) == 3
     assert largest_difference(trainer) < 1e-4
@@ -353,10 +334,8 @@ def test_rows_are_sampled_as_generate_samples_them_alone(settings):
     model = make_model(seed=1)
     anchored = request(token_ids(6), token_ids(7, 2), 1000, 9, 1.4)
     torch.manual_seed(0)
-    _, samples, _ = drawn(
-        make_sampler(model, **settings),
-        [request(token_ids(6), budget=9), anchored, request(token_ids(11), budget=9)],
-    )
+    others = request(token_ids(6), budget=9), request(token_ids(11), budget=9)
+    _, samples, _ = drawn(make_sampler(model, **settings), [others[0], anchored, others[1]])
     assert p_value_of_one_distribution(generated(model, anchored, **settings), samples) > 1e-6
     # That a difference would be missed: of the settings, or of the temperature
     other = anchored if settings.keys() - {"cache_implementation", "use_cache"} else replace(anchored, temperature=1.0)
@@ -443,31 +422,21 @@ def test_what_generation_knows_is_not_computed_again(settings):
         if not torch.is_grad_enabled() and cache_of(kwargs) is None:
             passes.append(module)
 
-    model = AutoModelForCausalLM.from_pretrained(model_on_disk())
-    trainer = make_trainer(
-        model=model,
-        reward_funcs=lambda completions, **kwargs: [float(len(text) % 3 == 0) for text in completions],
-        **{"learning_rate": 0.0} | settings,
-    )
+    def reward(completions, **kwargs):
+        return [float(len(text) % 3 == 0) for text in completions]
+
+    trainer = make_trainer(model=model_on_disk(), reward_funcs=reward, learning_rate=0.0, **settings)
     assert trainer.shares_prefixes  # tried out on first use, by passes of its own
     assert trainer.sampler.grows == trainer.sampler.may_grow  # and so is this
-    model.register_forward_hook(count, with_kwargs=True)
+    trainer.model.register_forward_hook(count, with_kwargs=True)
     trainer.train()
     assert not passes and trainer.batches
 
 
 def test_a_step_with_a_stopping_rule_generates_once(monkeypatch):
-    calls = []
-    generate = GenerationMixin.generate
-    monkeypatch.setattr(
-        GenerationMixin, "generate", lambda *args, **kwargs: calls.append(1) or generate(*args, **kwargs)
-    )
-    trainer = make_trainer(
-        reward_funcs=lambda completions, **kwargs: [float(len(text) % 3) for text in completions],
-        anchor_threshold=1.0,
-        credit="tree",
-        max_steps=3,
-    )
+    calls, generate = [], GenerationMixin.generate
+    monkeypatch.setattr(GenerationMixin, "generate", lambda *a, **k: calls.append(1) or generate(*a, **k))
+    trainer = make_trainer(reward_funcs=by_length, anchor_threshold=1.0, credit="tree", max_steps=3)
     assert trainer.sampler.grows
     calls.clear()
     trainer.train()

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from hub_stand_in import running_hub
 from huggingface_hub import ModelCard
 
@@ -67,27 +66,24 @@ def last_line(completed: subprocess.CompletedProcess) -> list:
     return json.loads(completed.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The hub with what each run pushed, and what its model generates, before and after it was loaded."""
+def test_what_is_pushed_is_what_grpo_trainer_pushes_and_loads_without_this_package(tmp_path):
     with running_hub() as hub:
-        directory = tmp_path_factory.mktemp("trained")
-        before = dict(zip(RUNS, last_line(train(hub, directory, RUNS)), strict=True))
-        loaded = [("tiny-grpo", False), ("tiny-model", False), ("tiny-adapter", True)]
-        after = load(hub, directory, *((f"someone/{name}", *how) for name, *how in loaded))
-        yield hub, before, {name: outputs for (name, *_), outputs in zip(loaded, after, strict=True)}
-
-
-def test_what_is_pushed_is_what_grpo_trainer_pushes_and_loads_without_this_package(trained):
-    hub, before, after = trained
-    grpo, fr3e = (hub.repos[f"someone/{name}"] for name in ("tiny-grpo", "tiny-model"))
+        before = dict(zip(RUNS, last_line(train(hub, tmp_path, RUNS)), strict=True))
+        loaded = [("tiny-grpo", False), ("tiny-model", False), ("tiny-adapter", True)]  # with plain PEFT
+        after = load(hub, tmp_path, *((f"someone/{name}", is_adapter) for name, is_adapter in loaded))
+    assert after == [before[name] for name, _ in loaded]
+    grpo, fr3e, saves, adapter = (hub.repos[f"someone/{name}"] for name in RUNS)
     for name in ("tiny-grpo", "tiny-model"):
         assert hub.commits[f"someone/{name}"] == ["End of training"]
-        assert after[name] == before[name]
     assert fr3e.keys() == grpo.keys() >= {"model.safetensors", "tokenizer.json", "README.md"}
     assert fr3e["model.safetensors"] != grpo["model.safetensors"]
     theirs = grpo["README.md"].decode().replace("tiny-grpo", "tiny-model")  # its name, in the title
     check_card(fr3e["README.md"].decode(), theirs)
+    # Every save
+    assert any("step" in message for message in hub.commits["someone/tiny-saves"])
+    assert "fr3e" in ModelCard(saves["README.md"].decode()).data.tags
+    assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= adapter.keys()
+    assert "model.safetensors" not in adapter
 
 
 def check_card(text: str, of_grpo: str) -> None:
@@ -105,29 +101,12 @@ def check_card(text: str, of_grpo: str) -> None:
     assert 'pipeline("text-generation", model="someone/tiny-model", device_map="auto")' in card.text
 
 
-def test_every_save_is_pushed(trained):
-    hub, _, _ = trained
-    assert any("step" in message for message in hub.commits["someone/tiny-saves"])
-    assert "fr3e" in ModelCard(hub.repos["someone/tiny-saves"]["README.md"].decode()).data.tags
-
-
-def test_an_adapter_loads_with_plain_peft(trained):
-    hub, before, after = trained
-    pushed = hub.repos["someone/tiny-adapter"]
-    assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= pushed.keys()
-    assert "model.safetensors" not in pushed
-    assert after["tiny-adapter"] == before["tiny-adapter"]
-
-
-def test_a_hub_that_fails_says_so_and_the_model_is_kept(tmp_path):
+def test_a_hub_that_refuses_says_so_and_the_model_is_kept(tmp_path):
+    """It fails, or the token is wrong."""
     with running_hub() as hub:
+        failed = train(hub, tmp_path, {"tiny-model": ("fr3e",)}, check=False, HF_TOKEN="wrong")
+        assert failed.returncode != 0 and "401" in failed.stderr and not hub.repos
         hub.broken = True
         failed = train(hub, tmp_path, {"tiny-model": ("fr3e",)}, check=False)
         assert failed.returncode != 0 and "500" in failed.stderr
         assert len(*load(hub, tmp_path, (str(tmp_path / "tiny-model"), False))) == 1
-
-
-def test_a_wrong_token_is_refused(tmp_path):
-    with running_hub() as hub:
-        failed = train(hub, tmp_path, {"tiny-model": ("fr3e",)}, check=False, HF_TOKEN="wrong")
-        assert failed.returncode != 0 and "401" in failed.stderr and not hub.repos

@@ -1,7 +1,6 @@
 """Prompts with images, with tiny models of five families: of each way in which a batch holds images, one at least."""
 
 import functools
-import logging
 import random
 import re
 from pathlib import Path
@@ -10,35 +9,19 @@ from types import SimpleNamespace
 import factory
 import numpy as np
 import pytest
+import tool_policy
 import torch
+import vision_models
 from datasets import Dataset, IterableDataset
-from factory import assert_same_run, logged, weights
+from factory import assert_same_run, letters, logged, weights
 from launches import launch
 from models import make_dataset
 from peft import LoraConfig
 from recorder import Recorder
-from tool_policy import (
-    CALLS,
-    WORDS,
-    MoodyWalk,
-    instead_of_look,
-    look,
-    make_tool_dataset,
-    make_tool_tokenizer,
-    train_tool_policy,
-)
+from tool_policy import CALLS, WORDS, instead_of_look, look, make_tool_dataset, make_tool_tokenizer
 from transformers import set_seed
 from trl import GRPOTrainer
-from vision_models import (
-    FAMILIES,
-    PLACEHOLDERS,
-    SPECIAL_TOKENS,
-    make_image,
-    make_image_dataset,
-    make_processor,
-    make_vision_model,
-    vision_model_on_disk,
-)
+from vision_models import FAMILIES, SPECIAL_TOKENS, make_image, make_image_dataset, make_processor, make_vision_model
 
 from fr3e_trl import FR3ETrainer, checks, old_logps
 from fr3e_trl.checks import obstacle_to_images, obstacle_to_tool_images
@@ -54,11 +37,6 @@ FORMS = ["image", "images", "parts"]
 FORM_OF = dict(zip(FAMILIES, ["images", "parts", "image", "parts", "images"], strict=True))
 
 
-def letters(completions, **kwargs):
-    """A reward that hardly any two completions share."""
-    return [float(sum(i * ord(char) for i, char in enumerate(c[0]["content"], 1)) % 97) for c in completions]
-
-
 def parity(completions, **kwargs):
     """A reward that many completions share, so that states are rejected."""
     return [float(sum(map(ord, c[0]["content"])) % 2) for c in completions]
@@ -71,7 +49,7 @@ def parity_of_some(completions, prompts, **kwargs):
 
 
 def make_trainer(family, cls=Recorder, **settings):
-    model = vision_model_on_disk(family) if settings.get("beta") else make_vision_model(family)
+    model = vision_models.vision_model_on_disk(family) if settings.get("beta") else make_vision_model(family)
     defaults = {"reward_funcs": letters, "dataset": make_image_dataset(), "tokenizer": make_processor(family)}
     return factory.make_trainer(cls, model=model, **defaults | settings)
 
@@ -101,20 +79,18 @@ def by_hand(trainer, messages, token_ids, temperature=1.0):
 
 def with_other_images(messages):
     """The same prompt, its images upside down and in negative: as many tokens."""
-    return [
-        {
-            **message,
-            "content": [
-                {**part, "image": part["image"].rotate(180).point(lambda value: 255 - value)}
-                if part["type"] == "image"
-                else part
-                for part in message["content"]
-            ],
-        }
-        if isinstance(message.get("content"), list)
-        else message
-        for message in messages
-    ]
+
+    def changed(message):
+        if not isinstance(message.get("content"), list):
+            return message
+        parts = [part | {"image": negative(part["image"])} if "image" in part else part for part in message["content"]]
+        return message | {"content": parts}
+
+    return list(map(changed, messages))
+
+
+def negative(image):
+    return image.rotate(180).point(lambda value: 255 - value)
 
 
 def rollouts_of(trees):
@@ -126,13 +102,6 @@ def close(x, y) -> bool:
 
 
 # Without exploration, it is GRPOTrainer
-
-
-def test_without_exploration_it_is_grpo_trainer_exactly():
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2, "per_device_eval_batch_size": 4}
-    settings |= {"eval_dataset": make_image_dataset(4), "max_completion_length": 6}
-    ours, theirs = train("qwen2_5_vl", num_anchors=0, **settings), train("qwen2_5_vl", GRPOTrainer, **settings)
-    assert_same_run(ours, theirs)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "smolvlm"])
@@ -166,36 +135,11 @@ def test_rows_without_anchors_are_grpo_trainers(family):
 # Exploring
 
 
-@functools.cache
-def explored(family):
-    """A trainer that has drawn one batch, and learned nothing."""
-    return train(family, dataset=make_image_dataset(form=FORM_OF[family]), learning_rate=0.0, max_steps=1)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_truncated_log_probs_are_of_the_images(family):
-    """In batches of 3 of 8 rows, cut off at no token: as TRL scores them."""
-    trainer = explored(family)
-    ((batch, _),) = trainer.batches
-    input_ids, mask = (
-        torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], 1)[:8] for name in ("ids", "mask")
-    )
-    images = select_rows(images_in(batch), list(range(8)))
-    arguments = trainer.model, input_ids, mask, batch["completion_ids"].size(1), 3
-    with torch.no_grad():
-        expected, found = (
-            trainer._get_per_token_logps_and_entropies(*arguments, **images, truncation=truncation)[0]
-            for truncation in (None, lambda ids, logits: logits)
-        )
-    assert (expected != 0).sum() > 8
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rollouts_see_their_prompts_images(family):
-    """Log-probs and entropies that generation found, and a pass finds: those by hand, and of no other image."""
-    trainer = explored(family)
-    ((_, trees),) = trainer.batches
+    """Log-probs and entropies that generation found, and passes find: those by hand, and of no other image."""
+    trainer = train(family, dataset=make_image_dataset(form=FORM_OF[family]), learning_rate=0.0, max_steps=1)
+    ((batch, trees),) = trainer.batches
     num_branches = 0
     for tree in trees:
         (base, *_), (entropies, *_) = tree.bases, tree.entropies
@@ -210,6 +154,19 @@ def test_rollouts_see_their_prompts_images(family):
                 assert close(rollout.logprobs, of_whole[state.position :])
                 num_branches += 1
     assert num_branches >= 8
+    # Log-probs of a truncated distribution, in batches of 3 of 8 rows: cut off at no token, as TRL scores them
+    input_ids, mask = (
+        torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], 1)[:8] for name in ("ids", "mask")
+    )
+    images = select_rows(images_in(batch), list(range(8)))
+    arguments = trainer.model, input_ids, mask, batch["completion_ids"].size(1), 3
+    with torch.no_grad():
+        expected, found = (
+            trainer._get_per_token_logps_and_entropies(*arguments, **images, truncation=truncation)[0]
+            for truncation in (None, lambda ids, logits: logits)
+        )
+    assert (expected != 0).sum() > 8
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     bases = [(tree.prompt_ids, tree.bases[0].token_ids, tree.multimodal) for tree in trees]
     trainer.args.per_device_train_batch_size = 3  # a batch of several prompts, of which the last is smaller
     statistics = trainer.token_statistics(*map(list, zip(*bases * 2, strict=True)))
@@ -228,9 +185,9 @@ def test_rollouts_see_their_prompts_images(family):
         ("internvl", {"anchor_threshold": 0.3, "credit": "tree"}),
     ],
 )
-def test_every_family_trains(family, settings):
-    """Its vision tower too."""
-    trainer = make_trainer(family, dataset=make_image_dataset(form="images"), **settings)
+def test_every_family_trains(family, settings, caplog):
+    """Its vision tower too. Prefixes are not shared, and one line says so."""
+    trainer = make_trainer(family, dataset=make_image_dataset(form="images"), share_prefixes=True, **settings)
     before = {name: param.clone() for name, param in trainer.model.named_parameters() if param.requires_grad}
     trainer.train()
     assert np.isfinite(logged(trainer, "loss", "grad_norm")).all()
@@ -238,14 +195,21 @@ def test_every_family_trains(family, settings):
     of_images = [name for name in before if not any(part in name for part in ("language", "text_model", "lm_head"))]
     moved = [name for name in of_images if not before[name].equal(trainer.model.get_parameter(name))]
     assert len(moved) > len(of_images) / 2
+    assert not trainer.shares_prefixes
+    assert caplog.text.count("share_prefixes is off, and every row forwarded with all of its tokens: the images") == 1
 
 
-class KeepsPasses(Recorder):
-    """Keeps the log-probs that its losses are made of."""
+class Keeps(Recorder):
+    """Keeps the log-probs that its losses are made of, and the rows that were left over."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.passes = []
+        self.passes, self.left_over = [], []
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        self.left_over += self._refill.leftovers if self._refill else []
+        return batch
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
         output = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
@@ -255,14 +219,8 @@ class KeepsPasses(Recorder):
         return output
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm", "llava", "internvl"])
-def test_rows_keep_their_images_when_they_are_shuffled_split_and_rejected(family):
-    """A row's log-probs in the loss are those that it was sampled with."""
-    settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "value_prior_strength": 0}
-    dataset = make_image_dataset(form="images")
-    trainer = train(
-        family, KeepsPasses, dataset=dataset, reward_funcs=parity_of_some, learning_rate=0.0, max_steps=1, **settings
-    )
+def check_passes(trainer):
+    """A row's log-probs in the loss are those that it was sampled with, and there are some that have none."""
     ((batch, trees),) = trainer.batches
     sampled = {
         (*tree.prompt_ids, *state.prefix_ids, *rollout.token_ids): rollout
@@ -271,7 +229,15 @@ def test_rows_keep_their_images_when_they_are_shuffled_split_and_rejected(family
     assert 0 < len(trainer.passes) < len(batch["advantages"])  # the others are rejected
     for input_ids, mask, logprobs in trainer.passes:
         rollout = sampled[tuple(input_ids[mask].tolist())]
-        assert close(logprobs[mask[-len(logprobs) :]][-rollout.length :], rollout.logprobs)
+        of_rollout = logprobs[mask[-len(logprobs) :]][-rollout.length :]
+        assert close(of_rollout[rollout.written], rollout.logprobs[rollout.written])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm", "llava", "internvl"])
+def test_rows_keep_their_images_when_they_are_shuffled_split_and_rejected(family):
+    settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "value_prior_strength": 0}
+    settings |= {"reward_funcs": parity_of_some, "learning_rate": 0.0, "max_steps": 1}
+    check_passes(train(family, Keeps, dataset=make_image_dataset(form="images"), **settings))
 
 
 @pytest.fixture
@@ -280,25 +246,14 @@ def knows_nothing(monkeypatch):
     monkeypatch.setattr(old_logps, "in_float32", lambda trainer: False)
 
 
-class KeepsLeftovers(Recorder):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.kept = []
-
-    def _generate_and_score_completions(self, inputs):
-        batch = super()._generate_and_score_completions(inputs)
-        self.kept += self._refill.leftovers
-        return batch
-
-
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
 def test_old_log_probs_of_rows_left_over_are_of_the_images(family, knows_nothing):
     """They are scored beside TRL's step, which scores those of the batch."""
     settings = {"max_refills": 3, "learning_rate": 0.0, "max_steps": 6, "reward_funcs": parity}
     settings |= {"value_prior_strength": 0, "steps_per_generation": 2, "per_device_train_batch_size": 8}
-    trainer = train(family, KeepsLeftovers, gradient_accumulation_steps=1, **settings)
-    assert trainer.kept
-    for row in trainer.kept:
+    trainer = train(family, Keeps, gradient_accumulation_steps=1, **settings)
+    assert trainer.left_over
+    for row in trainer.left_over:
         assert close(row.old_logprobs[len(row.prefix_ids) :], row.rollout.logprobs)
 
 
@@ -312,13 +267,6 @@ def test_what_an_engine_samples_is_corrected_with_the_images():
     in_loss = (batch["completion_mask"] * batch["tool_mask"]).bool()
     ratios = batch["importance_sampling_ratio"].expand_as(in_loss)[in_loss]
     assert len(ratios) > 32 and (ratios - 1).abs().max() < 1e-3
-
-
-def test_prefixes_are_not_shared_and_one_line_says_so(caplog):
-    with caplog.at_level(logging.WARNING):
-        trainer = train("llava", share_prefixes=True)
-    assert not trainer.shares_prefixes
-    assert caplog.text.count("share_prefixes is off, and every row forwarded with all of its tokens: the images") == 1
 
 
 def test_prompts_that_differ_by_their_images_alone_are_remembered_apart():
@@ -359,13 +307,6 @@ def test_the_best_model_is_loaded_at_the_end():
     assert not all(value.equal(last[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
-def test_a_model_of_images_trains_on_text_alone(family):
-    trainer = train(family, dataset=make_dataset(8, conversational=True), max_steps=1)
-    ((batch, trees),) = trainer.batches
-    assert "pixel_values" not in batch and all(len(tree.states) > 1 for tree in trees)
-
-
 @instead_of_look
 def look_at_picture(key: str) -> list:
     return shown(look(digits_in(key)))
@@ -390,7 +331,7 @@ def _trained_on_pictures(family):
     """The weights of a policy for dialogues in which every other question, and every other answer, has a picture."""
     processor = make_processor(family, make_tool_tokenizer())
     model = make_vision_model(family, tokenizer=make_tool_tokenizer())
-    draw, placeholder = random.Random(0), PLACEHOLDERS[family]
+    draw, placeholder = random.Random(0), vision_models.PLACEHOLDERS[family]
 
     def with_picture(role):
         return role[0] + draw.choice(["", placeholder])
@@ -401,7 +342,7 @@ def _trained_on_pictures(family):
         pictures = [[make_picture(digit) for digit in of_text] for of_text in digits]
         return processor(text=texts, images=pictures, padding=True, padding_side="right", return_tensors="pt")
 
-    train_tool_policy(model, inputs_of, answers_at_once=True)
+    tool_policy.train_tool_policy(model, inputs_of, answers_at_once=True)
     return model.state_dict()
 
 
@@ -463,10 +404,8 @@ def test_rollouts_see_the_images_that_their_tools_returned(with_images):
         if rollout.copy_of is not None:
             continue
         of_prompt, messages = images_of(tree.multimodal or []), rollout.dialogue.messages
-        token_ids, turn = (
-            [*tree.prompt_ids, *state.prefix_ids, *rollout.token_ids],
-            rollout.dialogue.turn_at(state.position),
-        )
+        token_ids = [*tree.prompt_ids, *state.prefix_ids, *rollout.token_ids]
+        turn = rollout.dialogue.turn_at(state.position)
         logprobs = dialogue_by_hand(trainer, token_ids, [*of_prompt, *images_of(messages)])
         assert close(rollout.logprobs[rollout.mask], logprobs[-rollout.length :][rollout.mask])
         turns = [i for i, message in enumerate(messages) if message["role"] != "tool"]
@@ -493,22 +432,14 @@ def written(messages):
 @pytest.mark.parametrize("with_images", [False, True])
 def test_rows_keep_the_images_of_their_tools(with_images, knows_nothing):
     """Shuffled, split and rejected, beside rows without any; and so do old log-probs and the reference model's."""
-    trainer = make_tool_trainer(
-        "qwen2_5_vl",
-        look_at_picture,
-        KeepsPasses,
-        with_images=with_images,
-        reward_funcs=lambda completions, answer, **kwargs: [
-            float(written(of_row) % 5 * (int(a) % 2)) for of_row, a in zip(completions, answer, strict=True)
-        ],
-        generation_kwargs=None,
-        value_prior_strength=0,
-        beta=0.1,
-        peft_config=LoraConfig(target_modules="all-linear"),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=8,
-        steps_per_generation=16,
-    )
+
+    def reward(completions, answer, **kwargs):
+        return [float(written(of_row) % 5 * (int(a) % 2)) for of_row, a in zip(completions, answer, strict=True)]
+
+    settings = {"reward_funcs": reward, "generation_kwargs": None, "value_prior_strength": 0, "beta": 0.1}
+    settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "steps_per_generation": 16}
+    settings |= {"peft_config": LoraConfig(target_modules="all-linear"), "with_images": with_images}
+    trainer = make_tool_trainer("qwen2_5_vl", look_at_picture, Keeps, **settings)
     video = trainer._tokenizer.convert_tokens_to_ids("<|video_pad|>")
     with torch.no_grad():  # a video's token is written as often as a digit, which makes it no video
         trainer.model.lm_head.weight[video] = trainer.model.lm_head.weight[WORDS.index("7")]
@@ -517,20 +448,16 @@ def test_rows_keep_the_images_of_their_tools(with_images, knows_nothing):
     num_images = batch["num_images"]
     assert (0 in num_images) != with_images and len(set(num_images)) > 1
     assert (batch["completion_ids"] == video).any()
-    is_scored, sampled = (batch["completion_mask"] * batch["tool_mask"]).bool(), {}
-    for row, (tree, state, rollout) in enumerate(rollouts_of(trees)):
-        sampled[(*tree.prompt_ids, *state.prefix_ids, *rollout.token_ids)] = rollout
+    is_scored = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    for row, (_, _, rollout) in enumerate(rollouts_of(trees)):
         if batch["in_loss"][row]:
             assert close(batch["old_per_token_logps"][row][is_scored[row]], rollout.logprobs[rollout.mask])
-    assert 0 < batch["in_loss"].sum() <= len(trainer.passes) < len(is_scored)  # the others are rejected
-    for input_ids, mask, logprobs in trainer.passes:
-        rollout = sampled[tuple(input_ids[mask].tolist())]
-        of_rollout = logprobs[mask[-len(logprobs) :]][-rollout.length :]
-        assert close(of_rollout[rollout.mask], rollout.logprobs[rollout.mask])
+    assert 0 < batch["in_loss"].sum() <= len(trainer.passes)
+    check_passes(trainer)
     assert np.abs(logged(trainer, "kl")).max() < 1e-6
 
 
-class ShowingWalk(MoodyWalk):
+class ShowingWalk(tool_policy.MoodyWalk):
     """Shows what it tells, which is another thing when it is asked again."""
 
     def look(self, key: str) -> list:
@@ -546,25 +473,23 @@ def test_rollouts_that_are_given_up_keep_the_images_of_their_prefix():
     for batch, trees in trainer.batches:
         for num_images, (tree, state, rollout) in zip(batch["num_images"], rollouts_of(trees), strict=True):
             token_ids = [*tree.prompt_ids, *state.prefix_ids, *rollout.token_ids]
-            images = images_of(rollout.dialogue.messages)
-            logprobs = dialogue_by_hand(trainer, token_ids, images)
+            logprobs = dialogue_by_hand(trainer, token_ids, images_of(rollout.dialogue.messages))[-rollout.length :]
             num_given_up += rollout.dialogue.is_broken and num_images > 0
-            assert rollout.dialogue.is_broken or close(
-                rollout.logprobs[rollout.mask], logprobs[-rollout.length :][rollout.mask]
-            )
+            assert rollout.dialogue.is_broken or close(rollout.logprobs[rollout.mask], logprobs[rollout.mask])
         assert len(batch["image_grid_thw"]) == sum(batch["num_images"])
     assert num_given_up > 0
 
 
-def test_without_exploration_tools_that_return_images_are_grpo_trainers():
-    settings = {"learning_rate": 1e-3, "num_generations": 4}
+def test_without_exploration_it_is_grpo_trainer_exactly():
+    """Of prompts with images and tools that return them, in evaluation too."""
+    settings = {"learning_rate": 1e-3, "num_generations": 4, "eval_strategy": "steps", "eval_steps": 1}
+    settings |= {"eval_dataset": make_image_dataset(4), "per_device_eval_batch_size": 4}
     theirs = make_tool_trainer("qwen2_5_vl", look_at_picture, GRPOTrainer, **settings)
     ours = make_tool_trainer("qwen2_5_vl", look_at_picture, FR3ETrainer, num_anchors=0, **settings)
     for trainer in (theirs, ours):
         set_seed(1)
         trainer.train()
-    assert logged(ours, "loss", "grad_norm", "reward") == logged(theirs, "loss", "grad_norm", "reward")
-    assert weights(ours).equal(weights(theirs))
+    assert_same_run(ours, theirs)
 
 
 def test_the_tokens_of_tools_images_are_there_when_the_model_takes_them():
@@ -576,21 +501,15 @@ def test_the_tokens_of_tools_images_are_there_when_the_model_takes_them():
 
 def test_what_the_engine_in_this_process_is_asked():
     image, other = make_image(0), make_image(1)
-    messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "1"}]}]
+    parts = [{"type": "text", "text": "1"}, *({"type": "image", "image": shown} for shown in (image, other))]
+    prompts = [None, *([{"role": "user", "content": parts[:num_parts]}] for num_parts in (2, 3))]
     asked = [
-        VLLMColocateSampler._prompt(None, SamplingRequest([3, 4], 1, 5, 1.0, multimodal=multimodal))
-        for multimodal in (
-            None,
-            messages,
-            [messages[0] | {"content": [*messages[0]["content"], {"type": "image", "image": other}]}],
-        )
+        VLLMColocateSampler._prompt(None, SamplingRequest([3, 4], 1, 5, 1.0, multimodal=messages))
+        for messages in prompts
     ]
     ids = {"prompt_token_ids": [3, 4]}
-    assert asked == [
-        ids,
-        ids | {"multi_modal_data": {"image": image}},
-        ids | {"multi_modal_data": {"image": [image, other]}},
-    ]
+    shown = [{}, {"multi_modal_data": {"image": image}}, {"multi_modal_data": {"image": [image, other]}}]
+    assert asked == [ids | images for images in shown]
 
 
 @pytest.mark.parametrize("with_tools", [False, True])
@@ -626,20 +545,17 @@ def test_images_for_some_prompts_of_a_batch_are_refused_as_trl_cannot_take_them(
 
 
 @pytest.mark.parametrize(
-    ("example", "error", "named"),
+    ("content", "columns", "named"),
     [
-        ({"prompt": "1+1=", "image": make_image(0)}, ValueError, "a text beside images"),
-        ({"prompt": [{"role": "user", "content": "1+1="}], "image": None}, ValueError, "remove_columns\\('image'\\)"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, ValueError, "a place for an image, and no im"),
-        (
-            {"prompt": [{"role": "user", "content": [{"type": "image", "image": make_image(0)}]}], "images": ["x"]},
-            ValueError,
-            "in its messages and in a column 'images'",
-        ),
+        (None, {"image": make_image(0)}, "a text beside images"),
+        ("1+1=", {"image": None}, "remove_columns\\('image'\\)"),
+        ([{"type": "image"}], {}, "a place for an image, and no im"),
+        ([{"type": "image", "image": make_image(0)}], {"images": ["x"]}, "in its messages and in a column 'images'"),
     ],
 )
-def test_examples_whose_images_cannot_be_read(example, error, named):
-    with pytest.raises(error, match=named):
+def test_examples_whose_images_cannot_be_read(content, columns, named):
+    example = {"prompt": [{"role": "user", "content": content}] if content else "1+1=", **columns}
+    with pytest.raises(ValueError, match=named):
         make_trainer("llava", dataset=IterableDataset.from_generator(lambda: iter([example])))
 
 
@@ -647,11 +563,6 @@ def test_examples_whose_images_cannot_be_read(example, error, named):
 def test_a_tokenizer_takes_no_images(form):
     with pytest.raises(NotImplementedError, match=r"takes text alone. Pass the model's processor"):
         factory.make_trainer(dataset=make_image_dataset(form=form))
-
-
-def test_continuous_batching_is_refused_by_trl():
-    with pytest.raises(ValueError, match="does not support multimodal models"):
-        make_trainer("llava", use_transformers_continuous_batching=True)
 
 
 @pytest.mark.parametrize(
@@ -674,6 +585,8 @@ def test_what_is_refused_with_more_than_there_is_here(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(trainer.accelerator.state, "num_processes", 2)
         assert "ddp_find_unused_parameters=True and log_multimodal=False" in obstacle_to_tool_images(trainer)
+    with pytest.raises(ValueError, match="does not support multimodal models"):  # by TRL
+        make_trainer("llava", use_transformers_continuous_batching=True)
     trainer = make_trainer("llava")
     assert obstacle_to_images(trainer) is None
     trainer._multi_environment = True

@@ -9,16 +9,6 @@ from factory import logged
 
 from fr3e_trl.method.anchors import eligible_positions, next_threshold, uncertainty
 
-THRESHOLD = {"anchor_threshold": 1.2}
-
-
-def rows_of(batch, trees):
-    """The rows of a step: (tree, state, rollout, its part of the batch as `{name: tensor of shape (C,)}`)."""
-    names = ("advantages", "completion_mask", "tool_mask")
-    rollouts = [(tree, state, rollout) for tree in trees for state in tree.states for rollout in state.rollouts]
-    for i, row in enumerate(rollouts):
-        yield *row, {name: batch[name][i] for name in names}
-
 
 def test_copies_are_scored_with_their_group_and_logged_means_are_over_rollouts():
     scored = []
@@ -42,33 +32,25 @@ def test_copies_are_scored_with_their_group_and_logged_means_are_over_rollouts()
 
 @pytest.mark.parametrize("settings", [{}, {"loss_type": "bnpo"}, {"steps_per_generation": 2, "max_refills": 1}])
 def test_truncated_base_trajectories_keep_the_tokens_that_finished_branches_pass_through(settings):
-    trainer = factory.train(
-        reward_funcs=factory.letters,
-        mask_truncated_completions=True,
-        max_completion_length=16,
-        max_steps=4,
-        **THRESHOLD | {"num_generations": 4, "gradient_accumulation_steps": settings.get("steps_per_generation", 1)},
-        **settings,
-    )
+    sizes = {"max_completion_length": 16, "max_steps": 4, "num_generations": 4, "anchor_threshold": 1.2}
+    sizes |= {"gradient_accumulation_steps": settings.get("steps_per_generation", 1)}
+    trainer = factory.train(reward_funcs=factory.letters, mask_truncated_completions=True, **sizes, **settings)
     kept = 0
     for batch, trees in trainer.batches:
         if "max_refills" in settings:  # rows of several steps
             assert batch["advantages"].isfinite().all()
             continue
-        for tree, state, rollout, part in rows_of(batch, trees):
-            in_loss = (part["completion_mask"] * part["tool_mask"]).bool()
+        masks = (batch["completion_mask"] * batch["tool_mask"]).bool()
+        rows = [(tree, state, rollout) for tree in trees for state in tree.states for rollout in state.rollouts]
+        for (tree, state, rollout), in_loss, advantages in zip(rows, masks, batch["advantages"], strict=True):
             if rollout.copy_of is not None:
                 assert not in_loss.any()
             elif rollout.score.is_masked:
-                branches = [
-                    other.position
-                    for other in tree.states[1:]
-                    if state.base is None and not all(branch.score.is_masked for branch in other.rollouts)
-                ]
-                kept += bool(branches)
-                assert int(in_loss.sum()) in (0, max(branches, default=0))
-                assert not in_loss[max(branches, default=0) :].any()
-                assert not branches or in_loss.any() or not part["advantages"][: max(branches)].any()
+                finished = [s for s in tree.states[1:] if not all(branch.score.is_masked for branch in s.rollouts)]
+                last = max((s.position for s in finished if state.base is None), default=0)
+                kept += last > 0
+                assert int(in_loss.sum()) in (0, last) and not in_loss[last:].any()
+                assert in_loss.any() or not advantages[:last].any()
     assert kept > 0 or "max_refills" in settings
     assert all(math.isfinite(loss) for (loss,) in logged(trainer, "loss"))
 

@@ -66,10 +66,7 @@ def test_all_logits_at_once_give_the_same(num_positions, wanted, softmax, small_
     for compute in (tile_logps, of_all_logits):
         tensors = [tensor.clone().requires_grad_() for tensor in head]
         outputs = compute(*tensors, targets, softmax)
-        chosen = [
-            (output * weight).sum() for output, weight, is_in in zip(outputs, weights, wanted, strict=True) if is_in
-        ]
-        sum(chosen).backward()
+        sum((outputs[i] * weights[i]).sum() for i in range(2) if wanted[i]).backward()
         found.append([*outputs, *(tensor.grad for tensor in tensors)])
     for own, expected in zip(*found, strict=True):
         torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
@@ -106,9 +103,6 @@ def test_truncation_keeps_what_was_sampled():
     torch.testing.assert_close(found.exp(), torch.tensor([2 / 3, 1 / 3, 1 / 7]))
 
 
-# On models
-
-
 def tiny(name, **settings):
     set_seed(0)
     config = getattr(transformers, f"{name}Config")(**TINY | settings)
@@ -130,7 +124,7 @@ MODELS = {
 }
 
 
-def assert_scored(model, head_of=None, mask=None):
+def assert_scored(model):
     """Against the model's own logits, and the gradients by way of these."""
     torch.manual_seed(1)
     config = model.config.get_text_config()
@@ -142,9 +136,8 @@ def assert_scored(model, head_of=None, mask=None):
         model.zero_grad()
         inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         if is_own:
-            own, entropies = score(
-                model, model.get_output_embeddings(), inputs, targets, Softmax.of(model.config, temperature)
-            )
+            softmax = Softmax.of(model.config, temperature)
+            own, entropies = score(model, model.get_output_embeddings(), inputs, targets, softmax)
             assert own.shape == at.shape and not own[~at].any() and not entropies[~at].any()
             own, entropies = own[at], entropies[at]
         else:
@@ -168,19 +161,12 @@ def test_a_head_that_is_trained_beside_an_adapter():
     assert_scored(peft.get_peft_model(make_model(), config))
 
 
-def test_without_a_target_the_gradient_is_0_and_not_none():
-    model = make_model()
-    targets = torch.full((2, 5), -100)
-    own, entropies = score(
-        model, model.lm_head, {"input_ids": torch.ones_like(targets)}, targets, Softmax.of(model.config, 1.0)
-    )
+def test_without_a_target_the_gradient_is_0_and_not_none_and_a_head_must_be_called():
+    model, other = make_model(), torch.nn.Linear(1, 1)
+    inputs, targets = {"input_ids": torch.ones(2, 5, dtype=torch.long)}, torch.full((2, 5), -100)
+    own, entropies = score(model, model.lm_head, inputs, targets, Softmax.of(model.config, 1.0))
     own.sum().backward()
     assert not own.any() and not entropies.any()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
-
-
-def test_a_head_that_is_not_called_is_an_error():
-    model, other = make_model(), torch.nn.Linear(1, 1)
-    targets = torch.full((1, 3), 2)
     with pytest.raises(RuntimeError, match="called 0 times"):
-        score(model, other, {"input_ids": targets}, targets, Softmax())
+        score(model, other, inputs, inputs["input_ids"], Softmax())

@@ -28,8 +28,6 @@ class KeepsMicroBatches(FR3ETrainer):
 
 
 class FixedSampler:
-    """Draws the completions of `SAMPLES`."""
-
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
 
@@ -44,25 +42,15 @@ def make_trainer(num_micro_batches=1, prompts=("1", "2"), num_generations=2, rew
     def reward(prompts, completions, **kwargs):
         return [REWARDS[key] for key in zip(prompts, completions, strict=True)]
 
-    fr3e = {
-        "num_anchors": 0,
-        "reject_degenerate_states": True,
-        "scale_rewards": "none",
-        "value_prior_strength": 0.0,
-        "negative_advantage_scale": 0.5,
-    }
-    sizes = {
-        "num_generations": num_generations,
-        "per_device_train_batch_size": len(prompts) * num_generations // num_micro_batches,
-        "gradient_accumulation_steps": num_micro_batches,
-        "max_completion_length": 8,
-        "max_steps": 1,
-    }
+    fr3e = {"num_anchors": 0, "reject_degenerate_states": True, "scale_rewards": "none", "value_prior_strength": 0.0}
+    defaults = {"optim": "sgd", "learning_rate": 1.0, "negative_advantage_scale": 0.5, "max_completion_length": 8}
+    rows = {"per_device_train_batch_size": len(prompts) * num_generations // num_micro_batches}
+    rows |= {"num_generations": num_generations, "gradient_accumulation_steps": num_micro_batches, "max_steps": 1}
     trainer = factory.make_trainer(
         KeepsMicroBatches,
         reward_funcs=reward_func or reward,
         dataset=Dataset.from_dict({"prompt": prompts}),
-        **{"optim": "sgd", "learning_rate": 1.0} | fr3e | sizes | settings,
+        **fr3e | defaults | rows | settings,
     )
     if reward_func is None:
         trainer.sampler = FixedSampler(trainer.processing_class)
@@ -145,44 +133,27 @@ def test_bnpo_counts_micro_batches_by_their_rows():
     """sum(r * L) / sum(r), with r rows in the loss and L the mean over their tokens, also where r differs."""
 
     def letters(prompts, completions, **kwargs):
-        return [
-            float(prompt < "5" and completion > "a") for prompt, completion in zip(prompts, completions, strict=True)
-        ]
+        return [float(prompt < "5" and text > "a") for prompt, text in zip(prompts, completions, strict=True)]
 
-    trainer = make_trainer(
-        prompts=[str(i) for i in range(8)],
-        num_generations=4,
-        num_micro_batches=8,
-        reward_func=letters,
-        loss_type="bnpo",
-    )
+    sizes = {"prompts": list("01234567"), "num_generations": 4, "num_micro_batches": 8}
+    trainer = make_trainer(**sizes, reward_func=letters, loss_type="bnpo")
     trainer.train()
-    total, num_rows, sizes = 0.0, 0, set()
+    total, num_rows = 0.0, []
     for inputs in trainer.micro_batches:
         mask = (inputs["completion_mask"] * inputs["tool_mask"]).float()
-        rows = int(inputs["in_loss"].sum())
-        total += rows * (-(inputs["advantages"][:, None] * mask).sum() / mask.sum().clamp(min=1)).item()
-        num_rows += rows
-        sizes.add(rows)
-    assert len(sizes) > 1
-    assert logged_loss(trainer) == pytest.approx(total / num_rows, abs=1e-5)
+        num_rows.append(int(inputs["in_loss"].sum()))
+        total -= num_rows[-1] * ((inputs["advantages"][:, None] * mask).sum() / mask.sum().clamp(min=1)).item()
+    assert len(set(num_rows)) > 1
+    assert logged_loss(trainer) == pytest.approx(total / sum(num_rows), abs=1e-5)
 
 
 def test_a_process_whose_rows_are_rejected_has_no_share(tmp_path):
     """Micro-batches of one row are the same ones in one process and in two."""
     logs = []
     for num_processes in (1, 2):
-        settings = {
-            "num_generations": 4,
-            "num_anchors": 1,
-            "value_prior_strength": 0,
-            "per_device_train_batch_size": 1,
-            "gradient_accumulation_steps": 8 // num_processes,
-            "loss_type": "bnpo",
-            "entropy_coef": 0.1,
-            "optim": "sgd",
-            "num_rewards": 2,
-        }
+        settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8 // num_processes}
+        settings |= {"num_generations": 4, "num_anchors": 1, "value_prior_strength": 0, "num_rewards": 2}
+        settings |= {"loss_type": "bnpo", "entropy_coef": 0.1, "optim": "sgd"}
         (main, *_) = launch(tmp_path / str(num_processes), num_processes, settings, "fake")
         logs.append([entry for entry in main["logs"] if "loss" in entry])
     for alone, together in zip(*logs, strict=True):

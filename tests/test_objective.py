@@ -4,9 +4,8 @@ import random
 
 import torch
 from datasets import Dataset
-from factory import make_trainer
+from factory import train
 from models import make_model, make_tokenizer
-from transformers import set_seed
 
 from fr3e_trl import FR3ETrainer
 
@@ -22,19 +21,11 @@ def probability_of_the_better_arm(**settings) -> float:
 
     model = make_model()
     model.lm_head.weight.data.div_(20)  # as likely, nearly
-    settings = {"learning_rate": 1e-2, "lr_scheduler_type": "constant"} | settings
-    trainer = make_trainer(
-        FR3ETrainer,
-        model=model,
-        reward_funcs=reward,
-        dataset=Dataset.from_dict({"prompt": ["1+1="] * 64}),
-        per_device_train_batch_size=512,
-        max_completion_length=2,
-        max_steps=40,
-        **settings,
-    )
-    set_seed(1)
-    trainer.train()
+    sizes = {"per_device_train_batch_size": 512, "max_completion_length": 2, "max_steps": 40}
+    rates = {"learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+    prompts = Dataset.from_dict({"prompt": ["1+1="] * 64})
+    parts = {"model": model, "reward_funcs": reward, "dataset": prompts}
+    train(FR3ETrainer, **parts, **sizes, **rates, **settings)
     trained = make_model()  # without the head that TRL puts in
     trained.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -42,13 +33,10 @@ def probability_of_the_better_arm(**settings) -> float:
     return logits.softmax(-1)[::2].sum().item()
 
 
-# By hand, at even odds and with a baseline of .55: the sure arm has an advantage of +.05, the coin one of +.45 or -.55,
-# in the mean -.05. With the negative one halved it is +.0875, more than the sure arm's.
-
-
-def test_the_better_arm_wins():
+def test_the_better_arm_wins_unless_negatives_are_halved():
+    """
+    By hand, at even odds and with a baseline of .55: the sure arm has an advantage of +.05, the coin one of +.45 or
+    -.55, in the mean -.05. With the negative one halved it is +.0875, more than the sure arm's.
+    """
     assert probability_of_the_better_arm() > 0.95
-
-
-def test_with_halved_negatives_the_riskier_arm_wins():
     assert probability_of_the_better_arm(negative_advantage_scale=0.5, credit="rollout") < 0.25

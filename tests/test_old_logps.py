@@ -40,12 +40,9 @@ class Engine:
 
     def with_logprobs(self, request, sample):
         prefix, tokens = list(map(int, request.prefix_ids)), list(map(int, sample.token_ids))
-        of_tokens = logprobs(self.trainer, prefix, tokens, request.temperature, **truncation(self.trainer))
+        truncation = self.trainer.min_p or 0.0, self.trainer.top_k, self.trainer.top_p
+        of_tokens = logprobs(self.trainer, prefix, tokens, request.temperature, *truncation)
         return replace(sample, logprobs=[x + ERROR for x in of_tokens])
-
-
-def truncation(trainer):
-    return {"min_p": trainer.min_p or 0.0, "top_k": trainer.top_k, "top_p": trainer.top_p}
 
 
 @torch.no_grad()
@@ -91,18 +88,14 @@ def rows_in_loss(trainer):
         yield i, prompt + completion[:start], completion[start:], mask[i]
 
 
+DIFFERENCES = ["sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"]
 LORA = LoraConfig(r=4, target_modules="all-linear")
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"temperature": 0.8},
-        {"min_p": 0.05},
-        {"top_k": 6},
-        {"top_p": 0.8},
-        TRUNCATED,
+        *({}, {"temperature": 0.8}, {"min_p": 0.05}, {"top_k": 6}, {"top_p": 0.8}, TRUNCATED),
         TRUNCATED | {"temperature": 0.8},
         TRUNCATED | {"peft_config": LORA, "beta": 0.1},
         *[TRUNCATED | {"temperature": 1.5, "model": name} for name in ("Gemma2", "Granite", "Cohere")],
@@ -126,9 +119,8 @@ def test_only_the_engines_error_is_corrected(settings):
         torch.testing.assert_close(batch["importance_sampling_ratio"][i][mask], expected, atol=1e-5, rtol=1e-5)
         num_rows += 1
     assert num_rows > 0
-    (log, *_) = trainer.state.log_history
-    assert log["sampling/sampling_logp_difference/mean"] == pytest.approx(ERROR, abs=1e-5)
-    assert log["sampling/sampling_logp_difference/max"] == pytest.approx(ERROR, abs=1e-5)
+    ((mean, most),) = factory.logged(trainer, *DIFFERENCES)
+    assert mean == pytest.approx(ERROR, abs=1e-5) and most == pytest.approx(ERROR, abs=1e-5)
 
 
 @pytest.mark.parametrize(("settings", "again"), [({}, False), (TRUNCATED, True)])
@@ -158,10 +150,9 @@ def test_how_often_a_row_is_passed_forward(settings, again, monkeypatch):
     set_seed(2)
     trainer.train()
     batch, _ = trainer.batches[0]
-    rows = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    rows, in_loss = [tuple(row) for row in rows.tolist()], batch["in_loss"].tolist()
-    assert any(in_loss) and not all(in_loss)
-    assert passed == Counter(rows) + Counter([row for row, is_in in zip(rows, in_loss, strict=True) if is_in and again])
+    rows, in_loss = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1), batch["in_loss"]
+    assert in_loss.any() and not in_loss.all()
+    assert passed == Counter(map(tuple, rows.tolist())) + Counter(map(tuple, rows[in_loss & again].tolist()))
 
 
 def test_rows_left_out_are_not_passed_forward():
@@ -199,10 +190,12 @@ def test_logits_of_a_truncated_distribution_are_few_at_a_time(monkeypatch):
 
 def test_another_model_is_refused():
     trainer = make_trainer(**TRUNCATED)
-    engine = trainer.sampler
-    trainer.sampler.with_logprobs = lambda request, sample: replace(
-        sample, logprobs=[x + 1.5 for x in Engine.with_logprobs(engine, request, sample).logprobs]
-    )
+    with_logprobs = trainer.sampler.with_logprobs
+
+    def far(request, sample):
+        return replace(sample, logprobs=[x + 1.5 for x in with_logprobs(request, sample).logprobs])
+
+    trainer.sampler.with_logprobs = far
     with pytest.raises(RuntimeError, match=r"1\.52 nats a token away"):
         trainer.train()
 
@@ -233,37 +226,24 @@ def test_rollouts_that_are_given_up_have_none_to_correct():
     torch.testing.assert_close(ratios, torch.full_like(ratios, math.exp(-ERROR)), atol=1e-4, rtol=0)
 
 
-def test_rows_left_over_that_are_dropped_leave_the_loss():
+def test_rows_left_over_that_are_dropped_leave_the_loss(monkeypatch):
     """They are of an older policy, and so leave TRL's bounds first. Their trees are gone: nothing is credited anew."""
-
-    class Exact(Engine):
-        def sync_weights(self):
-            pass
-
-        def with_logprobs(self, request, sample):
-            return sample
-
     settings = {"max_refills": 2, "value_prior_strength": 0.0, "num_generations": 8, "num_base_trajectories": 2}
     settings |= {"max_steps": 4, "learning_rate": 3e-3, "max_completion_length": 12, "num_anchors": 3}
     settings |= {"vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 1.5}
     trainer = make_trainer(**settings)
-    generate = trainer.sampler.sampler
-    trainer.sampler = trainer.vllm_generation = exact = Exact(trainer)
-    exact.sampler = generate
+    trainer.sampler.with_logprobs = lambda request, sample: sample
     dropped = []
     mask_dropped = fr3e_trainer.mask_dropped
 
     def record(of_trainer, batch, rows):
-        ratios = (batch["importance_sampling_ratio"] == 0).all(1).tolist()
-        dropped.append(
-            [i for i, (row, is_dropped) in enumerate(zip(rows, ratios, strict=True)) if is_dropped and row.is_left_over]
-        )
+        is_dropped = (batch["importance_sampling_ratio"] == 0).all(1).tolist()
+        dropped.append([i for i, row in enumerate(rows) if is_dropped[i] and row.is_left_over])
         return mask_dropped(of_trainer, batch, rows)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fr3e_trainer, "mask_dropped", record)
-        set_seed(1)
-        trainer.train()
+    monkeypatch.setattr(fr3e_trainer, "mask_dropped", record)
+    set_seed(1)
+    trainer.train()
     assert any(dropped)
     for (batch, _), of_step in zip(trainer.batches, dropped, strict=True):
         mask = batch["completion_mask"] * batch["tool_mask"]

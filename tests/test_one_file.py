@@ -1,7 +1,6 @@
 """The method in one file is the package's: the same rows give the same anchors, credit and loss."""
 
 import copy
-import sys
 from pathlib import Path
 
 import factory
@@ -18,13 +17,11 @@ SETTINGS["value_prior_strength"] = 4.0  # fixed, as in the file
 
 @pytest.fixture(scope="module")
 def one_file():
-    sys.path.insert(0, str(EXAMPLES))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
         import fr3e_in_one_file
 
         yield fr3e_in_one_file
-    finally:
-        sys.path.remove(str(EXAMPLES))
 
 
 @pytest.fixture(scope="module")
@@ -40,20 +37,11 @@ def rollouts_of(tree):
 
 
 def as_rows(one_file, tree):
-    base = tree.bases[0].token_ids
+    prompt, base = torch.tensor(tree.prompt_ids), tree.bases[0].token_ids
     return [
-        one_file.Row(
-            torch.tensor(tree.prompt_ids),
-            torch.tensor([*base[:position], *rollout.token_ids]),
-            position,
-            rollout.score.reward,
-        )
+        one_file.Row(prompt, torch.tensor([*base[:position], *rollout.token_ids]), position, rollout.score.reward)
         for position, rollout in rollouts_of(tree)
     ]
-
-
-def test_it_is_short():
-    assert len((EXAMPLES / "fr3e_in_one_file.py").read_text().splitlines()) <= 200
 
 
 def test_anchors_and_thresholds(one_file, trainer):
@@ -106,6 +94,7 @@ def test_it_trains_as_the_package_does(one_file):
 
 
 def test_it_learns(one_file, capsys):
+    assert len((EXAMPLES / "fr3e_in_one_file.py").read_text().splitlines()) <= 200  # and is short
     one_file.main(num_steps=10)
     before, after = (float(line.split()[3].rstrip("%")) for line in capsys.readouterr().out.splitlines())
     assert after > before + 5

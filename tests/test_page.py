@@ -3,6 +3,7 @@
 import base64
 import functools
 import gzip
+import itertools
 import json
 import math
 import os
@@ -20,20 +21,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fr3e_trl.commands.cli import main
+from fr3e_trl.tree_log import record as log
 from fr3e_trl.tree_log.callback import report
 from fr3e_trl.tree_log.display import token_texts
 from fr3e_trl.tree_log.page import CHARTS, MAX_POINTS, MAX_TREES, charts, make_page
-from fr3e_trl.tree_log.record import MAX_TREES as MAX_TREES_OF_STEP
-from fr3e_trl.tree_log.record import (
-    METRICS,
-    append_log,
-    logged_steps,
-    read_metrics,
-    read_step,
-    step_path,
-    write_logs,
-    write_step,
-)
 
 SIZES = {"per_device_train_batch_size": 32, "max_completion_length": 24, "max_steps": 3}
 DEMO_POLICY = Path(__file__).parents[1] / "examples" / "demo_policy"
@@ -57,18 +48,13 @@ class Page(HTMLParser):
 
     def __init__(self, path: Path):
         super().__init__()
-        self.elements, self.scripts = [], {}
-        self._open = None
+        self.elements, self.scripts, self._open = [], {}, None
         self.feed(path.read_text())
         self.index = json.loads(self.scripts["index"])
 
     def handle_starttag(self, tag, attributes):
-        attributes = dict(attributes)
-        self.elements.append((tag, attributes))
-        self._open = attributes.get("id", "program") if tag == "script" else None
-
-    def handle_endtag(self, tag):
-        self._open = None
+        self.elements.append((tag, dict(attributes)))
+        self._open = dict(attributes).get("id", "program") if tag == "script" else None  # until the next one begins
 
     def handle_data(self, data):
         if self._open:
@@ -80,11 +66,10 @@ class Page(HTMLParser):
         return [json.loads(gzip.decompress(base64.b64decode(tree))) for tree in packed]
 
 
-def close(x, y, digits=1e-3):
+def close(x, y):
     """What was logged, and what it was: null stands for what does not exist."""
-    if y is None or (isinstance(y, float) and math.isnan(y)):
-        return x is None
-    return x is not None and math.isclose(x, y, rel_tol=digits, abs_tol=6e-4)
+    x, y = (np.array(value, float).ravel() for value in (x, y))
+    return x.shape == y.shape and np.allclose(x, y, rtol=1e-3, atol=6e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +89,9 @@ def test_the_page_has_what_was_explored(settings):
     page, tokenizer = Page(Path("run/trees.html")), make_tokenizer()
     shown = iter(zip(page.index["trees"], page.trees, strict=True))
     for step, (_, trees) in enumerate(trainer.batches, 1):
-        logged = 0
-        for tree in trees[:MAX_TREES_OF_STEP]:
+        for number, tree in enumerate(trees[: log.MAX_TREES], 1):
             summary, record = next(shown)
-            assert (summary["step"], summary["number"]) == (step, (logged := logged + 1))
+            assert (summary["step"], summary["number"]) == (step, number)
             assert "".join(record["prompt"]) == tokenizer.decode(tree.prompt_ids)
             assert summary["prompt"] and "".join(record["prompt"]).endswith(summary["prompt"])
             of_states = [record["rollouts"][k] for state in record["states"] for k in state["rollouts"]]
@@ -120,11 +104,9 @@ def test_the_page_has_what_was_explored(settings):
             assert first["prompt"] == summary["prompt"] and first["promptOf"] == summary["promptOf"]
             check_branches(tree, record, settings)
             for state, of_state in zip(tree.states, record["states"], strict=True):
-                assert (state.position, state.parent, state.rejected) == tuple(
-                    of_state[name] for name in ("position", "parent", "rejected")
-                )
-                assert close(of_state["value"], state.value) and close(of_state["entropy"], state.entropy)
-                assert close(of_state["modulation"], state.modulation)
+                exact, names = ("position", "parent", "rejected"), ("value", "entropy", "modulation")
+                assert all(of_state[name] == getattr(state, name) for name in exact)
+                assert all(close(of_state[name], getattr(state, name)) for name in names)
                 assert of_state["base"] == (None if state.base is None else record["bases"][state.base])
                 sampled = [rollout for rollout in state.rollouts if rollout.copy_of is None]
                 for rollout, k in zip(sampled, of_state["rollouts"], strict=True):
@@ -134,7 +116,7 @@ def test_the_page_has_what_was_explored(settings):
                 is_row = any(base is rollout for rollout in tree.states[0].rollouts)
                 assert is_row == (settings.get("reuse_base") is not False)
                 check_rollout(base, of_base, tokenizer, is_row)
-                assert np.allclose(np.array(of_base["entropies"], float), entropies, atol=6e-4)
+                assert close(of_base["entropies"], entropies)
         branches = [(tree, state, r) for tree in trees for state in tree.states[1:] for r in state.rollouts]
         differ = [r.token_ids[0] != tree.bases[state.base].token_ids[state.position] for tree, state, r in branches]
         (entry,) = [e for e in trainer.state.log_history if e["step"] == step and "fr3e/value/S0" in e]
@@ -143,9 +125,10 @@ def test_the_page_has_what_was_explored(settings):
     # The curves are the log's
     for chart in page.index["charts"]:
         for curve in chart["curves"]:
-            log = [(e["step"], e[curve["name"]]) for e in trainer.state.log_history if curve["name"] in e]
-            assert [step for step, _ in curve["points"]] == [step for step, _ in log]
-            assert np.allclose([v for _, v in curve["points"]], [v for _, v in log], rtol=1e-3)
+            assert close(
+                curve["points"],
+                [(e["step"], e[curve["name"]]) for e in trainer.state.log_history if curve["name"] in e],
+            )
     names = {curve["name"] for chart in page.index["charts"] for curve in chart["curves"]}
     assert {"fr3e/value/S0", "fr3e/entropy", "fr3e/prompts/all_right", "fr3e/advantage/mean"} <= names
     assert not {"reward", "entropy"} & names  # over rows that start from chosen prefixes too
@@ -174,13 +157,10 @@ def check_rollout(rollout, record, tokenizer, is_row):
     assert "".join(record["tokens"]) == tokenizer.decode(rollout.token_ids)
     assert len(record["tokens"]) == record["length"] == rollout.length
     assert close(record["reward"], rollout.score.reward)
-    assert all(close(x, y) for x, y in zip(record["rewards"], rollout.score.rewards, strict=True))
+    assert close(record["rewards"], rollout.score.rewards) and close(record["credit"], rollout.credit)
     assert (record["advantage"] is not None) == is_row
     if is_row and rollout.credit:  # a row's advantage is the mean of its tokens'
         assert close(record["advantage"], sum(n * a for n, _, a in rollout.credit) / rollout.length)
-    assert len(record["credit"]) == len(rollout.credit)
-    for stretch, expected in zip(record["credit"], rollout.credit, strict=True):
-        assert all(close(x, y) for x, y in zip(stretch, expected, strict=True))
     if rollout.credit:
         assert sum(length for length, _, _ in record["credit"]) == record["length"]
 
@@ -188,25 +168,21 @@ def check_rollout(rollout, record, tokenizer, is_row):
 def test_what_tools_wrote_is_marked():
     trainer = factory.make_tool_trainer(output_dir="run", log_trees=2)
     trainer.train()
-    record = read_step(Path("run"), 1)
-    stretches = 0
-    for tree in record["trees"]:
-        for rollout in tree["rollouts"]:
-            for start, end in rollout["tools"]:
-                text = "".join(rollout["tokens"][start:end])
-                assert "<|tool|>" in text and "<call>" not in text  # the policy calls, and the tool answers
-                entropies = rollout["entropies"]
-                assert entropies is None or set(entropies[start:end]) == {None}
-                stretches += 1
-    assert stretches > 20
+    record = log.read_step(Path("run"), 1)
+    rollouts = [rollout for tree in record["trees"] for rollout in tree["rollouts"]]
+    stretches = [(rollout, slice(*stretch)) for rollout in rollouts for stretch in rollout["tools"]]
+    assert len(stretches) > 20
+    for rollout, stretch in stretches:
+        text = "".join(rollout["tokens"][stretch])
+        assert "<|tool|>" in text and "<call>" not in text  # the policy calls, and the tool answers
+        assert rollout["entropies"] is None or set(rollout["entropies"][stretch]) == {None}
 
 
-def test_every_so_many_steps():
+@pytest.mark.parametrize(("num_iterations", "steps"), [(1, [1, 4, 7]), (2, [1, 5, 7])])
+def test_every_so_many_steps(num_iterations, steps):
     """The first batch of as many steps as `log_trees` says, however many of them a batch serves."""
-    make_trainer(log_trees=3, max_steps=8).train()
-    assert logged_steps(Path("run")) == [1, 4, 7]
-    make_trainer(log_trees=3, max_steps=8, num_iterations=2, output_dir="iterations").train()
-    assert logged_steps(Path("iterations")) == [1, 5, 7]
+    make_trainer(log_trees=3, max_steps=8, num_iterations=num_iterations).train()
+    assert log.logged_steps(Path("run")) == steps
 
 
 def test_a_run_that_goes_on_leaves_no_steps_of_another(caplog):
@@ -216,29 +192,17 @@ def test_a_run_that_goes_on_leaves_no_steps_of_another(caplog):
     Path("run/trees/step-9.json.gz").write_bytes(b"")  # of an earlier run
     trainer = make_trainer(max_steps=4, save_strategy="steps", save_steps=2)
     trainer.train(resume_from_checkpoint="run/checkpoint-2")
-    assert logged_steps(Path("run")) == [1, 2, 3, 4]
-    moved = [METRICS, *(f"step-{step}.json.gz" for step in (3, 4, 5, 6, 9))]
+    assert log.logged_steps(Path("run")) == [1, 2, 3, 4]
+    moved = [log.METRICS, *(f"step-{step}.json.gz" for step in (3, 4, 5, 6, 9))]
     assert sorted(path.name for path in Path("run/trees-1").iterdir()) == moved
     assert "in run after step 2 were moved to run/trees-1" in caplog.text
-    assert read_metrics(Path("run")) == trainer.state.log_history
+    assert log.read_metrics(Path("run")) == trainer.state.log_history
     page = Page(Path("run/trees.html"))
     assert [tree["step"] for tree in page.index["trees"]] == [step for step in (1, 2, 3, 4) for _ in range(4)]
     # As after a kill: the last line in part
-    with Path("run/trees", METRICS).open("a") as file:
+    with Path("run/trees", log.METRICS).open("a") as file:
         file.write('{"loss": 0.')
-    assert read_metrics(Path("run")) == trainer.state.log_history
-
-
-def test_a_run_anew_moves_what_is_there_aside(caplog):
-    make_trainer().train()
-    earlier = {path.name: path.read_bytes() for path in [*Path("run/trees").iterdir(), Path("run/trees.html")]}
-    for number in (1, 2):
-        caplog.clear()
-        make_trainer(max_steps=1).train()
-        (told,) = [message for message in caplog.messages if "earlier run" in message]
-        assert f"run/trees-{number}" in told
-        assert logged_steps(Path("run")) == [1]
-    assert {path.name: path.read_bytes() for path in Path("run/trees-1").iterdir()} == earlier
+    assert log.read_metrics(Path("run")) == trainer.state.log_history
 
 
 @pytest.mark.parametrize("failure", ["damaged log", "full disk", "directory"])
@@ -246,7 +210,7 @@ def test_what_is_shown_ends_no_run(failure, caplog):
     """Where the trees of an earlier step are damaged, or there is no room, or nothing can be written at all."""
     if failure == "damaged log":
         make_trainer(max_steps=2, save_strategy="steps", save_steps=2).train()
-        step_path(Path("run"), 1).write_bytes(b"")
+        log.step_path(Path("run"), 1).write_bytes(b"")
     if failure == "full disk":
         Path("run/trees").mkdir(parents=True)
         Path("run/trees/step-2.json.gz.part").symlink_to("/dev/full")
@@ -261,14 +225,8 @@ def test_what_is_shown_ends_no_run(failure, caplog):
     assert {"damaged log": "step-1.json.gz", "full disk": "No space left", "directory": "run/trees"}[failure] in told
 
 
-def test_without_exploration_there_are_curves():
-    make_trainer(num_anchors=0).train()
-    page = Page(Path("run/trees.html"))
-    assert page.index["trees"] == []
-    assert [chart["title"] for chart in page.index["charts"]][:2] == ["Reward at the prompt", "Entropy, in nats"]
-
-
-def test_training_is_what_it_is_without():
+def test_training_is_what_it_is_without(caplog):
+    """And a run anew moves aside what is there. Without exploration there are curves alone."""
     losses = []
     for every in (None, 1):
         trainer = make_trainer(log_trees=every)
@@ -277,6 +235,17 @@ def test_training_is_what_it_is_without():
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
         assert Path("run/trees").exists() == Path("run/trees.html").exists() == (every is not None)
     assert losses[0] == losses[1] and len(losses[0]) == 3
+    earlier = {path.name: path.read_bytes() for path in [*Path("run/trees").iterdir(), Path("run/trees.html")]}
+    for number, settings in enumerate(({}, {"num_anchors": 0}), 1):
+        caplog.clear()
+        make_trainer(max_steps=1, **settings).train()
+        (told,) = [message for message in caplog.messages if "earlier run" in message]
+        assert f"run/trees-{number}" in told
+        assert log.logged_steps(Path("run")) == ([] if settings else [1])
+    assert {path.name: path.read_bytes() for path in Path("run/trees-1").iterdir()} == earlier
+    index = Page(Path("run/trees.html")).index
+    assert index["trees"] == []
+    assert [chart["title"] for chart in index["charts"]][:2] == ["Reward at the prompt", "Entropy, in nats"]
 
 
 # Texts of tokens
@@ -292,10 +261,6 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
         trainers.BpeTrainer(vocab_size=270, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()),
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-def demo_tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO_POLICY)
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
@@ -318,7 +283,7 @@ TEXTS = {
     byte_fallback_tokenizer: ["the sum", "√2 ≈ 1.41", "数学很难 the 数", "👩‍👩‍👧 the 👍🏽"],
     byte_level_tokenizer: ["the sum", "√2 ≈ 1.41", "数学很难 the 数", "👩‍👩‍👧 the 👍🏽", "مرحبا sum", "e\u0301\u0301"],
     word_tokenizer: ["one two three two"],
-    demo_tokenizer: ["5 - 1 + 3 = 7", "\n5 - 1 = 4\n4 + 3 = 7"],
+    functools.partial(AutoTokenizer.from_pretrained, DEMO_POLICY): ["5 - 1 + 3 = 7", "\n5 - 1 = 4\n4 + 3 = 7"],
 }
 
 
@@ -350,25 +315,10 @@ def test_bytes_that_are_no_character_are_shown_as_such():
 # The command
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["tree", "run", "--steps", "2", "3"], "trees of step 3 were not logged. Logged steps: 2"),
-        (["tree", "run", "--output", "nowhere/page.html"], "Use another file as --output"),
-    ],
-)
-def test_what_cannot_be_shown_is_said(arguments, message, capsys):
-    write_step(Path("run"), made_step(2, num_trees=1, length=10))
-    Path("run/trees/step-x.json.gz").write_bytes(b"")  # is no step's
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert ended.value.code == 2 and message in error
-
-
 def test_steps_may_be_chosen(capsys):
     for step in range(1, 41):
-        write_step(Path("run"), made_step(step, num_trees=16, length=4))
+        log.write_step(Path("run"), made_step(step, num_trees=16, length=4))
+    Path("run/trees/step-x.json.gz").write_bytes(b"")  # is no step's
     main(["tree", "run", "--steps", "7", "3", "--output", "some.html"])
     assert capsys.readouterr().out.startswith("some.html: 32 trees, ")
     assert [tree["step"] for tree in Page(Path("some.html")).index["trees"]] == [7] * 16 + [3] * 16
@@ -376,36 +326,34 @@ def test_steps_may_be_chosen(capsys):
     assert make_page(Path("run"), Path("all.html")) == MAX_TREES // 16 * 16
     steps = list(dict.fromkeys(tree["step"] for tree in Page(Path("all.html")).index["trees"]))
     assert steps[0] == 1 and steps[-1] == 40 and len(steps) == MAX_TREES // 16
+    for arguments, message in (
+        (["--steps", "2", "41"], "trees of step 41 were not logged. Logged steps: 1"),
+        (["--output", "nowhere/page.html"], "Use another file as --output"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["tree", "run", *arguments])
+        assert ended.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_long_curves_are_thinned_to_means():
-    log = [{"step": step, "reward": float(step % 2)} for step in range(1, 4001)]
+def test_curves():
+    """Long ones are thinned to means."""
+    entries = [{"step": step, "reward": float(step % 2)} for step in range(1, 4001)]
     others = [{"train_runtime": 1.0}, {"reward": math.nan}, {"reward": None}]
-    (chart,) = charts([*log, *({"step": 4000} | other for other in others)])
+    (chart,) = charts([*entries, *({"step": 4000} | other for other in others)])
     (curve,) = chart["curves"]
     assert chart["title"] == CHARTS[0][0] and len(curve["points"]) == MAX_POINTS
     assert curve["points"][0] == [8, 0.5] and curve["points"][-1] == [4000, 0.5]
-
-
-def test_each_evaluation_set_has_a_curve():
-    log = [
-        {"step": step, "eval_reward": reward, f"eval_{name}_runtime": 1.0}
-        for step in (0, 10)
-        for name, reward in (("easy", 0.9), ("hard", 0.1))
-    ]
-    (chart,) = charts(log)
-    assert [(curve["name"], curve["points"]) for curve in chart["curves"]] == [
-        ("eval_reward of easy", [[0, 0.9], [10, 0.9]]),
-        ("eval_reward of hard", [[0, 0.1], [10, 0.1]]),
-    ]
-
-
-def test_what_is_no_number_in_json_is_null(tmp_path):
-    write_logs(tmp_path / "metrics.jsonl", [{"step": 1, "grad_norm": math.inf}])
-    append_log(tmp_path / "metrics.jsonl", {"step": 2, "grad_norm": math.nan, "note": "text"})
-    assert (tmp_path / "metrics.jsonl").read_text() == (
-        '{"step": 1, "grad_norm": null}\n{"step": 2, "grad_norm": null, "note": "text"}\n'
-    )
+    # Each evaluation set has a curve
+    rewards = {"easy": 0.9, "hard": 0.1}
+    sets = itertools.product((0, 10), rewards)
+    (chart,) = charts([{"step": i, "eval_reward": rewards[name], f"eval_{name}_runtime": 1.0} for i, name in sets])
+    curves = [(curve["name"], curve["points"]) for curve in chart["curves"]]
+    assert curves == [(f"eval_reward of {name}", [[0, of_set], [10, of_set]]) for name, of_set in rewards.items()]
+    # What is no number in JSON is null
+    log.write_logs(Path("metrics.jsonl"), [{"step": 1, "grad_norm": math.inf}])
+    log.append_log(Path("metrics.jsonl"), {"step": 2, "grad_norm": math.nan, "note": "text"})
+    lines = ['{"step": 1, "grad_norm": null}', '{"step": 2, "grad_norm": null, "note": "text"}']
+    assert Path("metrics.jsonl").read_text().splitlines() == lines
 
 
 # What completions may say
@@ -423,43 +371,30 @@ HOSTILE = [
 ]
 
 
-def made_rollout(tokens, rng, is_base, reward):
-    return {
-        "tokens": tokens,
-        "entropies": [round(float(h), 3) for h in rng.exponential(0.5, len(tokens))] if is_base else None,
-        "tools": None,
-        "length": len(tokens),
-        "reward": reward,
-        "rewards": [reward],
-        "advantage": round(float(rng.normal()), 3),
-        "in_loss": True,
-        "credit": [],
-    }
-
-
 def made_step(step, num_trees, length, texts=("the ", "sum ", "of ", "1 ", "+ ", "2 ", "is ", "\n"), seed=0):
     """Trees of two base trajectories of `length` tokens and six anchors, with words from `texts`."""
     rng = np.random.default_rng(seed)
     trees = []
     for i in range(num_trees):
         words = [[texts[w] for w in rng.integers(0, len(texts), length)] for _ in range(2)]
-        rewards = rng.integers(0, 2, 8).astype(float).tolist()
-        rollouts = [made_rollout(words[base], rng, True, rewards[base]) for base in range(2)]
         states = [{"base": None, "position": 0, "parent": None, "entropy": None, "rollouts": [0, 1]}]
-        for base in range(2):
-            for k in range(3):
-                position = (k + 1) * length // 4
-                of_state = {"base": base, "position": position, "parent": 3 * base + k if k else 0, "entropy": 1.5}
-                states.append(of_state | {"rollouts": [len(rollouts)]})
-                rollouts.append(made_rollout(words[base][position:], rng, False, rewards[len(rollouts)]))
+        starts = [(0, 0), (1, 0)]  # of rollouts: base trajectory and position
+        for base, k in itertools.product(range(2), range(3)):
+            place = {"base": base, "position": (k + 1) * length // 4, "parent": 3 * base + k if k else 0}
+            states.append({**place, "entropy": 1.5, "rollouts": [len(starts)]})
+            starts.append((base, place["position"]))
+        rollouts = []
+        for k, (base, start) in enumerate(starts):
+            tokens, reward = words[base][start:], float(rng.integers(0, 2))
+            entropies = rng.exponential(0.5, length).round(3).tolist() if k < 2 else None
+            rollout = {"tokens": tokens, "entropies": entropies, "tools": None, "length": len(tokens), "credit": []}
+            rollout |= {"reward": reward, "rewards": [reward], "advantage": round(float(rng.normal()), 3)}
+            rollouts.append(rollout | {"in_loss": states[max(k - 1, 0)]["parent"] != 4})
         for state in states:
-            state |= {"value": float(np.mean([rollouts[k]["reward"] for k in state["rollouts"]])), "modulation": 1.0}
-            state |= {"rejected": state["parent"] == 4}
-            for k in state["rollouts"]:
-                rollouts[k]["in_loss"] = not state["rejected"]
-        trees.append(
-            {"prompt": ["What is ", f"{step}", " + ", f"{i}?"], "states": states, "bases": [0, 1], "rollouts": rollouts}
-        )
+            value = float(np.mean([rollouts[k]["reward"] for k in state["rollouts"]]))
+            state |= {"value": value, "modulation": 1.0, "rejected": state["parent"] == 4}
+        prompt = ["What is ", f"{step}", " + ", f"{i}?"]
+        trees.append({"prompt": prompt, "states": states, "bases": [0, 1], "rollouts": rollouts})
     return {"step": step, "num_trees": num_trees, "reward_funcs": ["is_right"], "credit": "rollout", "trees": trees}
 
 
@@ -469,14 +404,14 @@ def hostile_page() -> Path:
         tree["prompt"] = HOSTILE[:]
     record["reward_funcs"] = ["</script><img src=x onerror='window.hurt = 1'>"]
     run = Path("<b>run & more")
-    write_step(run, record)
+    log.write_step(run, record)
     make_page(run, Path("hostile.html"))
     return Path("hostile.html").resolve()
 
 
 def test_completions_are_text_and_nothing_else():
     page = Page(hostile_page())
-    assert page.trees == read_step(Path("<b>run & more"), 1)["trees"]
+    assert page.trees == log.read_step(Path("<b>run & more"), 1)["trees"]
     assert page.index["trees"][0]["prompt"] == "".join(HOSTILE)[:2000]
     # No element, and no script but the data's and the page's own
     assert not [tag for tag, _ in page.elements if tag in ("img", "b", "iframe", "link", "object")]
@@ -507,9 +442,9 @@ def opened(browser):
 
     def open_page(*records, path=Path("trees.html"), address="", metrics=(), run="run", **settings):
         for record in records:
-            write_step(Path(run), record)
+            log.write_step(Path(run), record)
         if metrics:
-            write_logs(Path(run, "trees", METRICS), metrics)
+            log.write_logs(Path(run, "trees", log.METRICS), metrics)
         if records:
             make_page(Path(run), path)
         page = browser.new_page(**{"viewport": {"width": 1400, "height": 900}} | settings)
@@ -535,22 +470,22 @@ def expect_text(page, selector: str, text: str) -> None:
     expect(page.locator(selector).first).to_have_text(text)
 
 
+def counts(page, *selectors: str) -> list[int]:
+    return [page.locator(selector).count() for selector in selectors]
+
+
+def texts(page, selector: str) -> list[str]:
+    return page.locator(selector).all_text_contents()
+
+
 def test_two_hundred_trees_of_three_thousand_tokens(opened):
     for step in range(1, 14):
-        write_step(Path("run"), made_step(step, num_trees=16 if step < 13 else 8, length=3000, seed=step))
+        log.write_step(Path("run"), made_step(step, num_trees=16 if step < 13 else 8, length=3000, seed=step))
     assert make_page(Path("run"), Path("run/trees.html"), list(range(1, 14))) == 200
     assert Path("run/trees/step-1.json.gz").stat().st_size < 2e6
     assert Path("run/trees.html").stat().st_size < 20e6
     page = opened(path=Path("run/trees.html"))
-    assert page.locator("nav li").count() == 200
-    assert page.locator("main .row").count() == 2  # one tree, its branches folded
-    assert page.locator("main .token").count() == 6000
-    print("loaded in ms:", page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd"))
-    page.keyboard.press("e")
-    assert page.locator("main .row").count() == 8
-    page.keyboard.press("j")
-    expect_text(page, "main h2", "Step 1, tree 2")
-    assert page.locator("main .row").count() == 2
+    assert counts(page, "nav li", "main .row", "main .token") == [200, 2, 6000]  # one tree, its branches folded
 
 
 def test_the_page_tells_a_tree(opened):
@@ -561,26 +496,21 @@ def test_the_page_tells_a_tree(opened):
     tree["rollouts"][0]["credit"] = [[10, 1.0, 0.5], [30, 1.0, -1.0]]
     page = opened(record, address="#tree=2")
     expect_text(page, "main h2", "Step 5, tree 2")
-    rows = page.locator("main table tbody tr")
+    assert texts(page, "main tbody th") == [f"S{s}" for s in range(len(tree["states"]))]
+    assert page.get_by_role("columnheader", name="V").count() == 0  # one rollout's reward is no value
     for s, state in enumerate(tree["states"]):
-        cells = rows.nth(s).locator("td").all_text_contents()
-        assert rows.nth(s).locator("th").text_content() == f"S{s}"
-        # One rollout's reward is no value
-        assert page.get_by_role("columnheader", name="V").count() == 0
+        cells = texts(page.locator("main tbody tr").nth(s), "td")
         marks = " ".join("✓" if tree["rollouts"][k]["reward"] else "✗" for k in state["rollouts"])
         assert cells[4].split("rejected")[0].strip() == marks
         assert ("rejected" in cells[4]) == state["rejected"]
     bases = page.locator("main article")
-    assert (
-        page.locator("main").text_content().endswith("".join(tree["rollouts"][1]["tokens"][-3:]).replace("\n", "↵\n"))
-    )
+    end = "".join(tree["rollouts"][1]["tokens"][-3:]).replace("\n", "↵\n")
+    assert page.locator("main").text_content().endswith(end)
     advantage = f"{tree['rollouts'][0]['advantage']:+.2f}".replace("-", "−")
     assert f"trajectory 1 · 40 tokens · A = {advantage}" in bases.nth(0).locator("h3").text_content()
     # Its text, the anchors' buttons left out, and where they are
-    words = bases.nth(0).evaluate(
-        """e => [...e.querySelectorAll(".text > .token, .text > .anchor")]
-            .map(x => x.className === "anchor" ? null : x.textContent)"""
-    )
+    word = "e => e.className === 'anchor' ? null : e.textContent"
+    words = bases.nth(0).locator(".text > .token, .text > .anchor").evaluate_all(f"all => all.map({word})")
     positions = [i - k for k, i in enumerate(i for i, word in enumerate(words) if word is None)]
     assert positions == [state["position"] for state in tree["states"] if state["base"] == 0]
     assert "".join(filter(None, words)).replace("↵\n", "\n") == "".join(tree["rollouts"][0]["tokens"])
@@ -590,21 +520,21 @@ def test_the_page_tells_a_tree(opened):
     assert tool.get_attribute("open") is None
     # Colours: by entropy as high as it is, by credit as far from 0, above or below
     token = bases.nth(0).locator(".token")
-    alphas = {h: alpha(token.nth(i)) for i, h in enumerate(tree["rollouts"][0]["entropies"][:8])}
+    alphas = {h: alpha(background(token.nth(i))) for i, h in enumerate(tree["rollouts"][0]["entropies"][:8])}
     assert [alphas[h] for h in sorted(alphas)] == sorted(alphas.values()) and max(alphas.values()) > 0
     page.keyboard.press("c")
     assert page.get_by_role("button", name="Colour: credit").count() == 1
-    assert token.nth(3).evaluate("e => getComputedStyle(e).backgroundColor") != token.nth(20).evaluate(
-        "e => getComputedStyle(e).backgroundColor"
-    )
+    assert background(token.nth(3)) != background(token.nth(20))
     assert "up" in token.nth(9).get_attribute("class") and "up" not in token.nth(10).get_attribute("class")
     token.nth(12).hover()
-    assert "Token 13 of 40" in page.locator("#status").text_content()
-    assert "A = −1.00" in page.locator("#status").text_content()
+    assert all(text in page.locator("#status").text_content() for text in ("Token 13 of 40", "A = −1.00"))
 
 
-def alpha(token) -> float:
-    colour = token.evaluate("e => getComputedStyle(e).backgroundColor")
+def background(element) -> str:
+    return element.evaluate("e => getComputedStyle(e).backgroundColor")
+
+
+def alpha(colour: str) -> float:
     return float(colour.removesuffix(")").split("/")[-1].split(",")[-1]) if "rgba" in colour or "/" in colour else 1.0
 
 
@@ -620,18 +550,14 @@ def test_branches_and_copies_are_told(opened):
     page = opened(record, address="#unfold")
     page.wait_for_selector(".branch")
     assert "1 copy A copy is a missing branch" in page.locator("main .summary").text_content()
-    told = page.locator("main > article").first.locator("> .note").all_text_contents()
+    told = texts(page.locator("main > article").first, "> .note")
     assert told[0] == "A: +1.00 before S1, −0.12 to the end."
-    assert told[1].startswith(
-        "It failed, and yet A is above 0 on average: tokens before a branch learn from the branch"
-    )
+    assert told[1].startswith("It failed, and yet A is above 0 on average: tokens before a branch learn from the")
     assert told[2] == "Counts for 1 copy too: it had no anchor for that branch."
-    told = page.locator(".branch .note").all_text_contents()
-    assert told[0] == "Begins with z. The trajectory has y."
-    assert told[1].endswith(", as the trajectory goes on.")
-    cells = page.locator("main table tbody tr").nth(1).locator("td").all_text_contents()
-    assert "y → z" in cells
-    assert f"{3}, mean {1 / 3:.2f}" in cells  # rows that pass, of a known number
+    told = texts(page, ".branch .note")
+    assert told[0] == "Begins with z. The trajectory has y." and told[1].endswith(", as the trajectory goes on.")
+    cells = texts(page.locator("main tbody tr").nth(1), "td")
+    assert {"y → z", f"{3}, mean {1 / 3:.2f}"} <= {*cells}  # rows that pass, of a known number
     assert page.get_by_role("columnheader", name="α").count() == 0
 
 
@@ -644,27 +570,26 @@ def test_a_tree_is_drawn(opened):
     page.wait_for_selector(".lane")
     lanes = page.locator(".drawing .lane")
     # The last branch to leave is nearest to its base trajectory
-    names = [name.split(",")[0].split(":")[0] for name in lanes.locator("title").all_text_contents()]
+    names = [name.split(",")[0].split(":")[0] for name in texts(lanes, "title")]
     assert names == ["trajectory 1", "S3", "S2", "S1", "trajectory 2", "S6", "S5", "S4"]
-    for name, shape in (("right", 1.0), ("wrong", 0.0)):
-        number = sum(rollout["reward"] == shape for rollout in tree["rollouts"])
-        assert page.locator(f".drawing .mark.{name}").count() == number
-    assert page.locator(".drawing .mark").count() == 8
+    numbers = [sum(rollout["reward"] == reward for rollout in tree["rollouts"]) for reward in (1.0, 0.0)]
+    marks = counts(page, ".drawing .mark.right", ".drawing .mark.wrong", ".drawing .mark")
+    assert marks == [*numbers, 8]
     # By token: of 40, an anchor at 10 is as far from the first as it is from that at 20
     forks = [float(x) for x in lanes.nth(0).locator(".fork").evaluate_all("all => all.map(e => e.getAttribute('cx'))")]
     assert forks[1] - forks[0] == pytest.approx(forks[2] - forks[1]) and forks[0] < forks[1]
     lanes.nth(3).locator("text").click()
-    assert page.locator(".branch").count() == 1
-    assert page.locator(".branch h3").first.text_content().startswith("S1, before token 11 of 40")
+    assert counts(page, ".branch") == [1]
+    assert texts(page, ".branch h3")[0].startswith("S1, before token 11 of 40")
     # As wide as there is room, whatever the window
     page.set_viewport_size({"width": 390, "height": 800})
     drawing = page.locator(".drawing svg")
     # Asked again from here: the page's own rule against eval stops a wait inside the page from its second look on
     for _ in range(100):
-        if drawing.evaluate("svg => svg.clientWidth") < 390:
+        if (width := drawing.evaluate("svg => svg.clientWidth")) < 390:
             break
         page.wait_for_timeout(50)
-    assert drawing.evaluate("svg => svg.clientWidth") < 390
+    assert width < 390
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
@@ -682,15 +607,13 @@ def test_trees_are_filtered_sorted_and_followed(opened):
     for name, number in {"mixed": 2, "rescued": 2, "right": 2, "wrong": 2, "": 6}.items():
         page.locator("#outcome").select_option(name)
         assert page.locator("#count").text_content() == f"{number} of 6 trees"
-    assert page.locator("nav .badge").all_text_contents() == ["rescued"] * 2
+    assert texts(page, "nav .badge") == ["rescued"] * 2
     page.locator("#order").select_option("credit")
-    heads = page.locator("nav .head > :first-child").all_text_contents()
-    assert heads[:2] == ["Step 2, tree 3", "Step 1, tree 2"]
+    assert texts(page, "nav .head > :first-child")[:2] == ["Step 2, tree 3", "Step 1, tree 2"]
     page.locator("nav li button").first.click()
     expect_text(page, "main h2", "Step 2, tree 3")
-    same = page.locator(".same button")
-    assert [text.split(" ")[1] for text in same.all_text_contents()] == ["1", "2"]
-    same.first.click()
+    assert [text.split(" ")[1] for text in texts(page, ".same button")] == ["1", "2"]
+    page.locator(".same button").first.click()
     expect_text(page, "main h2", "Step 1, tree 3")
     assert page.locator(".same button[aria-current=true]").text_content().startswith("step 1")
     page.keyboard.press("k")
@@ -704,23 +627,16 @@ def test_the_keyboard_does_it_all(opened):
     for key, expected in zip("jjjk", ["1, tree 2", "1, tree 3", "2, tree 1", "1, tree 3"], strict=True):
         page.keyboard.press(key)
         expect_text(page, "main h2", f"Step {expected}")
-    for key in ("ArrowRight", "ArrowRight", "Enter"):
-        page.keyboard.press(key)
-    assert page.locator(".branch").count() == 1
-    assert page.locator(".branch h3").first.text_content().startswith("S2, before token 21 of 40")
-    # Where it leaves: after the anchor's button, before the token that it tries again
-    assert page.evaluate("document.querySelector('.branch').previousSibling.textContent.startsWith('S2')")
-    assert page.evaluate("document.querySelector('.branch').nextSibling.place") == 20
-    page.keyboard.press("ArrowLeft")
-    page.keyboard.press("Enter")
-    assert page.locator(".branch").count() == 2
-    page.keyboard.press("Enter")
-    assert page.locator(".branch").count() == 1
-    page.keyboard.press("e")
-    assert page.locator(".branch").count() == 6
-    assert page.locator(".row.rejected").count() == 1
-    page.keyboard.press("e")
-    assert page.locator(".branch").count() == 0
+    branches = [("ArrowRight ArrowRight Enter", 1), ("ArrowLeft Enter", 2), ("Enter", 1), ("e", 6), ("e", 0)]
+    for keys, number in branches:
+        for key in keys.split():
+            page.keyboard.press(key)
+        assert counts(page, ".branch", ".row.rejected") == [number, int(number == 6)]
+        if keys.startswith("ArrowRight"):
+            assert texts(page, ".branch h3")[0].startswith("S2, before token 21 of 40")
+            # Where it leaves: after the anchor's button, before the token that it tries again
+            assert page.evaluate("document.querySelector('.branch').previousSibling.textContent.startsWith('S2')")
+            assert page.evaluate("document.querySelector('.branch').nextSibling.place") == 20
     page.keyboard.press("?")
     assert page.locator("dialog").evaluate("e => e.open")
     page.keyboard.press("Escape")
@@ -757,8 +673,7 @@ def test_a_phone(opened, scheme):
     assert table.evaluate("e => e.scrollWidth > e.clientWidth")
     table.evaluate("e => e.scrollLeft = 200")  # and the states' names stay
     assert page.locator("main tbody th").first.bounding_box()["x"] == table.bounding_box()["x"]
-    background = "rgb(17, 20, 24)" if scheme == "dark" else "rgb(255, 255, 255)"
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == background
+    assert background(page.locator("body")) == ("rgb(17, 20, 24)" if scheme == "dark" else "rgb(255, 255, 255)")
     assert page.locator("#status").text_content().startswith("Tap a token")
     page.locator("main .token").nth(2).tap()
     assert "Token 3 of 300" in page.locator("#status").text_content()
@@ -769,13 +684,9 @@ def test_a_phone(opened, scheme):
 def test_hostile_completions_do_nothing(opened):
     page = opened(path=hostile_page(), address="#unfold")
     page.wait_for_selector(".branch")
-    assert page.evaluate("window.hurt") is None
-    assert page.locator("img").count() == 0
+    assert page.evaluate("window.hurt") is None and counts(page, "img") == [0]
     assert page.title() == "<b>run & more: trees"
-    said = page.locator("main .token").all_text_contents()
-    for text in HOSTILE[:4]:
-        assert text in said
-    assert "null␀byte ␛[31m ␡ � � \u2028" in said
+    assert {*HOSTILE[:4], "null␀byte ␛[31m ␡ � � \u2028"} <= {*texts(page, "main .token")}
     assert page.evaluate("document.documentElement.scrollWidth") <= 1400
 
 

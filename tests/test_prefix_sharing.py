@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections import Counter
 
 import factory
 import hypothesis
@@ -14,6 +15,7 @@ from factory import weights
 from hypothesis import strategies as st
 from models import TINY, make_model
 from peft import LoraConfig
+from test_logps import tiny
 from test_losses import KeepsMicroBatches
 from transformers import set_seed
 
@@ -25,12 +27,8 @@ from fr3e_trl.prefix_sharing.trie import fold
 SIZES = TINY | {"vocab_size": 64}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES = {
-    "Llama": {},
-    "Qwen2": {},
-    "Qwen3": {},
-    "Gemma": {},
-    "Gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 8},
-    "Gemma3": {"sliding_window": 4, "query_pre_attn_scalar": 8},
+    **{name: {} for name in ("Llama", "Qwen2", "Qwen3", "Gemma")},
+    **{name: {"sliding_window": 4, "query_pre_attn_scalar": 8} for name in ("Gemma2", "Gemma3")},
     "Mistral": {"sliding_window": 4},
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen3Moe": EXPERTS,
@@ -40,7 +38,6 @@ FAMILIES = {
 
 
 def letters(completions, **kwargs):
-    """A reward that few completions share."""
     return [float(sum(map(ord, text)) % 7) for text in completions]
 
 
@@ -121,34 +118,25 @@ def assert_same(shared, apart):
     torch.testing.assert_close(shared[2] / scale, apart[2] / scale, atol=1e-5, rtol=0)
 
 
+SETUPS = {
+    "lora": {"peft_config": LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")},
+    "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "lora-checkpointing": {"gradient_checkpointing": True, "peft_config": LoraConfig(task_type="CAUSAL_LM", r=4)},
+    "temperature": {"temperature": 0.7, "cast_lm_head_to_fp32": True},
+}
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family(family, implementation):
-    if family in ("Gemma2", "GptOss") and implementation == "sdpa":
+@pytest.mark.parametrize("name", [*FAMILIES, *SETUPS])
+def test_every_family_and_setup(name, implementation):
+    if name in ("Gemma2", "GptOss") and implementation == "sdpa":
         pytest.skip("it has no such attention")
-    trainer = make_trainer(make_family(family, implementation), router_aux_loss_coef=0)
-    rows = padded(trainer)
-    assert_same(score(trainer, *rows, share=True), score(trainer, *rows, share=False))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"peft_config": LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")},
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        {"gradient_checkpointing": True, "peft_config": LoraConfig(task_type="CAUSAL_LM", r=4)},
-        {"temperature": 0.7, "cast_lm_head_to_fp32": True},
-    ],
-    ids=["lora", "checkpointing", "reentrant", "lora-checkpointing", "temperature"],
-)
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_every_setup(settings, implementation):
-    trainer = make_trainer(make_family("Qwen3", implementation), **settings)
-    with torch.no_grad():
-        for name, parameter in trainer.model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
+    model = make_family(name if name in FAMILIES else "Qwen3", implementation)
+    trainer = make_trainer(model, **SETUPS.get(name, {"router_aux_loss_coef": 0}))
+    for of_parameter, parameter in trainer.model.named_parameters():
+        if "lora_B" in of_parameter:
+            torch.nn.init.normal_(parameter, std=0.1)
     rows = padded(trainer)
     assert_same(score(trainer, *rows, share=True), score(trainer, *rows, share=False))
 
@@ -225,30 +213,8 @@ def test_what_is_forwarded():
     hook.remove()
 
 
-# Training
-
-
-def train(share, **settings):
-    trainer = make_trainer(share_prefixes=share, **settings)
-    set_seed(1)
-    trainer.train()
-    return trainer
-
-
-def assert_same_training(atol=1e-5, **settings):
-    shared, apart = (train(share, **settings) for share in (True, False))
-    assert shared.shares_prefixes and not apart.shares_prefixes
-    names = ["loss", "grad_norm"]
-    if "gradient_accumulation_steps" not in settings:
-        names.append("entropy")  # TRL logs its mean over micro-batches, which have other rows
-    for of_shared, of_apart in zip(*(factory.logged(trainer, *names) for trainer in (shared, apart)), strict=True):
-        assert of_shared == pytest.approx(of_apart, abs=1e-4, rel=1e-4)
-    torch.testing.assert_close(weights(shared), weights(apart), atol=atol, rtol=0)
-    assert (weights(shared) - weights_before(shared)).abs().max() > 10 * atol
-
-
-def weights_before(trainer):
-    return torch.cat([p.detach().flatten() for p in make_model().parameters()])
+def train(share, cls=FR3ETrainer, **settings):
+    return factory.train(cls, reward_funcs=letters, max_completion_length=24, share_prefixes=share, **settings)
 
 
 @pytest.mark.parametrize(
@@ -267,11 +233,16 @@ def weights_before(trainer):
     ids=lambda settings: "-".join(settings),
 )
 def test_every_way_to_train(settings):
-    assert_same_training(**{"optim": "sgd", "learning_rate": 0.1} | settings)
-
-
-def test_20_steps():
-    assert_same_training(atol=1e-4, max_steps=20)
+    settings = {"optim": "sgd", "learning_rate": 0.1} | settings
+    shared, apart = (train(share, **settings) for share in (True, False))
+    assert shared.shares_prefixes and not apart.shares_prefixes
+    names = ["loss", "grad_norm"]
+    if "gradient_accumulation_steps" not in settings:
+        names.append("entropy")  # TRL logs its mean over micro-batches, which have other rows
+    for of_shared, of_apart in zip(*(factory.logged(trainer, *names) for trainer in (shared, apart)), strict=True):
+        assert of_shared == pytest.approx(of_apart, abs=1e-4, rel=1e-4)
+    torch.testing.assert_close(weights(shared), weights(apart), atol=1e-5, rtol=0)
+    assert (weights(shared) - weights(make_trainer())).abs().max() > 1e-4
 
 
 class CountsPositions(FR3ETrainer):
@@ -279,28 +250,23 @@ class CountsPositions(FR3ETrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.is_scoring, self.forwarded = False, {}
-        for name, model in (("policy", self.model), ("reference", self.ref_model)):
-            self.forwarded[name] = 0
-            model.get_input_embeddings().register_forward_hook(functools.partial(self.count, name))
+        self.forwarded = Counter()
 
-    def count(self, name, module, args, output):
-        self.forwarded[name] += args[0].numel() if self.is_scoring else 0
-
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        self.is_scoring = True
-        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self.is_scoring = False
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        name = "reference" if model is self.ref_model else "policy"
+        hook = model.get_input_embeddings().register_forward_hook(
+            lambda module, args, output: self.forwarded.update({name: args[0].numel()})
+        )
+        result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        hook.remove()
         return result
 
 
 def test_fewer_tokens_are_forwarded():
     """For the entropies, the old log-probs, the reference model and the loss alike."""
-    shared, apart = (
-        train(share, cls=CountsPositions, beta=0.1, num_iterations=2, max_steps=4) for share in (True, False)
-    )
-    for name in ("policy", "reference"):
-        assert 0 < shared.forwarded[name] < 0.7 * apart.forwarded[name]
+    settings = {"cls": CountsPositions, "beta": 0.1, "num_iterations": 2, "max_steps": 4}
+    shared, apart = (train(share, **settings).forwarded for share in (True, False))
+    assert all(0 < shared[name] < 0.7 * apart[name] for name in ("policy", "reference"))
 
 
 @pytest.mark.parametrize("batch_size", [8, 4])
@@ -338,20 +304,6 @@ def test_prompts_are_shuffled_in_the_place_of_rows():
     assert all(batch.keys() == {*rows, "number", "none"} and batch["number"] == 5 for batch in micro_batches)
 
 
-# Models that cannot have it
-
-
-def make_with_alibi():
-    set_seed(0)
-    return transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
-
-
-def make_with_attention_of_its_own():
-    """Of which nothing is known."""
-    transformers.AttentionInterface.register("of_its_own", transformers.AttentionInterface()["sdpa"])
-    return make_family("Qwen3", "of_its_own")
-
-
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_compiled_model_is_not_compiled_for_each_batch(implementation):
     trainer = make_trainer(make_model(attn_implementation=implementation))
@@ -370,6 +322,9 @@ def test_a_compiled_model_is_not_compiled_for_each_batch(implementation):
     assert nums[2] == nums[-1]
 
 
+ALIBI = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+
+
 def test_processes_decide_alike(monkeypatch, caplog):
     def in_two(function):
         return [function(), "the other process has no memory for the trial"]
@@ -380,16 +335,18 @@ def test_processes_decide_alike(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("make", "settings", "reason"),
+    ("make", "reason"),
     [
-        (make_with_alibi, {}, "BloomForCausalLM"),
-        (lambda: make_family("Qwen3Moe"), {}, "router_aux_loss_coef"),
-        (make_with_attention_of_its_own, {}, "attn_implementation='of_its_own'"),
+        (lambda: transformers.BloomForCausalLM(ALIBI), "BloomForCausalLM"),
+        (lambda: make_family("Qwen3Moe"), "router_aux_loss_coef"),
+        (lambda: make_family("Qwen3", "of_its_own"), "attn_implementation='of_its_own'"),
     ],
     ids=["alibi", "router", "attention"],
 )
-def test_it_is_off_by_itself(make, settings, reason, caplog):
-    trainer = make_trainer(make(), **settings)
+def test_it_is_off_by_itself(make, reason, caplog):
+    # An attention of which nothing is known
+    transformers.AttentionInterface.register("of_its_own", transformers.AttentionInterface()["sdpa"])
+    trainer = make_trainer(make())
     with caplog.at_level(logging.WARNING, "fr3e_trl"):
         assert not trainer.shares_prefixes and not trainer.shares_prefixes
     (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("fr3e_trl")]
@@ -400,15 +357,9 @@ def test_it_is_off_by_itself(make, settings, reason, caplog):
 @pytest.mark.parametrize("window", [8, 2048])
 @pytest.mark.parametrize("family", ["Qwen2Moe", "Phimoe", "Mistral"])
 def test_windows_of_the_mask_alone(family, window, dtype):
-    """Of which attention is not told."""
-    set_seed(0)
-    experts = EXPERTS | {"num_local_experts": 4, "shared_expert_intermediate_size": 32}
-    windows = {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 2}
-    config = getattr(transformers, f"{family}Config")(**SIZES | experts | windows | {"max_position_embeddings": 4096})
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+    settings = EXPERTS | {"num_local_experts": 4, "shared_expert_intermediate_size": 32}
+    settings |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 2}
+    model = tiny(family, **SIZES | settings | {"max_position_embeddings": 4096})
     trainer = make_trainer(model.to(dtype), router_aux_loss_coef=0.0)
     assert trainer.shares_prefixes == (family == "Mistral")
 

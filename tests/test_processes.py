@@ -45,47 +45,58 @@ def same(x, y) -> bool:
     return x == y
 
 
+def assert_same_training(mine: tuple, theirs: tuple, *names: str) -> None:
+    """The same trees, logs under `names` and weights: of two launches, what the processes wrote, and where to."""
+    (results, output), (others, other_output) = mine, theirs
+    assert same(trees_of(results), trees_of(others))
+    for entry, expected in zip(results[0]["logs"], others[0]["logs"], strict=True):
+        for name in expected.keys() & {"loss", "reward", *names}:
+            assert same(entry[name], expected[name]), name
+    torch.testing.assert_close(weights_of(output), weights_of(other_output), atol=1e-6, rtol=1e-6)
+
+
+def assert_finite(results: list[dict]) -> None:
+    assert all(math.isfinite(entry["loss"]) for entry in results[0]["logs"] if "loss" in entry)
+
+
+# Recipe, nodes, processes, rows of a micro-batch, micro-batches of a process: 24 rows in all
+LAYOUTS = [("ddp", 1, 2, 12, 1), ("ddp", 1, 2, 4, 3), ("ddp", 1, 3, 8, 1), ("ddp", 2, 2, 12, 1), ("fsdp2", 2, 2, 12, 1)]
+
+
 @pytest.mark.parametrize(
     "loss_type, num_generations, layouts",
-    [
-        # Processes, rows of a micro-batch, micro-batches of a process: 24 rows in all
-        ("dapo", 8, [(1, 24, 1), (2, 12, 1), (2, 4, 3), (3, 8, 1)]),
-        ("grpo", 12, [(1, 24, 1), (3, 4, 2)]),
-    ],
+    [("dapo", 8, LAYOUTS), ("grpo", 12, [("ddp", 1, 3, 4, 2)])],
     ids=["dapo", "grpo"],
 )
 def test_the_same_completions_give_the_same_training(loss_type, num_generations, layouts, tmp_path):
-    """Groups that straddle processes included: the same trees, values, losses, gradients and weights."""
-    results = []
-    for i, (num_processes, batch_size, micro_batches) in enumerate(layouts):
-        settings = {
-            "num_generations": num_generations,
-            "per_device_train_batch_size": batch_size,
-            "gradient_accumulation_steps": micro_batches,
-            "loss_type": loss_type,
-            "num_base_trajectories": 2,
-            "num_anchors": num_generations - 2,
-            "optim": "sgd",  # moves the weights by their gradients, and by no more
-            "log_trees": 2,
-        }
-        of_processes = launch(tmp_path / str(i), num_processes, settings, "fake")
-        results.append((of_processes, weights_of(tmp_path / str(i))))
-    (alone, *others) = results
-    logged = [read_step(tmp_path / str(i) / "output", 1) for i in range(len(layouts))]
+    """
+    Groups that straddle processes included: the same trees, values, losses, gradients and weights. Nodes are launches
+    of their own, here on one machine.
+    """
+    runs = []
+    for recipe, num_nodes, num_processes, batch_size, micro_batches in [("ddp", 1, 1, 24, 1), *layouts]:
+        settings = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": micro_batches}
+        settings |= {"num_generations": num_generations, "num_anchors": num_generations - 2, "num_base_trajectories": 2}
+        # SGD moves the weights by their gradients, and by no more
+        settings |= {"loss_type": loss_type, "optim": "sgd", "log_trees": 2}
+        output, options = tmp_path / str(len(runs)), ["fake"] if recipe == "ddp" else ["fake", "sharded"]
+        if num_nodes == 1:
+            results = launch(output, num_processes, settings, *options, recipe=recipe)
+        else:
+            results = launch_nodes(output, num_nodes, num_processes, settings, *options, recipe=recipe)
+        runs.append((results, output))
+    (alone, *others) = runs
+    logged = [read_step(output / "output", 1) for _, output in runs]
     assert all(rollout["tokens"] for tree in logged[0]["trees"] for rollout in tree["rollouts"])
     expected = json.loads(json.dumps(logged[0]), parse_float=lambda x: pytest.approx(float(x), abs=2e-3))
-    assert logged == [expected] * len(layouts)
-    for of_processes, weights in others:
-        main = of_processes[0]
-        assert same(trees_of(of_processes), trees_of(alone[0]))
-        for mine, theirs in zip(main["logs"], alone[0][0]["logs"], strict=True):
-            names = ["fr3e/value/S0", "fr3e/advantage/std", "fr3e/tokens/generated", "fr3e/branches/distinct"]
-            for name in ("loss", "grad_norm", "reward", *names):
-                assert name not in theirs or math.isclose(mine[name], theirs[name], rel_tol=1e-5, abs_tol=1e-6), name
-        torch.testing.assert_close(weights, alone[1], atol=1e-6, rtol=1e-6)
+    assert logged == [expected] * len(runs)
+    names = ["fr3e/value/S0", "fr3e/advantage/std", "fr3e/tokens/generated", "fr3e/branches/distinct"]
+    scored = sorted(alone[0][0]["scored"])
+    for run, (recipe, *_) in zip(others, layouts, strict=True):
+        assert_same_training(run, alone, *names, *["grad_norm"] * (recipe == "ddp"))
         # Each completion is scored once, in some process, and some in each
-        assert sorted(text for result in of_processes for text in result["scored"]) == sorted(alone[0][0]["scored"])
-        assert all(result["scored"] for result in of_processes)
+        assert sorted(text for result in run[0] for text in result["scored"]) == scored
+        assert all(result["scored"] for result in run[0])
 
 
 @pytest.mark.parametrize(
@@ -93,30 +104,12 @@ def test_the_same_completions_give_the_same_training(loss_type, num_generations,
 )
 def test_sharded_training_is_the_same_as_in_one_process(recipe, tmp_path):
     """FSDP2 and DeepSpeed in three processes: they have different work, and run the model equally often."""
-    settings = {
-        "num_generations": 12,
-        "per_device_train_batch_size": 8,
-        "optim": "sgd",
-    }
+    settings, output = {"num_generations": 12, "optim": "sgd"}, tmp_path / "sharded"
     alone = launch(tmp_path / "alone", 1, settings | {"per_device_train_batch_size": 24}, "fake")
-    sharded = launch(tmp_path / "sharded", 3, settings, "fake", "sharded", recipe=recipe)
+    settings |= {"per_device_train_batch_size": 8}
+    sharded = launch(output, 3, settings, "fake", "sharded", recipe=recipe)
     assert sharded[0]["backend"] == ("DistributedType.FSDP" if recipe == "fsdp2" else "DistributedType.DEEPSPEED")
-    assert same(trees_of(sharded), trees_of(alone))
-    for mine, theirs in zip(sharded[0]["logs"], alone[0]["logs"], strict=True):
-        for name in ("loss", "reward", "fr3e/value/S0", "fr3e/advantage/std"):
-            assert name not in theirs or math.isclose(mine[name], theirs[name], rel_tol=1e-5, abs_tol=1e-6), name
-    torch.testing.assert_close(weights_of(tmp_path / "sharded"), weights_of(tmp_path / "alone"), atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("recipe", ["ddp", "fsdp2"])
-def test_two_nodes_train_as_one_process(recipe, tmp_path):
-    """Nodes are launches of their own, here on one machine, with groups that straddle them."""
-    settings = {"num_generations": 8, "per_device_train_batch_size": 12, "optim": "sgd"}
-    alone = launch(tmp_path / "alone", 1, settings | {"per_device_train_batch_size": 24}, "fake")
-    options = [] if recipe == "ddp" else ["sharded"]
-    nodes = launch_nodes(tmp_path / "nodes", 2, 2, settings, "fake", *options, recipe=recipe)
-    assert same(trees_of(nodes), trees_of(alone))
-    torch.testing.assert_close(weights_of(tmp_path / "nodes"), weights_of(tmp_path / "alone"), atol=1e-6, rtol=1e-6)
+    assert_same_training((sharded, output), (alone, tmp_path / "alone"), "fr3e/value/S0", "fr3e/advantage/std")
 
 
 def test_the_slurm_file_launches_each_node_with_its_rank(tmp_path):
@@ -136,10 +129,9 @@ def test_the_slurm_file_launches_each_node_with_its_rank(tmp_path):
     environment = os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     for rank, line in enumerate(result.stdout.splitlines()):
-        launch_arguments = launch_command_parser().parse_args(line.split()[1:])  # after `launch`
-        assert (launch_arguments.machine_rank, launch_arguments.num_machines) == (rank, 2)
-        assert launch_arguments.num_processes == 16 and launch_arguments.main_process_ip == "node7"
-        assert (root / launch_arguments.config_file).exists()
+        launched = launch_command_parser().parse_args(line.split()[1:])  # after `launch`
+        assert (launched.machine_rank, launched.num_machines, launched.num_processes) == (rank, 2, 16)
+        assert launched.main_process_ip == "node7" and (root / launched.config_file).exists()
         assert line.endswith("-m fr3e_trl.commands.cli train --config recipes/gsm8k_lora.yaml --output_dir a folder")
     assert rank == 1
 
@@ -149,17 +141,12 @@ def test_the_same_dialogues_give_the_same_training(kind, tmp_path):
     """Processes have different numbers of turns, and a branch of a later turn may be another's than its base."""
     # The first uncertain positions: all digits are about as uncertain, and rounding would choose among them
     settings = {"num_generations": 8, "max_completion_length": 40, "optim": "sgd", "anchor_threshold": 0.5}
-    alone = launch(tmp_path / "alone", 1, settings | {"per_device_train_batch_size": 24}, "fake", kind)
-    for num_processes in (2, 3):
-        output = tmp_path / str(num_processes)
-        others = launch(
-            output, num_processes, settings | {"per_device_train_batch_size": 24 // num_processes}, "fake", kind
-        )
-        assert same(trees_of(others), trees_of(alone))
-        for mine, theirs in zip(others[0]["logs"], alone[0]["logs"], strict=True):
-            for name in ("loss", "reward", "tools/call_frequency", "fr3e/tokens/generated"):
-                assert name not in theirs or math.isclose(mine[name], theirs[name], rel_tol=1e-5, abs_tol=1e-6), name
-        torch.testing.assert_close(weights_of(output), weights_of(tmp_path / "alone"), atol=1e-6, rtol=1e-6)
+    runs = []
+    for num_processes in (1, 2, 3):
+        output, size = tmp_path / str(num_processes), {"per_device_train_batch_size": 24 // num_processes}
+        runs.append((launch(output, num_processes, settings | size, "fake", kind), output))
+    for run in runs[1:]:
+        assert_same_training(run, runs[0], "tools/call_frequency", "fr3e/tokens/generated")
 
 
 @pytest.mark.parametrize(
@@ -183,46 +170,28 @@ def test_sharded_dialogues(tmp_path):
     settings = {"num_generations": 6, "num_anchors": 2, "per_device_train_batch_size": 2, "max_completion_length": 40}
     of_processes = launch(tmp_path / "run", 3, settings, "sharded", "tools", recipe="fsdp2")
     assert of_processes[0]["logs"][0]["tools/call_frequency"] > 0
-    assert all(math.isfinite(entry["loss"]) for entry in of_processes[0]["logs"] if "loss" in entry)
+    assert_finite(of_processes)
 
 
 @pytest.mark.parametrize("recipe", ["fsdp2", pytest.param("zero3", marks=DEEPSPEED)])
-def test_sharded_sampling(recipe, tmp_path):
-    """Two base trajectories in the first round, for three processes."""
-    settings = {
-        "num_generations": 6,
-        "num_anchors": 2,
-        "per_device_train_batch_size": 2,
-        "num_iterations": 2,
-    }
-    of_processes = launch(tmp_path / "run", 3, settings, "sharded", recipe=recipe)
-    assert len(trees_of(of_processes)) == 2
-    assert all(math.isfinite(entry["loss"]) for entry in of_processes[0]["logs"] if "loss" in entry)
-
-
-@pytest.mark.parametrize("recipe", ["fsdp2", pytest.param("zero3", marks=DEEPSPEED)])
-def test_a_sharded_reward_model_with_nothing_to_score(recipe, tmp_path):
+def test_sharded_sampling_and_a_sharded_reward_model_with_nothing_to_score(recipe, tmp_path):
     """Two base trajectories, which are scored before their anchors are chosen, for three processes."""
-    settings = {
-        "num_generations": 6,
-        "num_anchors": 2,
-        "per_device_train_batch_size": 2,
-        "base_selection": "mixed",
-        "max_steps": 2,
-    }
+    settings = {"num_generations": 6, "num_anchors": 2, "per_device_train_batch_size": 2}
+    settings |= {"num_iterations": 2, "base_selection": "mixed"}
     of_processes = launch(tmp_path / "run", 3, settings, "sharded", "reward_model", recipe=recipe)
-    of_model = [name for name in of_processes[0]["logs"][0] if name.startswith("rewards/") and name.endswith("/std")][1]
-    assert all(entry[of_model] > 0 for entry in of_processes[0]["logs"][:2])
-    assert len(trees_of(of_processes)) == 2
+    logs = of_processes[0]["logs"]
+    of_model = [name for name in logs[0] if name.startswith("rewards/") and name.endswith("/std")][1]
+    assert len(trees_of(of_processes)) == 2 == sum(entry.get(of_model, 0) > 0 for entry in logs)
+    assert_finite(of_processes)
 
 
 def test_real_sampling_in_two_processes(tmp_path):
-    settings = {"num_generations": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    settings = {"num_generations": 8, "per_device_train_batch_size": 4}
     settings |= {"num_base_trajectories": 2, "num_anchors": 2, "anchor_threshold": None}
     first, second = launch(tmp_path / "run", 2, settings)
     trees = trees_of([first, second])
     assert [len(of_step) for of_step in trees] == [8, 8, 8]
-    assert all(math.isfinite(entry["loss"]) for entry in first["logs"] if "loss" in entry)
+    assert_finite([first])
     assert all(map(torch.equal, *(weights_of(tmp_path / "run", process) for process in range(2))))
     rollouts = [tuple(token_ids) for of_step in trees for _, token_ids, *_ in of_step]
     assert len(set(rollouts)) > len(rollouts) / 2  # the processes do not draw the same
@@ -232,18 +201,10 @@ def test_real_sampling_in_two_processes(tmp_path):
 def test_resuming_is_exact_in_several_processes(recipe, tmp_path):
     """In the middle of a batch, with rows left over from a refill."""
     options = [] if recipe == "ddp" else ["sharded"]
-    settings = {
-        "num_generations": 6,
-        "per_device_train_batch_size": 6,
-        "steps_per_generation": 2,
-        "max_steps": 5,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "max_refills": 4,
-        "value_prior_strength": 0,
-        "num_rewards": 2,  # that many, and no prior, for states to be rejected
-        "seed": 4,  # with which rows are left over, and used
-    }
+    settings = {"num_generations": 6, "per_device_train_batch_size": 6, "steps_per_generation": 2, "max_steps": 5}
+    # With two rewards and no prior, states are rejected. With this seed rows are left over, and used
+    settings |= {"max_refills": 4, "value_prior_strength": 0, "num_rewards": 2, "seed": 4}
+    settings |= {"save_strategy": "steps", "save_steps": 1}
     whole = launch(tmp_path / "whole", 2, settings, *options, recipe=recipe)
     assert sum(entry.get("fr3e/refill/reused", 0) for entry in whole[0]["logs"]) > 0
     checkpoint = str(tmp_path / "whole" / "output" / "checkpoint-3")
@@ -255,33 +216,23 @@ def test_resuming_is_exact_in_several_processes(recipe, tmp_path):
     assert all(map(torch.equal, weights_of(tmp_path / "resumed"), weights_of(tmp_path / "whole")))
 
 
+# With two rewards and no prior, states are rejected
+REFILL = {"num_generations": 8, "max_refills": 3, "value_prior_strength": 0, "num_rewards": 2}
+
+
 def test_refill_is_the_same_in_several_processes(tmp_path):
-    settings = {
-        "num_generations": 8,  # in states of 4 rows, which no process boundary cuts: the sampler numbers what it draws
-        "per_device_train_batch_size": 24,
-        "max_refills": 3,
-        "value_prior_strength": 0,
-        "num_rewards": 2,
-        "optim": "sgd",
-    }
-    alone = launch(tmp_path / "alone", 1, settings, "fake")
+    """States have 4 rows, which no process boundary cuts: the sampler numbers what it draws."""
+    settings = REFILL | {"optim": "sgd"}
+    alone = launch(tmp_path / "alone", 1, settings | {"per_device_train_batch_size": 24}, "fake")
     shared = launch(tmp_path / "shared", 2, settings | {"per_device_train_batch_size": 12}, "fake")
     assert sum(entry.get("fr3e/refill/prompts", 0) for entry in alone[0]["logs"]) > 0
-    assert same(trees_of(shared), trees_of(alone))
-    torch.testing.assert_close(weights_of(tmp_path / "shared"), weights_of(tmp_path / "alone"), atol=1e-6, rtol=1e-6)
+    assert_same_training((shared, tmp_path / "shared"), (alone, tmp_path / "alone"))
 
 
 def test_rows_that_are_dropped_are_credited_the_same_in_all_processes(tmp_path):
     """Those too that refill has moved from one process to another."""
-    settings = {
-        "credit": "tree",
-        "num_generations": 8,
-        "per_device_train_batch_size": 12,
-        "num_iterations": 2,  # with which TRL has old log-probs, as with vLLM
-        "max_refills": 3,
-        "value_prior_strength": 0,
-        "num_rewards": 2,
-    }
+    # With several iterations TRL has old log-probs, as with vLLM
+    settings = REFILL | {"credit": "tree", "per_device_train_batch_size": 12, "num_iterations": 2}
     results = launch(tmp_path / "run", 2, settings, "fake", "drops")
     assert sum(entry.get("fr3e/refill/prompts", 0) for entry in results[0]["logs"]) > 0
     assert len(trees_of(results)) == 2
@@ -291,34 +242,29 @@ def test_processes_that_are_told_log_probs_and_others_score_together(tmp_path):
     """A forward pass of sharded weights is one of all processes, or of none."""
     settings = {"num_generations": 8, "per_device_train_batch_size": 8, "num_iterations": 2}
     results = launch(tmp_path / "run", 2, settings, "sharded", "fake", "half_told", recipe="fsdp2")
-    assert all(math.isfinite(entry["loss"]) for entry in results[0]["logs"] if "loss" in entry)
+    assert_finite(results)
 
 
-def test_a_process_with_nothing_to_do(tmp_path):
-    """Two base trajectories, for three processes."""
-    settings = {"num_generations": 6, "num_anchors": 2, "per_device_train_batch_size": 2}
-    assert len(trees_of(launch(tmp_path / "run", 3, settings))) == 3
+REWARD = "OSError: the reward model is gone"
 
 
 @pytest.mark.parametrize(
-    "recipe, options, settings",
-    # Where base trajectories are selected by their rewards, sharded weights are needed after these
-    [("ddp", [], {}), ("fsdp2", ["sharded"], {"base_selection": "mixed"})],
+    "recipe, options, settings, errors",
+    [
+        ("ddp", ["fail"], {}, {0: REWARD, 1: REWARD}),
+        # Where base trajectories are selected by their rewards, sharded weights are needed after these
+        ("fsdp2", ["fail", "sharded"], {"base_selection": "mixed"}, {0: REWARD, 1: REWARD}),
+        # The other waits in a forward pass of sharded weights, and the launcher ends it
+        ("fsdp2", ["fail_to_sample", "sharded"], {}, {1: "MemoryError: no memory for these rollouts"}),
+    ],
+    ids=["ddp", "fsdp2", "amid calls of all"],
 )
-def test_a_process_that_raises_ends_all(recipe, options, settings, tmp_path):
+def test_a_process_that_raises_ends_all(recipe, options, settings, errors, tmp_path):
     settings = settings | {"num_generations": 8, "per_device_train_batch_size": 8}
-    went_well, _ = launch(tmp_path / "run", 2, settings, "fail", *options, recipe=recipe, check=False)
+    went_well, _ = launch(tmp_path / "run", 2, settings, *options, recipe=recipe, check=False)
     assert not went_well
-    for i in range(2):
-        assert (tmp_path / "run" / f"{i}.error").read_text() == "OSError: the reward model is gone"
-
-
-def test_a_process_that_fails_amid_calls_of_all_is_not_waited_for(tmp_path):
-    """Sharded weights: the others wait in a forward pass, and the launcher ends them."""
-    settings = {"num_generations": 8, "per_device_train_batch_size": 8}
-    went_well, _ = launch(tmp_path / "run", 2, settings, "fail_to_sample", "sharded", recipe="fsdp2", check=False)
-    assert not went_well
-    assert (tmp_path / "run" / "1.error").read_text() == "MemoryError: no memory for these rollouts"
+    for process, error in errors.items():
+        assert (tmp_path / "run" / f"{process}.error").read_text() == error
 
 
 def test_what_fails_in_one_process_is_raised_in_all(tmp_path):

@@ -3,73 +3,61 @@ What a script may do to a GRPOTrainer, done to FR3ETrainer: it is the same, or h
 an error that names it. Each runs for three steps or more, unless it is refused before.
 """
 
-import inspect
-import itertools
 from decimal import Decimal
+from typing import ClassVar
 
 import pytest
 import torch
-from datasets import IterableDataset
-from factory import letters, make_tool_trainer, make_trainer, train
-from models import TINY, make_dataset, make_model, make_tokenizer
-from peft import LoraConfig
+from factory import CONTINUOUS, letters, logged, make_trainer, train, weights
+from models import make_dataset, make_model
 from recorder import Recorder
-from tool_policy import look
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForSequenceClassification, TrainerCallback, set_seed
+from transformers import GenerationConfig, TrainerCallback, set_seed
 from transformers.trainer_callback import CallbackHandler
 from trees import rollouts_of
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from fr3e_trl import FR3ETrainer
 from fr3e_trl.samplers import make_sampler
 
 
-class AtThirdStep(TrainerCallback):
-    """Changes something before the third step."""
+class AtStep(TrainerCallback):
+    """Changes something before a step: by default the third."""
 
-    def __init__(self, change):
-        self.change = change
+    def __init__(self, change, step=2):
+        self.change, self.step = change, step
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 2:
+        if state.global_step == self.step:
             self.change(self.trainer)
 
 
-def changed(change, cls=Recorder, **settings):
-    """A trainer that has trained for four steps, and was changed before the third."""
-    callback = AtThirdStep(change)
-    callback.trainer = make_trainer(
-        cls, **{"reward_funcs": letters, "max_steps": 4, "callbacks": [callback]} | settings
-    )
+def changed(change, cls=Recorder, before=2, **settings):
+    """A trainer that has trained for four steps, and was changed before the third, or another."""
+    callback = AtStep(change, before)
+    defaults = {"reward_funcs": letters, "max_steps": 4, "callbacks": [callback]}
+    callback.trainer = make_trainer(cls, **defaults | settings)
     set_seed(1)
     callback.trainer.train()
     return callback.trainer
 
 
+def steps(trainer):
+    """What each step logged."""
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
 def chain(lists):
-    return list(itertools.chain.from_iterable(lists))
+    return [item for of_list in lists for item in of_list]
 
 
 def completions(trainer):
     """Completions of each prompt, of the first two steps and of the last two."""
-    of_trees = [
-        [
-            [(*state.prefix_ids, *map(int, rollout.token_ids)) for _, state, rollout in rollouts_of([tree])]
-            for tree in trees
-        ]
+    of_batches = [
+        [[(*s.prefix_ids, *map(int, r.token_ids)) for _, s, r in rollouts_of([tree])] for tree in trees]
         for _, trees in trainer.batches
     ]
-    return chain(of_trees[:2]), chain(of_trees[2:])
-
-
-# The constructor
-
-
-def reward_model():
-    model = Qwen3ForSequenceClassification(Qwen3Config(**TINY | {"num_labels": 1}))
-    model.config._name_or_path = "reward"
-    return model
+    return chain(of_batches[:2]), chain(of_batches[2:])
 
 
 class Judge:
@@ -83,65 +71,6 @@ class Judge:
     def __call__(self, completions, **kwargs):
         self.calls += 1
         return [Decimal(repr(reward)) for reward in letters(completions)]
-
-
-async def later(completions, **kwargs):
-    return letters(completions)
-
-
-def sgd():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return {"model": model, "optimizers": (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))}
-
-
-def stream():
-    return IterableDataset.from_generator(lambda: iter(make_dataset()))
-
-
-ARGUMENTS = {
-    "model": lambda: {"model": make_model(seed=1)},
-    "reward_funcs": lambda: {"reward_funcs": [letters, later, Judge()], "reward_weights": [1.0, 0.5, 2.0]},
-    "args": lambda: {"config": GRPOConfig},
-    "train_dataset": lambda: {"dataset": stream()},
-    "eval_dataset": lambda: {
-        "eval_dataset": make_dataset(4),
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "num_generations_eval": 2,
-        "per_device_eval_batch_size": 4,
-    },
-    "processing_class": lambda: {"tokenizer": make_tokenizer()},
-    "reward_processing_classes": lambda: {
-        "reward_funcs": reward_model(),
-        "reward_processing_classes": make_tokenizer(),
-    },
-    "callbacks": lambda: {"callbacks": [TrainerCallback()]},
-    "optimizers": sgd,
-    "peft_config": lambda: {"peft_config": LoraConfig(target_modules=["q_proj"])},
-    "quantization_config": lambda: {"model": make_model(), "quantization_config": None},
-}
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_the_constructors_arguments(name):
-    trainer = train(**{"reward_funcs": letters, "max_steps": 3} | ARGUMENTS[name]())
-    assert len(trainer.batches) == 3 and any(len(tree.states) > 1 for _, trees in trainer.batches for tree in trees)
-    assert sum("loss" in entry for entry in trainer.state.log_history) == 3
-
-
-def test_tools():
-    assert len(make_tool_trainer(tools=[look], max_steps=3).tools) == 1
-    trainer = make_tool_trainer(tools=[look], max_steps=3)
-    trainer.train()
-    assert len(trainer.batches) == 3
-
-
-def test_every_argument_has_a_line():
-    elsewhere = {"tools", "environment_factory"}  # above, and in test_tools.py
-    refused = {"rollout_func"}  # test_what_is_not_supported_is_refused
-    assert set(inspect.signature(GRPOTrainer).parameters) == {*ARGUMENTS, *elsewhere, *refused}
-    assert set(inspect.signature(FR3ETrainer).parameters) - {"sampler"} == {*ARGUMENTS, *elsewhere, *refused}
 
 
 # Attributes
@@ -170,19 +99,17 @@ def is_greedy(before, after):
 STOPS = list(range(5, 30))
 
 
+def leaves_out(before, after, end=None):
+    first, second = ([token in STOPS for row in chain(rows) for token in row[:end]] for rows in (before, after))
+    return any(first) and not any(second)
+
+
 def stops(before, after):
-    end_early = [any(token in STOPS for token in row[:-1]) for row in chain(before)]
-    return any(end_early) and not any(token in STOPS for row in chain(after) for token in row[:-1])
-
-
-def leaves_out(before, after):
-    seen = [any(token in STOPS for token in row) for row in chain(before)]
-    return any(seen) and not any(token in STOPS for row in chain(after) for token in row)
+    return leaves_out(before, after, end=-1)
 
 
 def repeats_less(before, after):
-    of_each = ([len(row) - len(set(row)) for row in chain(rows)] for rows in (before, after))
-    first, second = (sum(repeats) for repeats in of_each)
+    first, second = (sum(len(row) - len(set(row)) for row in chain(rows)) for rows in (before, after))
     return second < first / 2
 
 
@@ -190,32 +117,25 @@ def new_config(**values):
     return lambda trainer: setattr(trainer, "generation_config", GenerationConfig(**values))
 
 
+def both(change, and_then):
+    return lambda trainer: [change(trainer), and_then(trainer)]
+
+
+SAMPLED = {"do_sample": True, "eos_token_id": 1, "pad_token_id": 0}
+GREEDY = {"temperature": 1e-3, "top_k": 1, "top_p": 1e-6, "min_p": 1.0}
+IN_EITHER = {name: (value, is_greedy) for name, value in GREEDY.items()} | {"repetition_penalty": (100.0, repeats_less)}
 SAMPLING = {
+    **{name: (set_trainer(**{name: value}), check) for name, (value, check) in IN_EITHER.items()},
+    **{f"generation_config.{name}": (set_config(**{name: value}), check) for name, (value, check) in IN_EITHER.items()},
     "max_completion_length": (set_trainer(max_completion_length=3), is_shorter),
     "max_completion_length, longer": (set_trainer(max_completion_length=20), is_longer),
-    "temperature": (set_trainer(temperature=1e-3), is_greedy),
-    "top_k": (set_trainer(top_k=1), is_greedy),
-    "top_p": (set_trainer(top_p=1e-6), is_greedy),
-    "min_p": (set_trainer(min_p=1.0), is_greedy),
-    "repetition_penalty": (set_trainer(repetition_penalty=100.0), repeats_less),
     "eos_token_ids": (set_trainer(eos_token_ids=[1, *STOPS]), stops),
     "generation_config.max_new_tokens": (set_config(max_new_tokens=3), is_shorter),
-    "generation_config.temperature": (set_config(temperature=1e-3), is_greedy),
-    "generation_config.top_k": (set_config(top_k=1), is_greedy),
-    "generation_config.top_p": (set_config(top_p=1e-6), is_greedy),
-    "generation_config.min_p": (set_config(min_p=1.0), is_greedy),
-    "generation_config.repetition_penalty": (set_config(repetition_penalty=100.0), repeats_less),
     "generation_config.eos_token_id": (set_config(eos_token_id=[1, *STOPS]), stops),
     "generation_config.suppress_tokens": (set_config(suppress_tokens=STOPS), leaves_out),
     "generation_config": (new_config(max_new_tokens=3), is_shorter),
-    "generation_config, all of it": (
-        new_config(max_new_tokens=20, do_sample=True, eos_token_id=1, pad_token_id=0),
-        is_longer,
-    ),
-    "both places alike": (
-        lambda t: [set_trainer(max_completion_length=3)(t), set_config(max_new_tokens=3)(t)],
-        is_shorter,
-    ),
+    "generation_config, all of it": (new_config(max_new_tokens=20, **SAMPLED), is_longer),
+    "both places alike": (both(set_trainer(max_completion_length=3), set_config(max_new_tokens=3)), is_shorter),
 }
 
 
@@ -226,15 +146,7 @@ def test_how_completions_are_sampled_is_honoured_at_the_next_step(name):
     assert len(trainer.batches) == 4 and is_honoured(*completions(trainer))
 
 
-BACKENDS = {
-    "refill": {"max_refills": 1},
-    "sampler=": {"sampler": make_sampler},
-    "continuous batching": {
-        "use_transformers_continuous_batching": True,
-        "transformers_continuous_batching_config": {"num_blocks": 64, "block_size": 16, "max_batch_tokens": 128},
-        "bf16": True,
-    },
-}
+BACKENDS = {"refill": {"max_refills": 1}, "sampler=": {"sampler": make_sampler}, "continuous batching": CONTINUOUS}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -263,11 +175,13 @@ def test_evaluation_honours_it_too(name):
 @pytest.mark.parametrize("settings", [{}, {"share_prefixes": True}, {"beta": 0.1}, {"loss_type": "grpo"}], ids=str)
 @pytest.mark.parametrize("temperature", [0.3, 2.0])
 def test_a_temperature_is_that_of_samples_and_loss(settings, temperature):
-    """With a rate of 0 the ratio stays 1. A batch that is in use when it changes keeps the one it was sampled at."""
-    trainer = changed(
-        set_trainer(temperature=temperature), **{"learning_rate": 0.0, "num_iterations": 2, "max_steps": 6} | settings
-    )
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    """
+    With a rate of 0 the ratio stays 1. A batch that is in use when it changes keeps the one it was sampled at. That of
+    `trainer.args` changes nothing, as with TRL.
+    """
+    change = both(set_trainer(temperature=temperature), lambda trainer: setattr(trainer.args, "temperature", 9.0))
+    trainer = changed(change, **{"learning_rate": 0.0, "num_iterations": 2, "max_steps": 6} | settings)
+    logs = steps(trainer)
     assert len(trainer.batches) == 3 and all(entry["clip_ratio/region_mean"] == 0 for entry in logs)
     entropies = [entry["entropy"] for entry in logs]
     first, last = sum(entropies[:2]), sum(entropies[2:4])
@@ -280,16 +194,8 @@ def test_a_temperature_is_that_of_samples_and_loss(settings, temperature):
 
 
 def test_a_temperature_that_changes_amid_a_batch_holds_from_the_next_one():
-    class AtSecondStep(AtThirdStep):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                self.change(self.trainer)
-
-    callback = AtSecondStep(set_trainer(temperature=0.3))
-    settings = {"learning_rate": 0.0, "num_iterations": 2, "max_steps": 4, "callbacks": [callback]}
-    callback.trainer = make_trainer(reward_funcs=letters, **settings)
-    callback.trainer.train()
-    first, second, third, _ = (entry for entry in callback.trainer.state.log_history if "loss" in entry)
+    trainer = changed(set_trainer(temperature=0.3), before=1, learning_rate=0.0, num_iterations=2)
+    first, second, third, _ = steps(trainer)
     assert first["entropy"] == pytest.approx(second["entropy"]) and third["entropy"] < second["entropy"] / 2
     assert second["clip_ratio/region_mean"] == third["clip_ratio/region_mean"] == 0
 
@@ -299,21 +205,14 @@ def test_a_batch_keeps_its_temperature_in_a_checkpoint():
     whole = changed(set_trainer(temperature=0.3), **settings)
     resumed = make_trainer(reward_funcs=letters, max_steps=4, **settings)
     resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-3")
-    for name, value in whole.model.state_dict().items():
-        assert resumed.model.state_dict()[name].equal(value), name
+    assert weights(resumed).equal(weights(whole))
 
 
 def test_the_gradient_is_that_of_the_new_temperature():
     """A trainer that was made with it, and one that was given it: the same updates."""
-    made, given = (
-        make_trainer(reward_funcs=letters, max_steps=3, **settings) for settings in ({"temperature": 0.7}, {})
-    )
-    given.temperature = 0.7
-    for trainer in (made, given):
-        set_seed(1)
-        trainer.train()
-    for name, value in made.model.state_dict().items():
-        torch.testing.assert_close(given.model.state_dict()[name], value, atol=1e-5, rtol=1e-4)
+    made = train(reward_funcs=letters, max_steps=3, temperature=0.7)
+    given = changed(set_trainer(temperature=0.7), before=0, max_steps=3)
+    torch.testing.assert_close(weights(given), weights(made), atol=1e-5, rtol=1e-4)
 
 
 REFUSED = {
@@ -331,10 +230,9 @@ REFUSED = {
     "generation_config.stop_strings": set_config(stop_strings=["a"]),
     "generation_config.num_return_sequences=2": set_config(num_return_sequences=2),
     "generation_config.prompt_lookup_num_tokens=2": set_config(prompt_lookup_num_tokens=2),
-    "max_completion_length=3 and trainer.generation_config.max_new_tokens=4 differ": lambda trainer: [
-        set_trainer(max_completion_length=3)(trainer),
-        set_config(max_new_tokens=4)(trainer),
-    ],
+    "max_completion_length=3 and trainer.generation_config.max_new_tokens=4 differ": both(
+        set_trainer(max_completion_length=3), set_config(max_new_tokens=4)
+    ),
 }
 
 
@@ -348,28 +246,18 @@ def test_what_cannot_be_honoured_is_refused_at_the_next_step(named):
 
 def test_what_plain_grpo_takes_is_left_to_it():
     """With num_anchors=0: as GRPOTrainer, for which trainer.temperature and the like change nothing."""
-    seen = []
-    for cls in (GRPOTrainer, FR3ETrainer):
-        plain = {"num_anchors": 0} if cls is FR3ETrainer else {}
-        change = set_trainer(temperature=0.3, max_completion_length=3, scale_rewards="batch")
-        trainer = changed(change, cls, **plain)
-        seen.append([(entry["loss"], entry["reward"]) for entry in trainer.state.log_history if "loss" in entry])
-    assert seen[0] == seen[1]
+    change = set_trainer(temperature=0.3, max_completion_length=3, scale_rewards="batch")
+    theirs, ours = changed(change, GRPOTrainer), changed(change, FR3ETrainer, num_anchors=0)
+    assert logged(ours, "loss", "reward") == logged(theirs, "loss", "reward")
 
 
 def test_reward_functions_are_the_users_own():
-    judge = Judge()
-    trainer = changed(lambda trainer: setattr(trainer.reward_funcs[0], "calls", 100), reward_funcs=[judge, letters])
-    assert trainer.reward_funcs == [judge, letters] and trainer.reward_funcs[0] is judge
-    assert judge.calls == 102 and judge.__name__ == "judge"
-
-
-def test_reward_functions_are_replaced():
-    """By a curriculum."""
-    trainer = changed(
-        lambda trainer: trainer.reward_funcs.__setitem__(0, lambda completions, **_: [7.0] * len(completions))
-    )
-    rewards = [entry["reward"] for entry in trainer.state.log_history if "loss" in entry]
+    """And may be replaced, by a curriculum."""
+    judge, sevens = Judge(), lambda completions, **kwargs: [7.0] * len(completions)
+    replace = lambda trainer: trainer.reward_funcs.__setitem__(1, sevens)  # noqa: E731
+    trainer = changed(both(lambda trainer: setattr(judge, "calls", 100), replace), reward_funcs=[judge, letters])
+    assert trainer.reward_funcs == [judge, sevens] and judge.calls == 102 and judge.__name__ == "judge"
+    rewards = [entry["rewards/letters/mean"] for entry in steps(trainer)]
     assert 7.0 not in rewards[:2] and rewards[2:] == [7.0, 7.0]
 
 
@@ -391,7 +279,7 @@ def test_reward_weights_are_honoured(settings):
 def test_clipping_is_honoured(name):
     """As TRL's loss reads it: at a range of -1 every ratio is beyond it."""
     trainer = changed(lambda trainer: setattr(trainer, name, -0.5))
-    clipped = [entry["clip_ratio/region_mean"] for entry in trainer.state.log_history if "loss" in entry]
+    clipped = [entry["clip_ratio/region_mean"] for entry in steps(trainer)]
     assert max(clipped[:2]) == 0 and min(clipped[2:]) > 0
 
 
@@ -402,7 +290,7 @@ def test_masking_of_truncated_completions_is_honoured():
         assert is_cut.any() and bool((batch["tool_mask"] * batch["completion_mask"])[is_cut].any()) == (i < 2)
 
 
-# Callbacks
+# Callbacks and methods of a subclass
 
 
 class Events(TrainerCallback):
@@ -414,24 +302,10 @@ for _name in (name for name in dir(CallbackHandler) if name.startswith("on_") an
     setattr(Events, _name, lambda self, args, state, *a, _name=_name, **k: self.seen.append((_name, state.global_step)))
 
 
-def test_callbacks_see_the_same_events():
-    seen = []
-    for cls in (GRPOTrainer, FR3ETrainer):
-        callback = Events()
-        train(cls, callbacks=[callback], max_steps=3, save_strategy="steps", save_steps=2)
-        seen.append(callback.seen)
-    assert seen[0] == seen[1] and ("on_save", 2) in seen[0] and ("on_train_end", 3) in seen[0]
-
-
-# Methods of a subclass
-
-
 class OwnMethods(Recorder):
     """Overrides by super(), as a subclass of GRPOTrainer does."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.called = set()
+    called: ClassVar = set()
 
 
 WRAPPED = (
@@ -455,15 +329,18 @@ for _name in WRAPPED:
     setattr(OwnMethods, _name, _wrap(_name))
 
 
-def test_methods_that_call_super():
-    """They are called as in GRPOTrainer, and change nothing."""
-    settings = {"reward_funcs": letters, "max_steps": 3, "eval_dataset": make_dataset(4), "eval_strategy": "steps"}
-    settings |= {"eval_steps": 2, "num_generations_eval": 2, "per_device_eval_batch_size": 4}
+def test_callbacks_and_methods_that_call_super():
+    """They see and are called as in GRPOTrainer, and change nothing."""
+    settings = {"reward_funcs": letters, "max_steps": 3, "eval_dataset": make_dataset(4)}
+    settings |= {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2, "per_device_eval_batch_size": 4}
     settings |= {"save_strategy": "steps", "save_steps": 2}
-    own, plain = (train(cls, **settings) for cls in (OwnMethods, Recorder))
+    events = [Events() for _ in range(3)]
+    classes = GRPOTrainer, Recorder, OwnMethods
+    _, plain, own = (train(cls, callbacks=[seen], **settings) for cls, seen in zip(classes, events, strict=True))
+    assert events[0].seen == events[1].seen == events[2].seen
+    assert {("on_save", 2), ("on_evaluate", 2), ("on_train_end", 3)} <= set(events[0].seen)
     assert own.called == set(WRAPPED)
-    for name, value in plain.model.state_dict().items():
-        assert own.model.state_dict()[name].equal(value), name
+    assert weights(own).equal(weights(plain))
 
 
 @pytest.mark.parametrize(
@@ -483,17 +360,24 @@ def test_methods_that_are_not_called_for_trees_are_refused(name, told):
     make_trainer(Lower, num_anchors=0)
 
 
-class Rebuilt(Recorder):
-    """Returns another dict, without the column that only FR3ETrainer knows."""
+def leaving_out(column):
+    class Rebuilt(Recorder):
+        """Returns another dict."""
 
-    def _generate_and_score_completions(self, inputs):
-        batch = super()._generate_and_score_completions(inputs)
-        return {name: value for name, value in batch.items() if name != "row"}
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            return {name: value for name, value in batch.items() if name != column}
+
+    return Rebuilt
 
 
 def test_a_subclass_returns_another_batch():
-    trainer = train(Rebuilt, reward_funcs=letters, share_prefixes=True, steps_per_generation=2, max_steps=4)
+    """Without the column that only FR3ETrainer knows. One that the loss needs is asked for."""
+    settings = {"share_prefixes": True, "steps_per_generation": 2, "max_steps": 4}
+    trainer = train(leaving_out("row"), reward_funcs=letters, **settings)
     assert trainer.shares_prefixes and len(trainer.batches) == 2
+    with pytest.raises(ValueError, match=r"Rebuilt._generate_and_score_completions.*'tool_mask'"):
+        train(leaving_out("tool_mask"))
 
 
 class ByRow(Recorder):
@@ -513,18 +397,7 @@ class ByRow(Recorder):
 def test_advantages_of_rows_that_come_back_are_each_rows(settings, caplog):
     trainer = train(ByRow, reward_funcs=letters, max_steps=3, **settings)
     assert sorted(trainer.in_loss.tolist()) == trainer.shaped.tolist()
-    warnings = [record.getMessage() for record in caplog.records if "Tree credit is gone" in record.getMessage()]
-    assert len(warnings) == (settings.get("credit") != "rollout")
-
-
-def test_a_batch_without_what_the_loss_needs_is_refused():
-    class Lacking(FR3ETrainer):
-        def _generate_and_score_completions(self, inputs):
-            batch = super()._generate_and_score_completions(inputs)
-            return {name: value for name, value in batch.items() if name != "tool_mask"}
-
-    with pytest.raises(ValueError, match=r"Lacking._generate_and_score_completions.*'tool_mask'"):
-        train(Lacking)
+    assert caplog.text.count("Tree credit is gone") == (settings.get("credit") != "rollout")
 
 
 class Below(GMPOTrainer, FR3ETrainer):
@@ -551,7 +424,7 @@ def test_a_loss_of_ones_own_needs_advantages_of_rows(cls):
     for config in ({}, {"config": GMPOConfig}):
         with pytest.raises(NotImplementedError, match=r"_compute_loss replaces the loss.*credit='rollout'"):
             make_trainer(cls, **config)
-    before = make_model().state_dict()
-    trainer = train(cls, reward_funcs=letters, credit="rollout", loss_type="grpo", max_steps=3)
-    assert trainer.trees and all(p.isfinite().all() for p in trainer.model.parameters())
-    assert any(not p.equal(before[name]) for name, p in trainer.model.state_dict().items())
+    trainer = make_trainer(cls, reward_funcs=letters, credit="rollout", loss_type="grpo", max_steps=3)
+    before = weights(trainer)
+    trainer.train()
+    assert trainer.trees and weights(trainer).isfinite().all() and not weights(trainer).equal(before)

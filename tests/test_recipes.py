@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
+from factory import logged
 from models import model_on_disk
 from peft import PeftModel
 from recipe_header import header
@@ -34,11 +35,7 @@ FR3E_SETTINGS = {field.name for field in fields(FR3EConfig)} - {field.name for f
 # What the recipes' datasets on the hub look like
 HUB_DATASETS = {
     "openai/gsm8k": [
-        {
-            "question": f"Tom has {i} pens and buys {i}. How many?",
-            "answer": f"{i}+{i}=<<{i}+{i}={2 * i}>>\n#### {2 * i}",
-        }
-        for i in range(16)
+        {"question": f"Tom has {i}. How many?", "answer": f"{i}=<<{i}={i}>>\n#### {i}"} for i in range(16)
     ],
     "agentica-org/DeepScaleR-Preview-Dataset": [
         {"problem": f"Half of ${i}$?", "answer": rf"\frac{{{i}}}{{2}}", "solution": "It is half."} for i in range(16)
@@ -48,7 +45,6 @@ HUB_DATASETS = {
 
 @pytest.fixture
 def trainers(monkeypatch):
-    """The trainers that the command makes."""
     made = []
 
     def make(**arguments):
@@ -65,19 +61,10 @@ def at_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def spelt_out(name):
-    """What a recipe says itself."""
-    return yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text())
-
-
 def read(name):
     """A recipe with the settings of its preset."""
-    recipe = spelt_out(name)
+    recipe = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text())
     return PRESETS.get(recipe.pop("preset", None), {}) | recipe
-
-
-def run(arguments):
-    train.main(arguments)
 
 
 def command_line(name, tmp_path):
@@ -86,20 +73,10 @@ def command_line(name, tmp_path):
     if dataset in HUB_DATASETS:
         Dataset.from_list(HUB_DATASETS[dataset]).to_json(tmp_path / "data.jsonl")
         dataset = tmp_path / "data.jsonl"
-    overrides = {
-        "model_name_or_path": model_on_disk(),
-        "dataset_name": dataset,
-        "output_dir": tmp_path / "output",
-        "max_steps": 2,
-        "per_device_train_batch_size": 80,
-        "gradient_accumulation_steps": 1,
-        "steps_per_generation": 1,
-        "max_completion_length": 8,
-        "bf16": False,
-        "use_cpu": True,
-        "use_vllm": False,  # with a server: tests/with_vllm
-        "report_to": "none",
-    }
+    overrides = {"model_name_or_path": model_on_disk(), "dataset_name": dataset, "output_dir": tmp_path / "output"}
+    overrides |= {"max_steps": 2, "per_device_train_batch_size": 80, "gradient_accumulation_steps": 1}
+    overrides |= {"steps_per_generation": 1, "max_completion_length": 8, "bf16": False, "use_cpu": True}
+    overrides |= {"use_vllm": False, "report_to": "none"}  # with a server: tests/with_vllm
     return ["--config", f"recipes/{name}.yaml", *(f"--{key}={value}" for key, value in overrides.items())]
 
 
@@ -113,41 +90,32 @@ def check_trained(name, tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "output")
 
 
-def check_printed(command):
-    """It trains: two logs are two lines, however many processes there are, and no other library warns of its names."""
+LAUNCHED = ["-m", "accelerate.commands.launch", "--num_processes=1", "examples/train.py"]
+IN_TWO = ["--per_device_train_batch_size=40", "--use_cpu=true", "--num_processes=2"]
+
+
+@pytest.mark.parametrize(
+    ("command", "sizes"), [(LAUNCHED, []), (["-m", "fr3e_trl.commands.cli", "train"], IN_TWO)], ids=["one", "two"]
+)
+def test_smoke_recipe_is_launched(command, sizes, tmp_path):
+    """Two logs are two lines, however many processes there are, and no other library warns of its names."""
+    command = [sys.executable, *command, *command_line("smoke", tmp_path), *sizes]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-3000:]
     assert len(re.findall(r"^step [12]/2  reward ", result.stdout, flags=re.MULTILINE)) == 2
     assert result.stdout.count("  time  ") == 1
     assert "FutureWarning" not in result.stdout + result.stderr and "Setting accelerator" not in result.stdout
-
-
-def test_smoke_recipe_is_launched(tmp_path):
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1"]
-    check_printed([*launch, "examples/train.py", *command_line("smoke", tmp_path)])
-    check_trained("smoke", tmp_path)
-
-
-def test_smoke_recipe_is_launched_in_two_processes(tmp_path):
-    sizes = ["--per_device_train_batch_size=40", "--use_cpu=true", "--num_processes=2"]
-    check_printed([sys.executable, "-m", "fr3e_trl.commands.cli", "train", *command_line("smoke", tmp_path), *sizes])
     check_trained("smoke", tmp_path)
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "smoke"])
 def test_recipe_trains(trainers, name, tmp_path):
-    run(command_line(name, tmp_path))
+    train.main(command_line(name, tmp_path))
     check_trained(name, tmp_path)
     model = trainers[0].model
     assert model.dtype == getattr(torch, read(name).get("dtype", "float32"))
     assert isinstance(model, PeftModel) == read(name).get("use_peft", False)
     assert getattr(model, "is_loaded_in_4bit", False) == read(name).get("load_in_4bit", False)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipe_opens_with_its_launch_command(name):
-    recipe = ROOT / "recipes" / f"{name}.yaml"
-    assert f"fr3e train --config recipes/{name}.yaml" in header(recipe)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "qwen3").glob("*.yaml")), ids=lambda path: path.stem)
@@ -165,8 +133,10 @@ def test_qwen3_recipe_can_be_planned(path, tmp_path, capsys):
     assert capsys.readouterr().out.count("The run") == 1 + len(large)
 
 
-def test_every_recipe_has_a_baseline():
+def test_every_recipe_opens_with_its_launch_command_and_has_a_baseline():
     assert {f"{name}_grpo" for name in RECIPES if name not in BASELINES} == set(BASELINES)
+    for name in RECIPES:
+        assert f"fr3e train --config recipes/{name}.yaml" in header(ROOT / "recipes" / f"{name}.yaml")
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
@@ -185,7 +155,7 @@ MODEL = "--model_name_or_path=unused"
 @pytest.mark.parametrize("name, prompts", [("paper", 512), ("released", 32)])
 def test_published_settings_are_those_of_the_preset(name, prompts, tmp_path):
     """Each value is in one place, and the recipe is the preset with a model, data and a batch."""
-    recipe = spelt_out(name)
+    recipe = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text())
     assert recipe["preset"] == name and not recipe.keys() & PRESETS[name].keys()
     arguments = ["--config", f"recipes/{name}.yaml", "--bf16=false", "--use_cpu=true", f"--output_dir={tmp_path}"]
     script, args, model = train.make_parser().parse_args_and_config(arguments)
@@ -194,24 +164,17 @@ def test_published_settings_are_those_of_the_preset(name, prompts, tmp_path):
     assert rows == prompts * args.num_generations  # in one update
     others = {field.name for part in (script, model) for field in fields(part)} | {"preset"}
     given = {key: value for key, value in recipe.items() if key not in others}
-    given |= {"bf16": False, "use_cpu": True, "output_dir": str(tmp_path)}
-    made = getattr(FR3EConfig, name)(**given)
-    assert {f.name: getattr(args, f.name) for f in fields(args)} == {
-        f.name: getattr(made, f.name) for f in fields(made)
-    }
+    made = getattr(FR3EConfig, name)(**given | {"bf16": False, "use_cpu": True, "output_dir": str(tmp_path)})
+    assert all(getattr(args, field.name) == getattr(made, field.name) for field in fields(made))
 
 
-def test_a_preset_is_overridden_by_the_recipe_and_the_command_line(tmp_path):
-    (tmp_path / "recipe.yaml").write_text("preset: paper\nepsilon: 0.1\nnum_generations: 8\nbf16: false\nuse_cpu: true")
+def test_a_preset_is_overridden_by_the_recipe_and_the_command_line_and_brackets_may_be_left_out(tmp_path):
+    recipe = "preset: paper\nepsilon: 0.1\nnum_generations: 8\nbf16: false\nuse_cpu: true\nreward_funcs: math_reward"
+    (tmp_path / "recipe.yaml").write_text(recipe)
     given = ["--config", str(tmp_path / "recipe.yaml"), f"--output_dir={tmp_path}", "--num_generations=4", MODEL]
-    _, args, _ = train.make_parser().parse_args_and_config(given)
+    script, args, _ = train.make_parser().parse_args_and_config(given)
     assert (args.epsilon, args.num_generations, args.epsilon_high, args.modulation) == (0.1, 4, 0.28, "exp")
-
-
-def test_one_reward_may_stand_without_brackets(tmp_path):
-    (tmp_path / "recipe.yaml").write_text("reward_funcs: math_reward\nbf16: false\nuse_cpu: true\noutput_dir: unused\n")
-    args, _, _ = train.make_parser().parse_args_and_config(["--config", str(tmp_path / "recipe.yaml"), MODEL])
-    assert args.reward_funcs == ["math_reward"]
+    assert script.reward_funcs == ["math_reward"]
 
 
 def test_evaluates_on_the_test_split_of_a_directory(trainers, tmp_path):
@@ -219,7 +182,7 @@ def test_evaluates_on_the_test_split_of_a_directory(trainers, tmp_path):
         examples = Dataset.from_dict({"prompt": [split] * 16, "solution": ["1"] * 16})
         examples.to_json(tmp_path / "data" / f"{split}.jsonl")
     evaluation = ["--eval_strategy=steps", "--eval_steps=2", "--per_device_eval_batch_size=16"]
-    run([*command_line("smoke", tmp_path), f"--dataset_name={tmp_path / 'data'}", *evaluation])
+    train.main([*command_line("smoke", tmp_path), f"--dataset_name={tmp_path / 'data'}", *evaluation])
     assert set(trainers[0].eval_dataset["prompt"]) == {"test"}
     assert [entry["step"] for entry in trainers[0].state.log_history if "eval_reward" in entry] == [2]
 
@@ -238,24 +201,19 @@ def test_an_option_is_taken_by_its_whole_name(command, misspelt, meant, capsys):
         cli.main([command, "run", misspelt])
     assert ending.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "unrecognized arguments: " in error and error.endswith(
-        f"{misspelt}. Did you mean {meant}? See fr3e {command} --help."
-    )
+    assert "unrecognized arguments: " in error
+    assert error.endswith(f"{misspelt}. Did you mean {meant}? See fr3e {command} --help.")
 
 
 def test_a_mistyped_option_or_setting_is_found_before_anything_is_imported(tmp_path):
     (tmp_path / "recipe.yaml").write_text("dataset_nmae: data.jsonl")
-    script = (
-        "import sys; from fr3e_trl.commands import cli\ntry: cli.main(sys.argv[1:])\nfinally: print({*sys.modules})"
-    )
+    script = "from fr3e_trl.commands import cli\ntry: cli.main(sys.argv[1:])\nfinally: print(*sys.modules)"
     for command in ("train", "eval"):
         for arguments in (["--seeed=1"], ["--config", "recipe.yaml"]):
-            told = [sys.executable, "-c", script, command, *arguments]
+            told = [sys.executable, "-c", f"import sys; {script}", command, *arguments]
             result = subprocess.run(told, capture_output=True, text=True, cwd=tmp_path, timeout=60, env=PATHS)
             assert result.returncode == 2 and "Did you mean" in result.stderr, result.stderr
-            assert "'yaml'" in result.stdout and not {"'torch'", "'trl'", "'transformers'"} & {
-                *result.stdout.split(", ")
-            }
+            assert {*result.stdout.split()} & {"yaml", "torch", "trl", "transformers"} == {"yaml"}
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])
@@ -282,10 +240,7 @@ def test_a_recipe_that_is_begun_trains_and_its_settings_train_again(trainers, tm
     cli.main(["train", "--config", str(output / "resolved.yaml"), "--output_dir", "again"])
     own = dict.fromkeys(["hub_token", "logging_dir", "output_dir"])
     first, again = (trainer.args.to_dict() | own for trainer in trainers)
-    assert again == first
-    assert [log["loss"] for log in trainers[1].state.log_history if "loss" in log] == [
-        log["loss"] for log in logs if "loss" in log
-    ]
+    assert again == first and logged(trainers[1], "loss") == logged(trainers[0], "loss")
 
 
 def test_a_recipe_for_a_gpu_loads_the_model_in_the_type_that_it_trains_in(tmp_path, monkeypatch):
@@ -298,10 +253,9 @@ def test_a_recipe_for_a_gpu_loads_the_model_in_the_type_that_it_trains_in(tmp_pa
 
 
 def test_help_of_training_is_a_page_of_options_that_there_are(capsys):
-    script = (
-        "import sys; from fr3e_trl.commands import cli; cli.main(['train', '--help']); print('torch' in sys.modules)"
-    )
-    page = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60).stdout
+    script = "from fr3e_trl.commands import cli; cli.main(['train', '--help']); print('torch' in sys.modules)"
+    command = [sys.executable, "-c", f"import sys; {script}"]
+    page = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60).stdout
     assert page.endswith("False\n") and len(page.splitlines()) < 90
     assert page.startswith("usage: fr3e train [--config RECIPE.yaml]")
     options = re.findall(r"^  --(\w+) ", page, flags=re.MULTILINE)
@@ -312,15 +266,12 @@ def test_help_of_training_is_a_page_of_options_that_there_are(capsys):
     assert "--fp16_full_eval" in capsys.readouterr().out
     cli.main(["eval", "--help"])
     options = re.findall(r"^  --(\w+) ", capsys.readouterr().out, flags=re.MULTILINE)
-    assert {*options} <= option_names("fr3e eval") and {field.name for field in fields(EvalArguments)} >= {
-        "limit",
-        "pass_at",
-    }
+    assert {*options} <= option_names("fr3e eval")
+    assert {"limit", "pass_at"} <= {field.name for field in fields(EvalArguments)}
     assert {"num_samples", "vllm_server_base_url"} <= {*options} and "use_peft" not in options
 
 
 def test_what_a_command_says_before_it_imports_anything(tmp_path, capsys):
-    """In a log too."""
     with pytest.raises(SystemExit):
         cli.main([])
     assert "train     " in capsys.readouterr().err
@@ -331,18 +282,15 @@ def test_what_a_command_says_before_it_imports_anything(tmp_path, capsys):
     assert capsys.readouterr().err == "fr3e init: loading ...\n"
 
 
-# Resuming
-
-
 @pytest.mark.parametrize(
     ("value", "is_resumed"), [("true", True), ("CHECKPOINT", True), ("false", False), ("None", False)]
 )
 def test_resumes_where_it_is_told_to(trainers, value, is_resumed, tmp_path):
     checkpoint = tmp_path / "output" / "checkpoint-1"
     arguments = [*command_line("smoke", tmp_path), "--save_strategy=steps", "--save_steps=1"]
-    run([*arguments, "--max_steps=1"])
+    train.main([*arguments, "--max_steps=1"])
     where = [] if is_resumed else [f"--output_dir={tmp_path / 'other'}"]
-    run([*arguments, *where, f"--resume_from_checkpoint={checkpoint if value == 'CHECKPOINT' else value}"])
+    train.main([*arguments, *where, f"--resume_from_checkpoint={checkpoint if value == 'CHECKPOINT' else value}"])
     assert trainers[1].state.global_step == 2
     # A run from the start writes one of its own
     assert (tmp_path / "other" / "checkpoint-1").is_dir() != is_resumed

@@ -34,15 +34,8 @@ def make_prompts(num_prompts: int, num_hopeful: int) -> Dataset:
 
 
 # With a prior hardly a row is rejected
-DEFAULTS = {
-    "reward_funcs": hopeful,
-    "per_device_train_batch_size": 32,
-    "max_completion_length": 8,
-    "max_steps": 3,
-    "learning_rate": 1e-2,
-    "value_prior_strength": 0,
-    "negative_advantage_scale": 1,
-}
+DEFAULTS = {"reward_funcs": hopeful, "value_prior_strength": 0}
+DEFAULTS |= {"per_device_train_batch_size": 32, "max_completion_length": 8, "max_steps": 3, "learning_rate": 1e-2}
 
 
 def make_trainer(dataset, **settings):
@@ -57,17 +50,23 @@ def logged(trainer, name):
     return [value for (value,) in factory.logged(trainer, name)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_anchors": 0, "reject_degenerate_states": True}], ids=["fr3e", "grpo"])
+GRPO = {"num_anchors": 0, "reject_degenerate_states": True}
+
+
+@pytest.mark.parametrize("settings", [{}, GRPO], ids=["fr3e", "grpo"])
 def test_a_batch_is_filled_when_most_prompts_are_hopeless(settings):
-    """80% of them; without refill most of the batch teaches nothing."""
+    """80% of them; without refill most of the batch teaches nothing. Tokens are counted over all rounds."""
     dataset = make_prompts(200, 40)
     plain = train(dataset, **settings)
     filled = train(dataset, max_refills=12, **settings)
     assert max(logged(plain, "fr3e/rows/informative")) < 0.5
     assert logged(filled, "fr3e/rows/informative") == [1.0] * 3
     assert all(0 < rounds < 12 for rounds in logged(filled, "fr3e/refill/rounds"))
-    for batch, _ in filled.batches:
+    names = ["fr3e/tokens/generated", "fr3e/tokens/per_informative_row"]
+    for (batch, trees), (count, per_row) in zip(filled.batches, factory.logged(filled, *names), strict=True):
         assert batch["in_loss"].all() and all(advantages.any() for advantages in batch["advantages"])
+        assert count == sum(len(rollout.token_ids) for _, _, rollout in rollouts_of(trees) if rollout.copy_of is None)
+        assert per_row == pytest.approx(count / batch["in_loss"].sum().item())
 
 
 def test_a_batch_of_hopeless_prompts_ends():
@@ -82,7 +81,7 @@ def test_a_batch_of_hopeless_prompts_ends():
 def test_a_batch_that_is_full_draws_nothing():
     """And is the same as without refill: the prompts come in the same order."""
     dataset = make_prompts(40, 40)
-    settings = {"num_generations": 16, "num_anchors": 0, "reject_degenerate_states": True, "max_steps": 2}
+    settings = GRPO | {"num_generations": 16, "max_steps": 2}
     plain, filled = train(dataset, **settings), train(dataset, max_refills=5, **settings)
     assert logged(plain, "fr3e/rows/informative") == [1.0] * 2
     assert logged(filled, "fr3e/refill/prompts") == [0] * 2
@@ -94,23 +93,15 @@ def test_no_prompt_comes_twice_in_an_epoch():
     dataset = make_prompts(30, 6)
     trainer = train(dataset, max_refills=2, max_steps=6)
     drawn = [tuple(tree.prompt_ids) for _, trees in trainer.batches for tree in trees]
-    assert len(drawn) > 60
-    for epoch in (drawn[:30], drawn[30:60]):
-        assert len(set(epoch)) == 30
+    assert len(drawn) > 60 and len(set(drawn[:30])) == len(set(drawn[30:60])) == 30
     assert drawn[:30] != drawn[30:60]
-    assert sum(logged(trainer, "fr3e/refill/prompts")) + 6 * 4 == len(drawn)
+    assert len(drawn) == sum(logged(trainer, "fr3e/refill/prompts")) + 6 * 4
 
 
 def test_rows_that_are_cut_off_leave_no_batch_full():
     """With `mask_truncated_completions` they teach nothing, though GRPO's baseline counts their reward."""
-    trainer = train(
-        make_prompts(200, 200),
-        num_anchors=0,
-        reject_degenerate_states=True,
-        max_refills=12,
-        mask_truncated_completions=True,
-        learning_rate=0.0,
-    )
+    settings = {"max_refills": 12, "mask_truncated_completions": True, "learning_rate": 0.0}
+    trainer = train(make_prompts(200, 200), **GRPO, **settings)
     for (batch, _), informative in zip(trainer.batches, logged(trainer, "fr3e/rows/informative"), strict=True):
         in_loss = (batch["completion_mask"] * batch["tool_mask"]).any(1)
         assert informative == in_loss.float().mean()
@@ -118,27 +109,23 @@ def test_rows_that_are_cut_off_leave_no_batch_full():
     assert all(0 < rounds < 12 for rounds in logged(trainer, "fr3e/refill/rounds"))
 
 
-def test_the_page_has_the_rows_of_the_batch():
-    trainer = train(make_prompts(200, 60), max_refills=3, anchor_threshold=1.0, log_trees=1, output_dir="run")
-    for step, reused in enumerate(logged(trainer, "fr3e/refill/reused"), 1):
-        record = read_step(Path("run"), step)
-        assert record["num_trees"] == len(record["trees"])
-        of_batch = sum(rollout["in_loss"] for tree in record["trees"] for rollout in tree["rollouts"])
-        assert of_batch + reused == trainer.batches[step - 1][0]["in_loss"].sum()
-
-
 def test_rows_that_are_left_over():
-    trainer = train(make_prompts(200, 60), max_refills=12, max_steps=6, anchor_threshold=1.0)
+    settings = {"max_refills": 3, "max_steps": 6, "anchor_threshold": 1.0}  # no more trees than are logged
+    trainer = train(make_prompts(200, 100), log_trees=1, output_dir="run", **settings)
     reused, dropped = logged(trainer, "fr3e/refill/reused"), logged(trainer, "fr3e/refill/dropped")
     informative = [
         sum(any(advantage for *_, advantage in rollout.credit) for _, _, rollout in rollouts_of(trees))
         for _, trees in trainer.batches
     ]
     left_over = [max(count - (32 - n), 0) for count, n in zip(informative, reused, strict=True)]
-    assert any(left_over)
     # Of those of a step, each is used in the next one or dropped there
     assert [n + m for n, m in zip(reused, dropped, strict=True)] == [0, *left_over[:-1]]
-    assert sum(reused) > 0
+    assert any(left_over) and sum(reused) > 0
+    for step, (num_reused, (batch, _)) in enumerate(zip(reused, trainer.batches, strict=True), 1):
+        record = read_step(Path("run"), step)  # the page has the rows of the batch
+        assert record["num_trees"] == len(record["trees"])
+        of_batch = sum(rollout["in_loss"] for tree in record["trees"] for rollout in tree["rollouts"])
+        assert of_batch + num_reused == batch["in_loss"].sum()
 
 
 def test_rows_left_over_keep_their_credit_and_the_log_probs_of_the_policy_that_they_were_sampled_from(monkeypatch):
@@ -149,13 +136,12 @@ def test_rows_left_over_keep_their_credit_and_the_log_probs_of_the_policy_that_t
 
     def record(trainer, rows, *rest):
         with torch.no_grad():
-            statistics = [trainer.token_statistics([row.prompt_ids], [row.completion_ids])[0][0] for row in rows]
+            logprobs = [trainer.token_statistics([row.prompt_ids], [row.completion_ids])[0][0] for row in rows]
         score_leftovers(trainer, rows, *rest)
-        kept.append({})
-        for row, logprobs in zip(rows, statistics, strict=True):
-            key = (len(row.prefix_ids), *row.prompt_ids.tolist(), *row.completion_ids.tolist())
-            credit = torch.from_numpy(token_credit([row], len(row.completion_ids))[1, 0]).float()
-            kept[-1][key] = row.old_logprobs, logprobs, credit
+        credits = [torch.from_numpy(token_credit([row], len(row.completion_ids))[1, 0]).float() for row in rows]
+        keys = [(len(row.prefix_ids), *row.prompt_ids.tolist(), *row.completion_ids.tolist()) for row in rows]
+        of_rows = zip([row.old_logprobs for row in rows], logprobs, credits, strict=True)
+        kept.append(dict(zip(keys, of_rows, strict=True)))
 
     monkeypatch.setattr(fr3e_trl.fr3e_trainer, "score_leftovers", record)
     set_seed(1)
@@ -173,9 +159,9 @@ def test_rows_left_over_keep_their_credit_and_the_log_probs_of_the_policy_that_t
             key = (start, *prompt, *completion)
             if key in own or key not in before:
                 continue
-            num_seen += 1
-            num_bases += len(set(before[key][2].tolist()) - {0.0}) > 1  # other tokens have other advantages
             kept_logprobs, logprobs, expected = before[key]
+            num_seen += 1
+            num_bases += len(set(expected.tolist()) - {0.0}) > 1  # other tokens have other advantages
             old, credit = (batch[name][i][: len(completion)] for name in ("old_per_token_logps", "advantages"))
             torch.testing.assert_close(old, kept_logprobs)
             torch.testing.assert_close(old[start:], logprobs[start:], atol=1e-5, rtol=1e-4)
@@ -187,30 +173,22 @@ def test_rows_left_over_keep_their_credit_and_the_log_probs_of_the_policy_that_t
         assert of_batch == pytest.approx([of_batch[0]] * len(of_batch), rel=1e-4)
 
 
-def row(in_loss: bool) -> Row:
-    return Row(Rollout([2]), 0, in_loss=in_loss)
+def test_fill_batch_and_num_to_draw_by_hand():
+    rows = [Row(Rollout([2]), 0, in_loss=in_loss) for in_loss in (1, 0, 0, 1, 0, 1, 1, 1, 1)]
+    names, left = {id(row): i for i, row in enumerate(rows)}, rows[7:]
 
+    def filled(indices, left, size):
+        batch, left_over, num_reused = fill_batch([rows[i] for i in indices], left, size)
+        return [names[id(row)] for row in batch], [names[id(row)] for row in left_over], num_reused
 
-def test_fill_batch_by_hand():
-    rows = [row(True), row(False), row(False), row(True), row(False), row(True), row(True)]
-    left = [row(True), row(True)]
     # A batch of 4: the second and third are replaced by the sixth and seventh
-    batch, left_over, num_reused = fill_batch(rows, left, 4)
-    assert [id(r) for r in batch] == [id(rows[i]) for i in (0, 5, 6, 3)]
-    assert left_over == [] and num_reused == 0
+    assert filled(range(7), left, 4) == ([0, 5, 6, 3], [], 0)
     # Of 3 rows: what was left over fills up; and a fresh one is left over when there is no place
-    batch, left_over, num_reused = fill_batch(rows[:3], left, 3)
-    assert [id(r) for r in batch] == [id(rows[0]), id(left[0]), id(left[1])]
-    assert left_over == [] and num_reused == 2
-    batch, left_over, num_reused = fill_batch([rows[0], rows[1], rows[5], rows[6]], left, 2)
-    assert [id(r) for r in batch] == [id(rows[0]), id(rows[5])]
-    assert [id(r) for r in left_over] == [id(rows[6])] and num_reused == 0
+    assert filled(range(3), left, 3) == ([0, 7, 8], [], 2)
+    assert filled([0, 1, 5, 6], left, 2) == ([0, 5], [6], 0)
     # Nothing to fill with: the rejected row stays
-    assert fill_batch([rows[1]], [], 1) == ([rows[1]], [], 0)
-
-
-def test_num_to_draw_by_hand():
-    # 24 rows of 6 prompts are 4 a prompt: 10 more take 2.5 prompts
+    assert filled([1], [], 1) == ([1], [], 0)
+    # How many to draw. 24 rows of 6 prompts are 4 a prompt: 10 more take 2.5 prompts
     assert num_to_draw(10, num_informative=24, num_explored=6, limit=8) == 3
     assert num_to_draw(100, num_informative=24, num_explored=6, limit=8) == 8
     assert num_to_draw(1, num_informative=24, num_explored=6, limit=8) == 1
@@ -247,17 +225,19 @@ def test_prompts_of_a_step_that_failed_come_again():
 
 
 class LooksAtTheData(TrainerCallback):
+    def __init__(self, trainer):
+        self.trainer = trainer
+
     def on_step_end(self, args, state, control, train_dataloader=None, **kwargs):
         assert len(self.trainer.get_train_dataloader()) > 0
 
 
 def test_a_callback_that_looks_at_the_data_changes_nothing():
     runs = []
-    for callback in (None, LooksAtTheData()):
+    for is_watched in (False, True):
         trainer = make_trainer(make_dataset(16), max_refills=1)
-        if callback is not None:
-            callback.trainer = trainer
-            trainer.add_callback(callback)
+        if is_watched:
+            trainer.add_callback(LooksAtTheData(trainer))
         set_seed(0)
         trainer.train()
         runs.append([tree.prompt_ids.tolist() for _, trees in trainer.batches for tree in trees])
@@ -267,16 +247,3 @@ def test_a_callback_that_looks_at_the_data_changes_nothing():
 def test_refill_takes_a_dataset_that_can_be_drawn_from():
     with pytest.raises(ValueError, match="max_refills=2 draws prompts from a Dataset"):
         make_trainer(make_dataset(16).to_iterable_dataset(), max_refills=2)
-
-
-def test_tokens_are_counted_over_all_rounds():
-    trainer = train(make_prompts(100, 20), max_refills=2, max_steps=2)
-    for (batch, trees), count, per_row in zip(
-        trainer.batches,
-        logged(trainer, "fr3e/tokens/generated"),
-        logged(trainer, "fr3e/tokens/per_informative_row"),
-        strict=True,
-    ):
-        assert count == sum(len(rollout.token_ids) for _, _, rollout in rollouts_of(trees) if rollout.copy_of is None)
-        assert per_row == pytest.approx(count / batch["in_loss"].sum().item())
-        assert math.isfinite(per_row)

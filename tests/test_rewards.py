@@ -4,14 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 from datasets import Dataset
-from factory import make_trainer
+from factory import digits, make_trainer
 from trl.rewards import accuracy_reward
 
 from fr3e_trl.rewards import WORKER, get_math_reward, math_answers
@@ -81,17 +81,12 @@ def test_hostile_answers_score_0_and_are_counted():
 
 def test_it_works_in_any_thread_and_in_several_at_once():
     reward = get_math_reward(time_limit=60, num_workers=2)
-    results = {}
 
     def call(i):
-        results[i] = reward([rf"\boxed{{{i}}}", r"\boxed{1}"] * 5, solution=[str(i), "2"] * 5)
+        return reward([rf"\boxed{{{i}}}", r"\boxed{1}"] * 5, solution=[str(i), "2"] * 5)
 
-    threads = [threading.Thread(target=call, args=[i]) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {i: [1.0, 0.0] * 5 for i in range(4)}
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(call, range(4))) == [[1.0, 0.0] * 5] * 4
 
 
 def workers_of(pid: int) -> list[int]:
@@ -107,32 +102,21 @@ def wait_until(condition) -> None:
         time.sleep(0.1)
 
 
-def test_a_worker_that_was_killed_is_replaced():
-    reward = get_math_reward(time_limit=60, num_workers=1)
-    before = set(workers_of(os.getpid()))
+def test_a_worker_that_is_killed_is_replaced():
+    """As when the system is out of memory. It is counted where it dies of an answer."""
+    reward, before, logged = get_math_reward(time_limit=60, num_workers=1), set(workers_of(os.getpid())), {}
     assert reward([r"\boxed{4}"], solution=["4"]) == [1.0]
     (worker,) = set(workers_of(os.getpid())) - before
     os.kill(worker, signal.SIGKILL)
     wait_until(lambda: not psutil.pid_exists(worker))
-    logged = {}
     assert reward([r"\boxed{4}"], solution=["4"], log_metric=logged.__setitem__) == [1.0]
     assert logged["math_reward/crashes"] == 0
-
-
-def test_a_worker_that_dies_of_an_answer_is_counted():
-    """As when the system is out of memory and kills it."""
-    reward = get_math_reward(time_limit=60, num_workers=1)
-    before, logged, results = set(workers_of(os.getpid())), {}, []
-    assert reward([r"\boxed{4}"], solution=["4"]) == [1.0]
-    (worker,) = set(workers_of(os.getpid())) - before
-    call = threading.Thread(
-        target=lambda: results.extend(reward([HOSTILE[0], r"\boxed{4}"], ["4", "4"], log_metric=logged.__setitem__))
-    )
-    call.start()
-    wait_until(lambda: "R (running)" in Path(f"/proc/{worker}/status").read_text())
-    os.kill(worker, signal.SIGKILL)
-    call.join()
-    assert results == [0.0, 1.0]
+    (second,) = set(workers_of(os.getpid())) - before
+    with ThreadPoolExecutor() as threads:
+        results = threads.submit(reward, [HOSTILE[0], r"\boxed{4}"], ["4", "4"], log_metric=logged.__setitem__)
+        wait_until(lambda: "R (running)" in Path(f"/proc/{second}/status").read_text())
+        os.kill(second, signal.SIGKILL)
+        assert results.result() == [0.0, 1.0]
     assert logged == {"math_reward/timeouts": 0.0, "math_reward/crashes": 0.5}
 
 
@@ -172,10 +156,9 @@ def test_without_math_verify_it_says_what_to_install(monkeypatch):
 
 
 def test_bad_arguments_are_refused_by_name():
-    with pytest.raises(ValueError, match="time_limit=0"):
-        get_math_reward(time_limit=0)
-    with pytest.raises(ValueError, match="num_workers=0"):
-        get_math_reward(num_workers=0)
+    for name in ("time_limit", "num_workers"):
+        with pytest.raises(ValueError, match=f"{name}=0"):
+            get_math_reward(**{name: 0})
     with pytest.raises(TypeError, match="solution 4 is no text"):
         get_math_reward()([r"\boxed{4}"], solution=[4])
     with pytest.raises(ValueError, match="zip"):
@@ -189,13 +172,9 @@ def test_it_trains():
     def hostile_math_reward(completions, **kwargs):
         return reward([HOSTILE[0], *completions[1:]], **kwargs)
 
-    trainer = make_trainer(
-        reward_funcs=[hostile_math_reward, lambda completions, **kwargs: [float(len(c)) for c in completions]],
-        dataset=Dataset.from_dict({"prompt": ["1+1=", "2+2="], "solution": ["2", "4"]}),
-        num_generations=4,
-        per_device_train_batch_size=4,
-        max_completion_length=8,
-    )
+    dataset = Dataset.from_dict({"prompt": ["1+1=", "2+2="], "solution": ["2", "4"]})
+    sizes = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 8}
+    trainer = make_trainer(reward_funcs=[hostile_math_reward, digits], dataset=dataset, **sizes)
     trainer.train()
     for entry in trainer.state.log_history[:2]:
         assert entry["math_reward/timeouts"] == pytest.approx(1 / 4)

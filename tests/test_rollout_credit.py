@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from enumeration import Policy, fixed, grow
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,9 +41,6 @@ def assert_close(actual: torch.Tensor, expected: list[float], atol: float = 5e-5
     torch.testing.assert_close(actual, expected, atol=atol, rtol=0, equal_nan=True)
 
 
-# By hand
-
-
 @pytest.mark.parametrize("given", [[0.5], [0.5, 1.0]])
 def test_an_environments_own_reward_has_a_weight_of_one(given):
     """TRL adds it to `reward_weights`, and `get_reward` to the functions."""
@@ -54,26 +52,63 @@ def test_an_environments_own_reward_has_a_weight_of_one(given):
     assert_close(compared, [-0.3873, 0.3873, 1.1619, -1.1619], atol=1e-3)
 
 
-def test_a_chain_of_three():
+def check(states, parents, settings=None, **expected):
+    """Advantages and so on of rows that are given state by state; of some rows alone, by their index."""
+    result = compute_advantages(*rows(*states), parents, **settings or {})
+    for name, values in expected.items():
+        found = getattr(result, name).double()
+        if isinstance(values, dict):
+            found, values = found[[*values]], values.values()
+        assert_close(found, [*values])
+
+
+def test_modulation():
     # V = 1/4, 3/4, 2/4. alpha = 1, exp(-0.5), exp(0.25)
-    result = compute_advantages(*rows([1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]), CHAIN)
-    assert_close(result.values, [0.25, 0.75, 0.5])
-    assert_close(result.factors, [1, 0.6065, 1.2840])
     # Successes: 0.75 * 1; 0.25 * 0.6065; 0.5 * 1.2840. Failures: -0.25 * 1; -0.75 * 0.6065; -0.5 * 1.2840
-    assert_close(
-        result.advantages,
-        [0.75, -0.25, -0.25, -0.25, 0.1516, 0.1516, 0.1516, -0.4549, 0.6420, 0.6420, -0.6420, -0.6420],
-    )
-    assert not result.rejected.any()
-
-
-def test_sharpened():
+    of_chain = [1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]
+    advantages = [0.75, *[-0.25] * 3, *[0.1516] * 3, -0.4549, 0.6420, 0.6420, -0.6420, -0.6420]
+    exact = {"values": [0.25, 0.75, 0.5], "factors": [1, 0.6065, 1.2840], "rejected": [False] * 3}
+    check(of_chain, CHAIN, advantages=advantages, **exact)
     # delta = 1 - 0.25, 0.5, -0.25; |delta|^1.5 = 0.649519, 0.353553, 0.125, of sum 1.128072
-    # shares = 0.575778, 0.313414, -0.110809; alpha = exp(-share)
-    result = compute_advantages(*rows([1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]), CHAIN, modulation="sharpened")
-    assert_close(result.factors, [0.5623, 0.7309, 1.1172])
-    # The first row of each: 0.75 * 0.5623, 0.25 * 0.7309, 0.5 * 1.1172
-    assert_close(result.advantages[[0, 4, 8]], [0.4217, 0.1827, 0.5586])
+    # shares = 0.575778, 0.313414, -0.110809; alpha = exp(-share). Successes: 0.75 * 0.5623, 0.25 * 0.7309, 0.5 * 1.1172
+    sharpened = {"factors": [0.5623, 0.7309, 1.1172], "advantages": {0: 0.4217, 4: 0.1827, 8: 0.5586}}
+    check(of_chain, CHAIN, {"modulation": "sharpened"}, **sharpened)
+    # S_3 is the first anchor of the second trajectory: it compares with S_0, not with S_2
+    # V = 0.5, 0.75, 0.25, 0.25; alpha = 1, exp(-0.25), exp(0.5), exp(0.25)
+    # 0.5 * 1; 0.25 * 0.7788; 0.75 * 1.6487; 0.75 * 1.2840
+    of_fork = [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 1]
+    advantages = {0: 0.5, 4: 0.1947, 8: 1.2365, 15: 0.9630}
+    check(of_fork, FORK, factors=[1, 0.7788, 1.6487, 1.2840], advantages=advantages)
+    # V = 300, 100, 700: differences -200 and 600 become exponents 5 and -5
+    check(([200, 400], [0, 200], [600, 800]), CHAIN, factors=[1, math.exp(5), math.exp(-5)])
+
+
+def test_rows_and_states_that_do_not_count():
+    # V leaves them out: (1 + 0) / 2, (1 + 1 + 0) / 3; alpha_1 = exp(-1/6) = 0.8465
+    # 1/3 * 0.8465 = 0.2822, -2/3 * 0.8465 = -0.5643
+    advantages = [0.5, -0.5, 0, 0.2822, 0, 0.2822, -0.5643]
+    check(([1, 0, NAN], [1, NAN, 1, 0]), [None, 0], values=[1 / 2, 2 / 3], advantages=advantages)
+    # S_1 has no value: it is degenerate, and neither it nor S_2, which follows it, is modulated
+    without = {"values": [0.5, NAN, 0.5], "factors": [1, 1, 1], "advantages": [0.5, -0.5, 0, 0, -0.5, 0.5]}
+    check(([1, 0], [NAN, NAN], [0, 1]), CHAIN, **without, rejected=[False, True, False])
+    # S_1 is all right and rejected. S_2 compares with it, V 1, and not with S_0: alpha_2 = exp(0.5), not 1
+    check(([1, 0], [1, 1], [1, 0]), CHAIN, factors=[1, 0.6065, 1.6487], rejected=[False, True, False])
+    # With a prior. Every reward is the same, and so are the priors but for rounding: every advantage is 0
+    alike = [0.1, 0.1, 0.1], [0.1], [0.1] * 6
+    result = compute_advantages(*rows(*alike), [None, 0, None], Prior(2))
+    assert result.rejected.all() and not result.advantages.any()
+    # kappa = 1: S_0's prior is the other's V, 1. Its one scorable row has (1 * 1 + 0) / (1 + 1 - 1) = 1
+    # The other: prior 0, (1 * 0 + 1) / (1 + 2 - 1) = 0.5
+    check(([0, NAN], [1, 1]), [None, None], {"prior": Prior(1)}, advantages=[-1, 0, 0.5, 0.5])
+
+
+def test_negative_advantages_are_scaled():
+    # V = 0.25 and 0.5: A = 0.75, three times -0.25, and 0.5, -0.5, the negative ones halved. Rejection is as before
+    states, halved = ([1, 0, 0, 0], [1, 0], [0, 0]), {"modulation": "none", "negative_scale": 0.5}
+    advantages = [0.75, -0.125, -0.125, -0.125, 0.5, -0.25, 0, 0]
+    check(states, [None, 0, 0], halved, advantages=advantages, rejected=[False, False, True])
+    # alpha_1 = exp(-0.25) = 0.7788
+    check(states, [None, 0, 0], {"negative_scale": 0}, advantages=[0.75, 0, 0, 0, 0.3894, 0, 0, 0])
 
 
 def test_sharpened_with_two_trajectories():
@@ -81,45 +116,6 @@ def test_sharpened_with_two_trajectories():
     # Chain 2: delta = 0.5, -0.5: shares 1/2, -1/2. S_0 is in both: the mean, (1/3 + 1/2) / 2 = 5/12
     factors = modulation_factors(torch.tensor([0.5, 1.0, 0.5, 0.0]), FORK, "sharpened")
     assert_close(factors, [math.exp(-5 / 12), math.exp(-1 / 3), math.exp(1 / 3), math.exp(1 / 2)])
-
-
-def test_two_trajectories():
-    # S_3 is the first anchor of the second trajectory: it compares with S_0, not with S_2
-    # V = 0.5, 0.75, 0.25, 0.25; alpha = 1, exp(-0.25), exp(0.5), exp(0.25)
-    result = compute_advantages(*rows([1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 1]), FORK)
-    assert_close(result.factors, [1, 0.7788, 1.6487, 1.2840])
-    # 0.5 * 1; 0.25 * 0.7788; 0.75 * 1.6487; 0.75 * 1.2840
-    assert_close(result.advantages[[0, 4, 8, 15]], [0.5, 0.1947, 1.2365, 0.9630])
-
-
-def test_unscorable_rows():
-    # V leaves them out: (1 + 0) / 2, (1 + 1 + 0) / 3; alpha_1 = exp(-1/6) = 0.8465
-    result = compute_advantages(*rows([1, 0, NAN], [1, NAN, 1, 0]), [None, 0])
-    assert_close(result.values, [1 / 2, 2 / 3])
-    # 1/3 * 0.8465 = 0.2822, -2/3 * 0.8465 = -0.5643
-    assert_close(result.advantages, [0.5, -0.5, 0, 0.2822, 0, 0.2822, -0.5643])
-
-
-def test_a_state_without_a_scorable_row_moves_nothing():
-    # S_1 has no value: it is degenerate, and neither it nor S_2, which follows it, is modulated
-    result = compute_advantages(*rows([1, 0], [NAN, NAN], [0, 1]), CHAIN)
-    assert_close(result.values, [0.5, NAN, 0.5])
-    assert_close(result.factors, [1, 1, 1])
-    assert_close(result.advantages, [0.5, -0.5, 0, 0, -0.5, 0.5])
-    assert result.rejected.tolist() == [False, True, False]
-
-
-def test_the_exponent_is_clamped():
-    # V = 300, 100, 700: differences -200 and 600 become exponents 5 and -5
-    result = compute_advantages(*rows([200, 400], [0, 200], [600, 800]), CHAIN)
-    assert_close(result.factors, [1, math.exp(5), math.exp(-5)])
-
-
-def test_a_rejected_neighbour_still_has_its_value():
-    # S_1 is all right and rejected. S_2 compares with it, V 1, and not with S_0: alpha_2 = exp(0.5), not 1
-    result = compute_advantages(*rows([1, 0], [1, 1], [1, 0]), CHAIN)
-    assert result.rejected.tolist() == [False, True, False]
-    assert_close(result.factors, [1, 0.6065, 1.6487])
 
 
 def test_degenerate_is_exact_equality():
@@ -130,17 +126,14 @@ def test_degenerate_is_exact_equality():
     assert result.advantages[:3].tolist() == [0, 0, 0]
 
 
-def test_scale_by_group():
+def test_scale_by_group_and_batch():
     # S_0: mean 0.25, deviations 0.75 and three of -0.25, variance 0.75 / 3 = 0.25, standard deviation 0.5
     rewards, states = rows([1, 0, 0, 0], [3, 1])
     advantages = row_advantages(rewards, states, row_baselines(rewards, states, [None, 0]), 2, "group")
     # S_1: mean 2, variance 2 / 1, standard deviation 1.41421
     expected = [0.75 / 0.5001, *[-0.25 / 0.5001] * 3, 1 / 1.41431, -1 / 1.41431]
     assert_close(advantages, expected)
-
-
-def test_scale_by_batch():
-    # All five scorable rewards 1 0 1 1 0: mean 0.6, variance (3 * 0.16 + 2 * 0.36) / 4 = 0.3, root 0.547723
+    # By batch. All five scorable rewards 1 0 1 1 0: mean 0.6, variance (3 * 0.16 + 2 * 0.36) / 4 = 0.3, root 0.547723
     rewards, states = rows([1, 0, NAN], [1, 1, 0])
     advantages = row_advantages(rewards, states, row_baselines(rewards, states, [None, 0]), 2, "batch")
     assert_close(advantages, [0.5 / 0.547823, -0.5 / 0.547823, 0, *[1 / 3 / 0.547823] * 2, -2 / 3 / 0.547823])
@@ -159,41 +152,12 @@ def test_prior():
     assert not result.rejected.any()
     # alpha_1 = exp(-0.5) is of V as it is: (1 - 2.5 / 3) * 0.6065 = 0.1011
     assert_close(result.advantages, [1 / 3, -1, 0.1011, 0.1011, 1 / 3, 1 / 3])
-
-
-def test_prior_rejects_only_states_without_a_signal():
-    # Every reward is the same, and so are the priors but for rounding: every advantage is 0
-    result = compute_advantages(*rows([0.1, 0.1, 0.1], [0.1], [0.1] * 6), [None, 0, None], Prior(2))
-    assert result.rejected.all() and not result.advantages.any()
-
-
-def test_prior_of_a_single_prompt():
     # No other prompt: S_0 gets its plain leave-one-out mean, and S_1 is still pulled towards it
     # V(S_0) = 0.5. S_1: (1 * 0.5 + 1) / (1 + 1) for each
-    baselines = row_baselines(*rows([1, 0], [1, 1]), [None, 0], Prior(1))
-    assert_close(baselines, [0, 1, 0.75, 0.75])
+    assert_close(row_baselines(*rows([1, 0], [1, 1]), [None, 0], Prior(1)), [0, 1, 0.75, 0.75])
 
 
-def test_prior_with_unscorable_rows():
-    # kappa = 1: S_0's prior is the other's V, 1. Its one scorable row has (1 * 1 + 0) / (1 + 1 - 1) = 1
-    rewards, states = rows([0, NAN], [1, 1])
-    result = compute_advantages(rewards, states, [None, None], Prior(1))
-    # The other: prior 0, (1 * 0 + 1) / (1 + 2 - 1) = 0.5
-    assert_close(result.advantages, [-1, 0, 0.5, 0.5])
-
-
-def test_negative_advantages_are_scaled():
-    # V = 0.25 and 0.5: A = 0.75, three times -0.25, and 0.5, -0.5, the negative ones halved. Rejection is as before.
-    rewards, states = rows([1, 0, 0, 0], [1, 0], [0, 0])
-    result = compute_advantages(rewards, states, [None, 0, 0], modulation="none", negative_scale=0.5)
-    assert_close(result.advantages, [0.75, -0.125, -0.125, -0.125, 0.5, -0.25, 0, 0])
-    assert result.rejected.tolist() == [False, False, True]
-    # alpha_1 = exp(-0.25) = 0.7788
-    result = compute_advantages(rewards, states, [None, 0, 0], negative_scale=0)
-    assert_close(result.advantages, [0.75, 0, 0, 0, 0.3894, 0, 0, 0])
-
-
-def test_normalized_rewards():
+def test_normalized_and_weighted_rewards():
     # First prompt: by the first function (1, 3, 5), mean 3, deviation 2; by the second all equal
     # Second prompt: (2, 4), mean 3, deviation sqrt(2); and a single one
     rewards = torch.tensor([[1, 0.1], [2, NAN], [3, 0.1], [NAN, 5], [5, 0.1], [4, NAN]], dtype=torch.float64)
@@ -201,14 +165,8 @@ def test_normalized_rewards():
     a, b = 2 / 2.0001, 1 / (math.sqrt(2) + 1e-4)
     assert_close(normalized_rewards(rewards, prompts, 2)[:, 0], [-a, -b, 0, NAN, a, b])
     assert normalized_rewards(rewards, prompts, 2)[:, 1].nan_to_num(9).tolist() == [0, 9, 0, 0, 0, 9]
-
-
-def test_weighted_rewards():
     rewards_per_func = torch.tensor([[1.0, 2.0], [NAN, 2.0], [NAN, NAN]])
     assert_close(weighted_rewards(rewards_per_func, torch.tensor([1.0, 0.5])), [2.0, 1.0, NAN])
-
-
-# Properties
 
 
 @st.composite
@@ -240,7 +198,7 @@ def test_unmodulated_advantages_sum_to_0_in_every_state(batch):
 
 
 @given(batches(), st.sampled_from(["exp", "sharpened", "none"]), st.sampled_from([0.0, 2.0]), st.randoms())
-def test_the_order_of_rows_changes_nothing(batch, modulation, prior_strength, random):
+def test_order_changes_nothing_and_advantages_are_finite(batch, modulation, prior_strength, random):
     rewards, states, parents = batch
     order = list(range(len(rewards)))
     random.shuffle(order)
@@ -249,6 +207,10 @@ def test_the_order_of_rows_changes_nothing(batch, modulation, prior_strength, ra
     assert_close(shuffled.advantages, result.advantages[order].tolist(), atol=1e-9)
     assert_close(shuffled.values, result.values.tolist(), atol=1e-9)
     assert shuffled.rejected.equal(result.rejected)
+    assert result.advantages.isfinite().all() and result.factors.isfinite().all()
+    assert not result.advantages[rewards.isnan()].any()
+    assert not result.advantages[result.rejected[states]].any()
+    assert state_values(rewards, states, len(parents)).isnan().equal(result.values.isnan())
 
 
 @given(batches(), batches(), st.sampled_from(["exp", "sharpened", "none"]), st.sampled_from(["none", "group"]))
@@ -268,16 +230,6 @@ def test_what_shares_the_batch_changes_nothing(batch, other, modulation, scale):
     assert together.rejected[:shift].equal(alone.rejected)
 
 
-@given(batches(), st.sampled_from(["exp", "sharpened", "none"]), st.sampled_from([0.0, 2.0]))
-def test_everything_is_finite_and_unscorable_rows_have_no_advantage(batch, modulation, prior_strength):
-    rewards, states, parents = batch
-    result = compute_advantages(rewards, states, parents, Prior(prior_strength), modulation)
-    assert result.advantages.isfinite().all() and result.factors.isfinite().all()
-    assert not result.advantages[rewards.isnan()].any()
-    assert not result.advantages[result.rejected[states]].any()
-    assert state_values(rewards, states, len(parents)).isnan().equal(result.values.isnan())
-
-
 @given(batches(), st.data())
 def test_with_a_prior_no_baseline_depends_on_its_own_reward(batch, data):
     rewards, states, parents = batch
@@ -291,28 +243,15 @@ def test_with_a_prior_no_baseline_depends_on_its_own_reward(batch, data):
 
 def test_a_trajectory_and_one_branch_of_it_leave_the_gradient_unbiased():
     """
-    By every outcome of two tokens, of which the second is drawn again by a branch: the sum of its probability times the
-    advantages times d log P, by p, q[0] and q[1].
-
-    The first token is 1 with probability p, the second with q[first], and the reward is r[first][second]. d log P / dp
-    of a token x is (x - p) / (p (1 - p)). The first token is in the loss once, in the base trajectory; the second
-    twice, in the base trajectory and in the branch. So the gradients by p, q[0] and q[1] are, in expectation, those of
-    J, and twice those of J.
+    By every outcome of two tokens, of which the second is drawn again by a branch. The first token is in the loss once,
+    in the base trajectory, and the second twice. The one completion of the other prompt has a reward of 0 or 1.
     """
-    p, q, r = 0.3, [0.6, 0.2], [[0.0, 1.0], [0.5, -2.0]]
-    gradient = torch.zeros(3, dtype=torch.float64)
-    for first, second, again, other in itertools.product((0, 1), repeat=4):
-        chance = (p if first else 1 - p) * 0.5
-        for token in (second, again):
-            chance *= q[first] if token else 1 - q[first]
-        # The base trajectory, its branch, and the other prompt's one completion
-        rewards = torch.tensor([r[first][second], r[first][again], float(other)], dtype=torch.float64)
-        states, parents = torch.tensor([0, 1, 2]), [None, 0, None]
+    policy, states, parents = Policy(2, 2, seed=0, rewards="graded"), torch.tensor([0, 1, 2]), [None, 0, None]
+    gradient = torch.zeros_like(policy.gradient)
+    for outcome, other in itertools.product(grow(policy, fixed(1), 1), (0.0, 1.0)):
+        rewards = torch.tensor([*policy.rewards[outcome.completions], other], dtype=torch.float64)
         result = compute_advantages(rewards, states, parents, Prior(4.0), modulation="none")
-        of_base, of_branch, _ = result.advantages.tolist()
-        gradient[0] += chance * of_base * (first - p) / (p * (1 - p))
-        for advantage, token in ((of_base, second), (of_branch, again)):
-            gradient[1 + first] += chance * advantage * (token - q[first]) / (q[first] * (1 - q[first]))
-    means = [(1 - q[i]) * r[i][0] + q[i] * r[i][1] for i in (0, 1)]
-    expected = [means[1] - means[0], 2 * (1 - p) * (r[0][1] - r[0][0]), 2 * p * (r[1][1] - r[1][0])]
-    assert_close(gradient, expected, atol=1e-12)
+        (of_base, of_branch, _), (base, branch) = result.advantages, policy.scores[outcome.completions]
+        gradient += 0.5 * outcome.probability * (of_base * base[2] + of_branch * (branch[2] - branch[1]))
+    expected = (policy.probabilities * policy.rewards) @ (2 * policy.scores[:, 2] - policy.scores[:, 1])
+    torch.testing.assert_close(gradient, expected, atol=1e-12, rtol=0)

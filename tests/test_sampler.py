@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from factory import digits, letters, make_tool_trainer, make_trainer, train, weights
+from factory import letters, make_tool_trainer, make_trainer, weights
 from launches import launch
 from test_processes import same, trees_of, weights_of
 from test_trainer import check_batch
@@ -23,7 +25,7 @@ from fr3e_trl.method.sampling import Branching
 from fr3e_trl.samplers import make_sampler
 
 
-class Digits:
+class Digits(Sampler):
     """Draws digits, all as likely, and an EOS by the last token of the budget."""
 
     def __init__(self, trainer, with_logprobs=True):
@@ -40,10 +42,6 @@ class Digits:
         return Sample(token_ids, np.log([0.1] * len(token_ids)) if self.with_logprobs else None)
 
 
-def own(trainer) -> Digits:
-    return trainer.sampler.sampler
-
-
 def test_rollouts_are_those_of_the_sampler():
     trainer = make_trainer(sampler=Digits, reward_funcs=letters, anchor_threshold=None)
     before = weights(trainer)
@@ -56,11 +54,11 @@ def test_rollouts_are_those_of_the_sampler():
             assert all(5 <= token < 15 for token in rollout.token_ids[:-1]) and rollout.token_ids[-1] == 1
             assert len(state.prefix_ids) + rollout.length == 12
         assert all(len(tree.states) == 7 for tree in trees)
-    prompts = [request for request in own(trainer).requests if request.num_sampled_before == 0]
-    branches = [request for request in own(trainer).requests if request.num_sampled_before > 0]
-    assert sum(request.num_samples for request in prompts) == 2 * 2 * 2 and len(branches) == 2 * 2 * 6
-    assert all(request.max_new_tokens == 12 - request.num_sampled_before for request in [*prompts, *branches])
-    assert all(request.branching is None for request in own(trainer).requests)
+    requests = trainer.sampler.sampler.requests
+    prompts = [request for request in requests if request.num_sampled_before == 0]
+    assert sum(request.num_samples for request in prompts) == 2 * 2 * 2 and len(requests) == len(prompts) + 2 * 2 * 6
+    assert all(request.max_new_tokens == 12 - request.num_sampled_before for request in requests)
+    assert all(request.branching is None for request in requests)
 
 
 @pytest.mark.parametrize("with_logprobs", [True, False])
@@ -83,43 +81,28 @@ def test_the_ratio_is_against_the_log_probs_that_were_given(with_logprobs):
     assert loss == pytest.approx(-(terms * counted).sum().item() / counted.sum().item(), abs=1e-4)
 
 
-def built_in(trainer):
-    return make_sampler(trainer)
-
-
-def test_the_built_in_sampler_may_be_passed():
-    """The same rollouts, in two rounds."""
-    theirs = train(reward_funcs=letters, anchor_threshold=None)
-    ours = make_trainer(sampler=built_in, reward_funcs=letters, anchor_threshold=None)
-    set_seed(1)
-    ours.train()
-    for (batch, _), (expected, _) in zip(ours.batches, theirs.batches, strict=True):
-        assert batch["completion_ids"].equal(expected["completion_ids"])
-        assert batch["advantages"].equal(expected["advantages"])
-
-
-def test_turns_may_be_written_by_a_sampler():
-    """With tools it writes the turns: as the built-in one, the same trees."""
+@pytest.mark.parametrize("make", [make_trainer, make_tool_trainer])
+def test_the_built_in_sampler_may_be_passed(make):
+    """The same rollouts, in two rounds. With tools it writes the turns."""
     runs = []
-    for arguments in ({}, {"sampler": built_in}):
+    for arguments in ({}, {"sampler": make_sampler}):
+        trainer = make(per_device_train_batch_size=16, anchor_threshold=None, **arguments)
         set_seed(1)
-        trainer = make_tool_trainer(per_device_train_batch_size=16, max_steps=1, **arguments)
         trainer.train()
-        runs.append(trainer.batches[0][0])
-    theirs, ours = runs
-    assert all(ours[name].equal(theirs[name]) for name in ("completion_ids", "tool_mask", "advantages"))
-    assert not ours["tool_mask"].equal(ours["completion_mask"])
+        runs.append(trainer.batches)
+    for (batch, _), (expected, _) in zip(*runs, strict=True):
+        assert all(batch[name].equal(expected[name]) for name in ("completion_ids", "tool_mask", "advantages"))
+        assert not batch["tool_mask"].equal(batch["completion_mask"])
 
 
+@dataclass(repr=False)
 class Returns:
     """Gives the first request another answer."""
 
-    def __init__(self, change):
-        self.change = change
+    change: Callable
 
     def sample(self, requests: list[SamplingRequest]) -> list[list[Sample]]:
-        samples = [[Sample([5] * request.max_new_tokens)] * request.num_samples for request in requests]
-        return self.change(samples)
+        return self.change([[Sample([5] * request.max_new_tokens)] * request.num_samples for request in requests])
 
 
 def first(sample: Sample):
@@ -145,64 +128,42 @@ def test_what_is_not_what_was_asked_for(change, named):
         make_trainer(sampler=lambda trainer: Returns(change)).train()
 
 
-def test_log_probs_that_vllms_correction_needs():
-    sampler = OwnSampler(Returns(list), needs_logprobs=True)
-    with pytest.raises(ValueError, match=r"no logprobs.*vllm_importance_sampling_correction=False"):
-        sampler.sample([SamplingRequest([5, 6], 1, 3, 1.0)])
-
-
 def test_samplers_that_are_refused():
     with pytest.raises(TypeError, match=r"sampler=<.*Returns.*it must be a class or function that takes the trainer"):
         make_trainer(sampler=Returns(list))
+    with pytest.raises(ValueError, match=r"no logprobs.*vllm_importance_sampling_correction=False"):
+        OwnSampler(Returns(list), needs_logprobs=True).sample([SamplingRequest([5, 6], 1, 3, 1.0)])
     with pytest.raises(ValueError, match="num_anchors=0"):
         make_trainer(sampler=Digits, num_anchors=0)
     make_trainer(sampler=Digits, num_anchors=0, reject_degenerate_states=True)
-    with pytest.raises(NotImplementedError, match=r"rollout_func.*sampler="):
-        make_trainer(reward_funcs=digits, rollout_func=lambda prompts, trainer: {})
-
-
-def test_the_interface_is_public():
-    class Own(Sampler):
-        def sample(self, requests):
-            return [[Sample([1])] * request.num_samples for request in requests]
-
-    (samples,) = Own().sample([SamplingRequest([5, 6], 2, 3, 1.0)])
-    assert len(samples) == 2
-
-
-EXAMPLE = Path(__file__).parent.parent / "examples" / "own_sampler.py"
 
 
 def test_the_example(tmp_path):
-    command = [sys.executable, EXAMPLE, "--max_steps=1", f"--output_dir={tmp_path}"]
+    example = Path(__file__).parent.parent / "examples" / "own_sampler.py"
+    command = [sys.executable, example, "--max_steps=1", f"--output_dir={tmp_path}"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "fr3e/value/S0" in result.stdout and (tmp_path / "model.safetensors").exists()
 
 
-def test_branches_are_asked_for_before_further_base_trajectories():
-    """A server with many of these would have dropped a branch's prefix from its cache."""
+def test_the_order_in_which_a_server_is_asked():
+    """
+    For branches before further base trajectories, of which many would drop a branch's prefix from its cache; and for
+    nothing more once it has failed: it may hang, and each further request would wait for it as long.
+    """
     order = []
 
     def ask(item):
         order.append(item)
+        if item == "hangs":
+            raise ServerFault(item)
         yield from [item + 0.1, item + 0.2] if isinstance(item, int) else []
 
     in_parallel(ask, [1, 2, 3], most=1)
     assert [int(item) for item in order] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
-
-
-def test_nothing_more_is_asked_of_a_server_that_has_failed():
-    """It may hang: each further request would wait for it as long."""
-    order = []
-
-    def ask(item):
-        order.append(item)
-        raise ServerFault("hangs")
-        yield
-
+    order.clear()
     with pytest.raises(ServerFault, match="hangs"):
-        in_parallel(ask, range(20), most=4)
+        in_parallel(ask, ["hangs"] * 20, most=4)
     assert len(order) == 4
 
 

@@ -18,13 +18,8 @@ from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    Qwen2Config,
-    modeling_flash_attention_utils,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, Qwen2Config
+from transformers import modeling_flash_attention_utils as flash_attention_utils
 from transformers.integrations import flash_attention, flex_attention, sdpa_attention
 
 from benchmarks.measures import MeasuredGRPOTrainer
@@ -82,15 +77,11 @@ def flash_attn_varlen_func(
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     lengths_q, lengths_k = (bounds.diff().tolist() for bounds in (cu_seqlens_q, cu_seqlens_k))
     assert (max_seqlen_q, max_seqlen_k) == (max(lengths_q), max(lengths_k))
-    rows = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
-    return torch.cat(
-        [
-            by_definition(
-                *row, seen_at_lower_right(len(row[0]), len(row[1]), causal, window_size), softmax_scale, softcap, s_aux
-            )
-            for row in rows
-        ]
-    )
+    outputs = []
+    for row in zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True):
+        is_seen = seen_at_lower_right(len(row[0]), len(row[1]), causal, window_size)
+        outputs.append(by_definition(*row, is_seen, softmax_scale, softcap, s_aux))
+    return torch.cat(outputs)
 
 
 def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), **kwargs):
@@ -103,13 +94,8 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, wi
 def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
     """As torch's, which has only CUDA kernels."""
     assert enable_gqa
-    causal = window_size == (-1, 0)
-    return flash_attn_varlen_func(
-        *(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k),
-        softmax_scale=scale,
-        causal=causal,
-        window_size=window_size,
-    )
+    options = {"softmax_scale": scale, "causal": window_size == (-1, 0), "window_size": window_size}
+    return flash_attn_varlen_func(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
 
 
 def flex_by_definition(query, key, value, training, score_mod, block_mask, enable_gqa, scale, **kwargs):
@@ -122,11 +108,10 @@ def flex_by_definition(query, key, value, training, score_mod, block_mask, enabl
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """FlashAttention, torch's copy of it, and flex_attention."""
     functions = flash_attn_func, flash_attn_varlen_func, None
-    pads = modeling_flash_attention_utils._pad_input, modeling_flash_attention_utils._unpad_input
-    monkeypatch.setattr(modeling_flash_attention_utils, "_lazy_imports", lambda *args, **kwargs: functions + pads)
-    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+    pads = flash_attention_utils._pad_input, flash_attention_utils._unpad_input
+    monkeypatch.setattr(flash_attention_utils, "_lazy_imports", lambda *args, **kwargs: functions + pads)
+    monkeypatch.setattr(flash_attention_utils, "_loaded_implementation", None)
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
     monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", flex_by_definition)
     # As transformers registers a kernel of the hub
@@ -149,30 +134,23 @@ def scored_apart(family):
     return rows, score(trainer, *rows, share=False)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_flash_attention(family, stand_ins):
-    if family == "GPT2":
-        pytest.skip("transformers takes it in half precision alone")
+# Not GPT2, which transformers takes in half precision alone, and not those that have no such attention
+KERNELS = [("flash", family) for family in FAMILIES if family != "GPT2"]
+KERNELS += [("sdpa", family) for family in FAMILIES if family not in ("Gemma2", "GptOss")]
+KERNELS += [("flex", family) for family in ("Qwen3", "Gemma2", "Mistral")]
+
+
+@pytest.mark.parametrize(("kernel", "family"), KERNELS)
+def test_kernels_of_gpus(kernel, family, stand_ins, monkeypatch):
     rows, apart = scored_apart(family)
-    trainer = trainer_with(family, FLASH[family == "GptOss"])  # only the latter has attention sinks
-    assert_same(score(trainer, *rows, share=False), apart)
-    assert_same(score(trainer, *rows, share=True), apart)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sdpa_on_a_gpu(family, stand_ins, monkeypatch):
-    if family in ("Gemma2", "GptOss"):
-        pytest.skip("it has no such attention")
-    rows, apart = scored_apart(family)
-    monkeypatch.setattr(shared_attention, "runs_flash", lambda *states: True)
-    assert_same(score(trainer_with(family, "sdpa"), *rows, share=True), apart)
-
-
-@pytest.mark.parametrize("family", ["Qwen3", "Gemma2", "Mistral"])
-def test_flex_attention(family, stand_ins, monkeypatch):
-    rows, apart = scored_apart(family)
+    # Only GptOss has attention sinks
+    implementations = {"flash": FLASH[family == "GptOss"], "sdpa": "sdpa", "flex": "flex_attention"}
+    trainer = trainer_with(family, implementations[kernel])
+    if kernel == "flash":
+        assert_same(score(trainer, *rows, share=False), apart)
+    if kernel == "sdpa":
+        monkeypatch.setattr(shared_attention, "runs_flash", lambda *states: True)
     monkeypatch.setattr(shared_attention, "FLEX_BLOCK", 8)
-    trainer = trainer_with(family, "flex_attention")
     with torch.compiler.set_stance("force_eager"):  # transformers compiles the masks of rows apart
         assert_same(score(trainer, *rows, share=True), apart)
 
@@ -221,14 +199,12 @@ def test_cudnn_is_left_out_where_gradients_are_computed(trainer_class, was_on):
 
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(was_on)
-    try:
-        trainer = factory.make_trainer(trainer_class, reward_funcs=reward, max_steps=2, num_generations=4)
-        with pytest.raises(KeyError, match="of the second step"):
-            trainer.train()
-        assert torch.backends.cuda.cudnn_sdp_enabled() == was_on
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-    assert seen == [False, False]
+    trainer = factory.make_trainer(trainer_class, reward_funcs=reward, max_steps=2, num_generations=4)
+    with pytest.raises(KeyError, match="of the second step"):
+        trainer.train()
+    after = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before)
+    assert after == was_on and seen == [False, False]
 
 
 class Largest(TorchDispatchMode):
@@ -277,14 +253,8 @@ def test_nothing_grows_with_the_square_of_the_length(flash, monkeypatch):
     trie = folded_rows(num_prompts=8, num_rows=8, prompt_length=64, length=16_000)
     if flash:
         monkeypatch.setattr(shared_attention, "runs_flash", lambda *states: True)
-    config = Qwen2Config(
-        vocab_size=2,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen2Config(vocab_size=2, hidden_size=16, intermediate_size=16, num_hidden_layers=1, **heads)
 
     def is_mask(tensor):
         """Masks alone are wider than hidden states, but for sums over queries, which are in float32."""

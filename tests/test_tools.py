@@ -4,50 +4,28 @@ import ast
 import asyncio
 import math
 import re
-import threading
 import time
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import tool_policy
 import torch
 from datasets import Dataset
-from factory import DEFAULTS, logged, weights
+from factory import CONTINUOUS, DEFAULTS, logged, weights
 from factory import make_tool_trainer as make_trainer
-from models import CPU
-from peft import LoraConfig
+from models import CPU, statistics_by_hand
 from recorder import Recorder
-from tool_policy import (
-    CALLS,
-    WORDS,
-    Dice,
-    ForkingWalk,
-    LateLockedWalk,
-    LockedDice,
-    LockedWalk,
-    MoodyWalk,
-    OwnDice,
-    ReplayedWalk,
-    ServedWalk,
-    Walk,
-    WordyWalk,
-    instead_of_look,
-    look,
-    make_tool_dataset,
-    make_tool_policy,
-    make_tool_tokenizer,
-)
+from tool_policy import CALLS, WORDS, ForkingWalk, Locked, LockedWalk, Walk, instead_of_look, look
 from trees import rollouts_of
-from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.generation.tools import EnvironmentFailure
 from fr3e_trl.method.sampling import Sample
 
-TOKENIZER = make_tool_tokenizer()
-EXAMPLES = Path(__file__).parents[1] / "examples"
+TOKENIZER = tool_policy.make_tool_tokenizer()
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +41,12 @@ def explored(trainer):
     return [(trees, batch) for batch, trees in trainer.batches]
 
 
+def keys_of(rollout):
+    """What the calls in a completion asked for."""
+    calls = [call for message in rollout.dialogue.messages for call in message.get("tool_calls") or []]
+    return [call["function"]["arguments"]["key"] for call in calls]
+
+
 def own_calls(state, rollout):
     """How many calls a rollout made: those of its prefix were made before, and a copy's by its base trajectory."""
     if rollout.copy_of is not None:
@@ -72,17 +56,16 @@ def own_calls(state, rollout):
     return sum(map(len, of_turns[first:]))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"reuse_base": False, "base_selection": "mixed", "num_generations": 12, "per_device_train_batch_size": 24},
-    ],
-    ids=["defaults", "published"],
-)
+PUBLISHED = {"reuse_base": False, "base_selection": "mixed", "num_generations": 12, "per_device_train_batch_size": 24}
+
+
+@pytest.mark.parametrize("settings", [{}, PUBLISHED], ids=["defaults", "published"])
 def test_branches_go_on_amid_a_dialogue(settings):
-    """A rollout is its prefix, what the policy wrote and what the tool said to that; the prefix's calls stand."""
-    trainer = make_trainer(**settings)
+    """
+    A rollout is its prefix, what the policy wrote and what the tool said to that; the prefix's calls stand. Entropies
+    and log-probs that generation tells are those of a forward pass over the whole completion.
+    """
+    trainer = make_trainer(learning_rate=0.0, **settings)
     steps, depths, num_calls = explored(trainer), set(), 0
     all_calls = len(CALLS)
     for trees, batch in steps:
@@ -108,11 +91,12 @@ def test_branches_go_on_amid_a_dialogue(settings):
         for tree in trees:
             for base, entropies in zip(tree.bases, tree.entropies, strict=True):
                 assert entropies.isnan().tolist() == [not written for written in base.mask]
+                by_hand = statistics_by_hand(trainer.model, tree.prompt_ids, base.token_ids)
+                for told, expected in zip((torch.tensor(base.logprobs), entropies), by_hand, strict=True):
+                    torch.testing.assert_close(told[base.mask], expected[base.mask], rtol=1e-4, atol=1e-4)
             for state in tree.states[1:]:
-                base = tree.bases[state.base]
-                assert base.mask[state.position] and state.entropy == pytest.approx(
-                    tree.entropies[state.base][state.position].item()
-                )
+                base, entropies = tree.bases[state.base], tree.entropies[state.base].tolist()
+                assert base.mask[state.position] and state.entropy == pytest.approx(entropies[state.position])
                 depths.add(base.dialogue.turn_at(state.position))
     assert {1, 2} <= depths  # branches of later turns there were
     for trees, _ in steps:
@@ -122,33 +106,6 @@ def test_branches_go_on_amid_a_dialogue(settings):
     assert all_calls == num_calls
     logged = sum(logs["tools/call_frequency"] for logs in trainer.state.log_history[:-1])
     assert logged * len(rows) == pytest.approx(num_calls)
-
-
-def test_the_entropies_of_turns_are_the_policy_s():
-    """Those that generation tells are those of a forward pass over the whole completion."""
-    trainer = make_trainer(max_steps=1, learning_rate=0.0)
-    ((trees, _),) = explored(trainer)
-    for tree in trees:
-        for base, entropies in zip(tree.bases, tree.entropies, strict=True):
-            ids = torch.tensor([[*tree.prompt_ids.tolist(), *base.token_ids.tolist()]])
-            with torch.no_grad():
-                logprobs = trainer.model(ids).logits[0, len(tree.prompt_ids) - 1 : -1].log_softmax(-1)
-            expected = -(logprobs.exp() * logprobs).sum(-1)
-            written = torch.from_numpy(base.mask)
-            torch.testing.assert_close(entropies[written], expected[written], rtol=1e-4, atol=1e-4)
-            sampled = logprobs.gather(1, torch.tensor(base.token_ids.astype("int64"))[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(base.logprobs)[written], sampled[written], rtol=1e-4, atol=1e-4)
-
-
-def test_without_exploration_it_is_grpo():
-    theirs = make_trainer(GRPOTrainer)
-    theirs.train()
-    calls = list(CALLS)
-    CALLS.clear()
-    ours = make_trainer(num_anchors=0)
-    ours.train()
-    assert calls == CALLS and calls
-    assert weights(ours).equal(weights(theirs))
 
 
 class Scripted:
@@ -185,14 +142,8 @@ def test_a_dialogue_by_hand():
             first + "<call>5</call><eos>" + TURN.format(6): "6<eos>",
         }
     )
-    trainer = make_trainer(
-        num_generations=4,
-        per_device_train_batch_size=4,
-        num_base_trajectories=1,
-        max_steps=1,
-        max_completion_length=20,
-        reject_degenerate_states=False,
-    )
+    sizes = {"num_generations": 4, "per_device_train_batch_size": 4, "num_base_trajectories": 1, "max_steps": 1}
+    trainer = make_trainer(max_completion_length=20, reject_degenerate_states=False, **sizes)
     trainer.sampler.sampler = sampler
     ((trees, batch),) = explored(trainer)
     (tree,) = trees
@@ -239,15 +190,12 @@ def huge(key: str) -> str:
 
 @instead_of_look
 def hanging(key: str) -> str:
-    CALLS.append(key)
     time.sleep(3600)
-    return "7"
 
 
 @instead_of_look
 async def hanging_coroutine(key: str) -> str:
     await asyncio.sleep(3600)
-    return "7"
 
 
 async def look_later(key: str) -> str:
@@ -282,23 +230,29 @@ def test_an_answer_too_long_for_the_budget_ends_the_completion():
     assert CALLS
 
 
+def change_calls(monkeypatch, change):
+    """Have the policy's calls be other ones."""
+
+    def parse(*args, **kwargs):
+        message = parse_response(*args, **kwargs)
+        if message.get("tool_calls"):
+            message["tool_calls"] = change(message["tool_calls"])
+        return message
+
+    monkeypatch.setattr("trl.trainer.grpo_trainer.parse_response", parse)
+    monkeypatch.setattr("fr3e_trl.tool_loop.parse_response", parse)
+
+
 @pytest.mark.parametrize("name", ["key", "kye"])
 def test_a_coroutine_that_is_called_amiss_is_answered_in_the_same_order(name, monkeypatch):
     """By an error, at once, and before a function that is called beside it. Otherwise after it."""
 
-    def both(*args, **kwargs):
-        message = parse_response(*args, **kwargs)
-        for call in message.get("tool_calls") or []:
-            key = call["function"]["arguments"]["key"]
-            calls = [("look_later", {name: key}), ("look", {"key": key}), ("nothing", {"key": key})]
-            message["tool_calls"] = [
-                {"type": "function", "function": {"name": tool, "arguments": arguments}} for tool, arguments in calls
-            ]
-            break
-        return message
+    def three(calls):
+        key = calls[0]["function"]["arguments"]["key"]
+        called = [("look_later", {name: key}), ("look", {"key": key}), ("nothing", {"key": key})]
+        return [{"type": "function", "function": {"name": tool, "arguments": given}} for tool, given in called]
 
-    monkeypatch.setattr("trl.trainer.grpo_trainer.parse_response", both)
-    monkeypatch.setattr("fr3e_trl.tool_loop.parse_response", both)
+    change_calls(monkeypatch, three)
     trainer = make_trainer(tools=[look, look_later], max_completion_length=200)
     branched = [rollout for trees, _ in explored(trainer) for _, state, rollout in rollouts_of(trees) if state.position]
     turns = [rollout.dialogue.messages for rollout in branched if len(rollout.dialogue.messages) > 3]
@@ -338,34 +292,23 @@ async def look_at_later(answers: str) -> str:
 look_at.__doc__ = look_at_later.__doc__ = look.__doc__.replace("key:", "answers:")  # a name of the trainer's own
 
 
-@pytest.fixture
-def calls_amiss(monkeypatch):
-    """Of the policy's calls, those of the keys 0 to 3 have no dict of arguments, and those of 8 and 9 name no tool."""
-
-    def amiss(*args, **kwargs):
-        message = parse_response(*args, **kwargs)
-        for call in message.get("tool_calls") or []:
-            function = call["function"]
-            key = function["arguments"]["key"]
-            function["arguments"] = key if key < "4" else {"answers": key}
-            function["name"] = "nothing" if key > "7" else "look"
-        return message
-
-    monkeypatch.setattr("trl.trainer.grpo_trainer.parse_response", amiss)
-    monkeypatch.setattr("fr3e_trl.tool_loop.parse_response", amiss)
+def amiss(calls):
+    """Those of the keys 0 to 3 have no dict of arguments, and those of 8 and 9 name no tool."""
+    for call in calls:
+        key = call["function"]["arguments"]["key"]
+        arguments, name = key if key < "4" else {"answers": key}, "nothing" if key > "7" else "look"
+        call["function"] |= {"arguments": arguments, "name": name}
+    return calls
 
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"tools": [look_at]},
-        {"tools": [look_at_later]},
-        {"tools": [look_at], "tool_timeout": 60.0},
-    ],
+    [{"tools": [look_at]}, {"tools": [look_at_later]}, {"tools": [look_at], "tool_timeout": 60.0}],
     ids=["functions", "coroutines", "a time limit"],
 )
-def test_calls_that_reach_no_tool_are_answered_alike_in_every_branch(settings, calls_amiss):
+def test_calls_that_reach_no_tool_are_answered_alike_in_every_branch(settings, monkeypatch):
     """TRL answers them with errors, which name the tool as Python does. They count where they are made, and once."""
+    change_calls(monkeypatch, amiss)
     trainer = make_trainer(**settings, max_completion_length=200, max_steps=8)  # calls of all kinds precede branches
     before, made, answers, reached = [], 0, [], 0
     for trees, _ in explored(trainer):
@@ -406,36 +349,31 @@ def owned(environments, **kwargs):
 def check_rewards(trees):
     """A rollout's reward is of an environment that has seen its completion's calls, and no others."""
     for _, _, rollout in rollouts_of(trees):
-        calls = [c for m in rollout.dialogue.messages for c in m.get("tool_calls") or []]
-        keys = [call["function"]["arguments"]["key"] for call in calls]
+        keys = keys_of(rollout)
         assert rollout.score.rewards == [float(len(keys)), float(len(set(keys)))]
         assert rollout.dialogue.environment is None and not rollout.dialogue.snapshots
 
 
-def test_an_environment_is_replayed():
-    """Once for each branch of a later turn, from a reset, and what it tells is what it told."""
-    trainer = make_trainer(environment_factory=LockedWalk, reward_funcs=[owned], max_steps=1)
+@pytest.mark.parametrize(
+    "environment", [ForkingWalk, Walk, tool_policy.LateLockedWalk, tool_policy.ReplayedWalk, LockedWalk]
+)
+def test_an_environment_is_copied_or_replayed(environment):
+    """
+    By its own method, by a deep copy, or by one as long as there is one; or repeated where it says so, or has to be:
+    once for each branch of a later turn, from a reset, and what it tells is what it told.
+    """
+    trainer = make_trainer(environment_factory=environment, reward_funcs=[owned], max_steps=1)
     ((trees, _),) = explored(trainer)
     check_rewards(trees)
-    replayed = 0
-    for tree, state, _ in rollouts_of(trees):
-        if state.base is not None:
-            replayed += tree.bases[state.base].dialogue.turn_at(state.position)
-    made = sum(own_calls(state, rollout) for _, state, rollout in rollouts_of(trees))
-    assert replayed > 0 and len(Walk.looks) == made + replayed
-    assert len(Walk.instances) <= 1 + 32  # the one that TRL tries, and one for each row at most
-    assert trainer.state.log_history[0]["tools/call_frequency"] * 32 == pytest.approx(len(Walk.looks))
-
-
-@pytest.mark.parametrize("environment", [ForkingWalk, Walk, LateLockedWalk, ReplayedWalk])
-def test_an_environment_is_copied(environment):
-    """By its own method, by a deep copy, or by one as long as there is one; or repeated where it says so."""
-    trainer = make_trainer(environment_factory=environment, reward_funcs=[owned], max_steps=3)
-    for trees, _ in explored(trainer):
-        check_rewards(trees)
-        made = sum(own_calls(state, rollout) for _, state, rollout in rollouts_of(trees))
-        assert any(state.position > 4 for tree in trees for state in tree.states)
-    assert made > 0
+    rows = rollouts_of(trees)
+    made = sum(own_calls(state, rollout) for _, state, rollout in rows)
+    branches = [(tree.bases[state.base].dialogue, state.position) for tree, state, _ in rows if state.base is not None]
+    replayed = sum(dialogue.turn_at(position) for dialogue, position in branches)
+    assert made > 0 and replayed > 0
+    if environment is LockedWalk:
+        assert len(Walk.looks) == made + replayed
+        assert len(Walk.instances) <= 1 + 32  # the one that TRL tries, and one for each row at most
+        assert trainer.state.log_history[0]["tools/call_frequency"] * 32 == pytest.approx(len(Walk.looks))
 
 
 NO_PROMPTS = Dataset.from_dict({"number": list(range(16))})
@@ -451,7 +389,8 @@ def told(prompts, completions, environments, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("environment", "settings"), [(Dice, {}), (OwnDice, {"max_refills": 1, "base_selection": "mixed"})]
+    ("environment", "settings"),
+    [(tool_policy.Dice, {}), (tool_policy.OwnDice, {"max_refills": 1, "base_selection": "mixed"})],
 )
 def test_chance_in_an_environment(environment, settings):
     """All rollouts of a tree begin in copies of one, and each goes on by itself: none is given up."""
@@ -467,28 +406,21 @@ def test_chance_in_an_environment(environment, settings):
             assert not rollout.dialogue.is_broken
             depths.add(0 if state.base is None else tree.bases[state.base].dialogue.turn_at(state.position))
     assert len(starts) > 2 and {0, 1} <= depths
-    if environment is Dice:  # they do not share what a global generator draws
+    if environment is tool_policy.Dice:  # they do not share what a global generator draws
         assert any(len(of_call) > 1 for of_call in answers.values())
     assert trainer.state.global_step == 3
 
 
 def test_several_environments():
     """Each example has its own, of which one is copied and one repeated; each scores its own rows."""
-    names = ["dice", "walk"] * 8
-    trainer = make_trainer(
-        environment_factory={"dice": Dice, "walk": LockedWalk},
-        reward_funcs=None,
-        dataset=make_tool_dataset().add_column("environment", names),
-        max_steps=3,
-    )
-    kinds = set()
+    dataset = tool_policy.make_tool_dataset().add_column("environment", ["dice", "walk"] * 8)
+    factories, kinds = {"dice": tool_policy.Dice, "walk": LockedWalk}, set()
+    trainer = make_trainer(environment_factory=factories, reward_funcs=None, dataset=dataset, max_steps=3)
     for trees, _ in explored(trainer):
         for _, _, rollout in rollouts_of(trees):
-            calls = [c for m in rollout.dialogue.messages for c in m.get("tool_calls") or []]
-            keys = {call["function"]["arguments"]["key"] for call in calls}
             of_dice, of_walk = rollout.score.rewards
             assert math.isnan(of_dice) != math.isnan(of_walk)
-            assert (of_walk if math.isnan(of_dice) else of_dice) == len(keys)
+            assert (of_walk if math.isnan(of_dice) else of_dice) == len(set(keys_of(rollout)))
             kinds.add(math.isnan(of_dice))
     assert kinds == {True, False}
 
@@ -501,31 +433,24 @@ class Greeting(Walk):
         return f"{digit}?"
 
 
-class Greetings(Greeting):
+class Greetings(Locked, Greeting):
     """Asks another question each time. Cannot be copied."""
-
-    def __init__(self):
-        super().__init__()
-        self.lock = threading.Lock()
 
     def reset(self, **example):
         return super().reset(digit=self.number % 10)
 
 
-class ForkingGreeting(Greeting):
-    def _fork(self):
-        copied = type(self)()
-        copied.keys, copied.answer = list(self.keys), self.answer
-        return copied
+class ForkingGreeting(Greeting, ForkingWalk):
+    """Has a method to be copied by."""
 
 
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        (LockedDice, r"(?s)LockedDice answered .*cannot be copied: copy.deepcopy raises"),
+        (tool_policy.LockedDice, r"(?s)LockedDice answered .*cannot be copied: copy.deepcopy raises"),
         # A state outside, which deep copies share
-        (ServedWalk, r"(?s)ServedWalk answered one action .*outside the object.*_fork"),
-        (MoodyWalk, r"MoodyWalk answered .* where it had answered .*_fork\(self\)"),
+        (tool_policy.ServedWalk, r"(?s)ServedWalk answered one action .*outside the object.*_fork"),
+        (tool_policy.MoodyWalk, r"MoodyWalk answered .* where it had answered .*_fork\(self\)"),
         (Greetings, r"(?s)Greetings says one thing and another.*cannot be copied"),
     ],
 )
@@ -534,7 +459,7 @@ def test_an_environment_that_can_be_neither_copied_nor_replayed_is_an_error(envi
         make_trainer(environment_factory=environment, reward_funcs=[owned], max_steps=3).train()
 
 
-@pytest.mark.parametrize("environment", [MoodyWalk, WordyWalk])
+@pytest.mark.parametrize("environment", [tool_policy.MoodyWalk, tool_policy.WordyWalk])
 def test_rollouts_that_cannot_go_on_leave_the_loss(environment):
     settings = {"environment_factory": environment, "replay_mismatch": "skip", "anchor_threshold": None}
     trainer = make_trainer(reward_funcs=[owned], **settings)
@@ -568,10 +493,10 @@ def test_an_environment_owns_the_data(tmp_path):
 def test_an_environment_owns_all_of_the_data():
     """Without a dataset, as in TRL: the world asks, and `max_steps` says how often."""
     trainer = Recorder(
-        make_tool_policy(),
+        tool_policy.make_tool_policy(),
         [owned],
         FR3EConfig(**CPU | DEFAULTS | {"per_device_train_batch_size": 32, "max_completion_length": 24}),
-        processing_class=make_tool_tokenizer(),
+        processing_class=tool_policy.make_tool_tokenizer(),
         environment_factory=Greeting,
     )
     for trees, _ in explored(trainer):
@@ -601,9 +526,9 @@ def test_a_reset_that_fails_loses_nothing(tmp_path, monkeypatch):
 # Everything else goes on as it did
 
 
-@pytest.mark.parametrize("given", [{"tools": [look]}, {"environment_factory": Walk}], ids=["tools", "environment"])
-def test_a_run_that_was_cut_goes_on(given, tmp_path):
-    settings = given | {"max_steps": 4, "max_refills": 1, "num_anchors": 3}
+def test_a_run_that_was_cut_goes_on(tmp_path):
+    """With an environment; with tools see test_kill_9_at_random_moments."""
+    settings = {"environment_factory": Walk, "max_steps": 4, "max_refills": 1, "num_anchors": 3}
     settings |= {"value_prior_strength": 0.0, "save_strategy": "steps", "save_steps": 2}
     whole = make_trainer(output_dir=str(tmp_path / "whole"), **settings)
     whole.train()
@@ -612,35 +537,24 @@ def test_a_run_that_was_cut_goes_on(given, tmp_path):
     assert weights(resumed).equal(weights(whole))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"peft_config": LoraConfig(target_modules="all-linear"), "learning_rate": 1e-2},
-        {
-            "use_transformers_continuous_batching": True,
-            "transformers_continuous_batching_config": {"num_blocks": 64, "block_size": 16, "max_batch_tokens": 128},
-            "bf16": False,
-        },
-    ],
-    ids=["lora", "continuous"],
-)
-def test_other_settings(settings, tmp_path):
-    trainer = make_trainer(output_dir=str(tmp_path), **settings)
+def test_continuous_batching(tmp_path):
+    trainer = make_trainer(output_dir=str(tmp_path), **CONTINUOUS | {"bf16": False})
     before = weights(trainer)
     trainer.train()
     assert not weights(trainer).equal(before)
 
 
 def test_shared_prefixes_change_nothing():
-    shared = make_trainer(share_prefixes=True, max_steps=3)
-    shared.train()
-    apart = make_trainer(share_prefixes=False, max_steps=3)
-    apart.train()
-    torch.testing.assert_close(weights(shared), weights(apart), rtol=1e-4, atol=1e-5)
+    runs = []
+    for share_prefixes in (True, False):
+        trainer = make_trainer(share_prefixes=share_prefixes, max_steps=3)
+        trainer.train()
+        runs.append(weights(trainer))
+    torch.testing.assert_close(*runs, rtol=1e-4, atol=1e-5)
 
 
 def test_the_game_trains(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
     import game
 
     tiles = game.Tiles()

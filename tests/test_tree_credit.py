@@ -7,7 +7,7 @@ import factory
 import pytest
 import torch
 from factory import graded
-from models import CPU, make_dataset, make_tokenizer
+from models import CPU, make_tokenizer
 from processes_train import FakeSampler
 from recorder import Recorder
 from test_credit import by_definition
@@ -22,40 +22,23 @@ from fr3e_trl.method.tree import Rollout, Score, Tree
 from fr3e_trl.tree_log.display import render_tree
 
 NAN = math.nan
-DEFAULTS = {
-    "credit": "tree",
-    "anchor_threshold": 0.3,
-    "per_device_train_batch_size": 32,
-    "max_completion_length": 10,
-    "learning_rate": 1e-2,
-}
-
-
-def make_config(**settings):
-    return FR3EConfig("output", **CPU | {"num_generations": 8} | DEFAULTS | settings)
+DEFAULTS = {"credit": "tree", "anchor_threshold": 0.3, "learning_rate": 1e-2}
+DEFAULTS |= {"per_device_train_batch_size": 32, "max_completion_length": 10}
 
 
 def parity(prompts, completions, **kwargs):
     """Half of the prompts teach nothing."""
     hopeful = [sum(map(ord, prompt)) % 2 == 0 for prompt in prompts]
-    return [
-        float(sum(map(ord, text)) % 5) if is_hopeful else 0.0
-        for is_hopeful, text in zip(hopeful, completions, strict=True)
-    ]
+    return [is_hopeful * float(sum(map(ord, text)) % 5) for is_hopeful, text in zip(hopeful, completions, strict=True)]
 
 
-def train(cls=Recorder, sampler=None, reward_func=graded, num_prompts=16, resume=None, model=None, **settings):
-    trainer = factory.make_trainer(
-        cls, model=model, reward_funcs=reward_func, dataset=make_dataset(num_prompts), **DEFAULTS | settings
-    )
+def train(cls=Recorder, sampler=None, reward_func=graded, **settings):
+    trainer = factory.make_trainer(cls, reward_funcs=reward_func, **DEFAULTS | settings)
     if sampler is not None:
         trainer.sampler = sampler
     set_seed(1)
-    trainer.train(resume)
+    trainer.train()
     return trainer
-
-
-# The definition, token by token
 
 
 def paths_in(trees):
@@ -79,14 +62,9 @@ def paths_in(trees):
 )
 def test_the_batch_has_the_advantages_of_the_definition(reward_func, num_anchors, strength, scale):
     """Two base trajectories a prompt, short completions, unscorable rows."""
-    trainer = train(
-        sampler=FakeSampler(),
-        reward_func=reward_func,
-        num_base_trajectories=2,
-        num_anchors=num_anchors,
-        value_prior_strength=strength,
-        negative_advantage_scale=scale,
-    )
+    settings = {"num_base_trajectories": 2, "num_anchors": num_anchors}
+    settings |= {"value_prior_strength": strength, "negative_advantage_scale": scale}
+    trainer = train(sampler=FakeSampler(), reward_func=reward_func, **settings)
     num_short = num_unscorable = num_rejected = 0
     assert len(trainer.batches) == 2
     logs = factory.logged(trainer, "fr3e/advantage/mean", "fr3e/advantage/std")
@@ -121,8 +99,8 @@ def make_tree(rewards=(0.0, 1.0, 0.0)):
 
 
 def credited(trees, plan=None, **settings):
-    settings = {"value_prior_strength": 4} | settings
-    config = make_config(num_generations=3, per_device_train_batch_size=3, num_base_trajectories=1, **settings)
+    sizes = {"num_generations": 3, "per_device_train_batch_size": 3, "num_base_trajectories": 1}
+    config = FR3EConfig("output", **CPU | DEFAULTS | sizes | {"value_prior_strength": 4} | settings)
     examples = {i: {} for i in range(len(trees))}
     rows = rows_of(trees, RowSharding(3 * len(trees)), examples, [None] * len(trees))
     credit_rows(rows, trees, replace(config.plan, **plan or {}))
@@ -134,19 +112,19 @@ def other_tree(reward=0.2):
     return make_tree((reward,) * 3)
 
 
+def assert_stretches(rows, expected):
+    """Of each row: how many tokens, the weight of each, and its advantage."""
+    for row, stretches in zip(rows, expected, strict=False):
+        assert [value for stretch in row.rollout.credit for value in stretch] == pytest.approx(sum(stretches, ()))
+        assert row.in_loss
+
+
 def test_a_tree_by_hand():
     # kappa = 4, beta = .2 by the other prompt. 0-2: T = {0, 1, 0}: 3 (1/3 - .2) = .4. 3-6: T = {0, 0}, U = {1}:
     # 2 (0 - 1.8/5) = -.72. From 7: U = {1, 0}: -1.8/6 = -.3. First branch: 1 - .8/6. Second: -1.8/6
     trees = [make_tree(), other_tree()]
     rows = credited(trees)
-    expected = [
-        [(3, 3, 0.4), (4, 2, -0.72), (3, 1, -0.3)],
-        [(5, 1, 1 - 0.8 / 6)],
-        [(5, 1, -0.3)],
-    ]
-    for row, stretches in zip(rows, expected, strict=False):
-        assert [value for stretch in row.rollout.credit for value in stretch] == pytest.approx(sum(stretches, ()))
-        assert row.in_loss
+    assert_stretches(rows, [[(3, 3, 0.4), (4, 2, -0.72), (3, 1, -0.3)], [(5, 1, 1 - 0.8 / 6)], [(5, 1, -0.3)]])
     assert rows[0].advantage == pytest.approx((3 * 0.4 - 4 * 0.72 - 3 * 0.3) / 10)
     own = token_credit(rows[1:2], 10)[:, 0]
     assert own.shape == (2, 10) and not own[:, :3].any() and not own[:, 8:].any()
@@ -171,14 +149,12 @@ def test_a_tree_by_length_by_hand():
         [(5, 1 / 12, earned[2] - (earned[0] + earned[1]) / 6)],
     ]
     expected[0].append((3, 1 / 10, earned[0] - second))
-    for row, stretches in zip(rows, expected, strict=False):
-        assert [value for stretch in row.rollout.credit for value in stretch] == pytest.approx(sum(stretches, ()))
+    assert_stretches(rows, expected)
     # Of the row as a whole, in the unit of rewards: its one stretch by its length
     assert rows[1].advantage == pytest.approx(8 * expected[1][0][2])
     # Equal rewards teach nothing, however rounded
-    assert not any(
-        row.in_loss for row in credited([other_tree(0.1), other_tree(0.1)], plan={"length_normalized": True})
-    )
+    equal = credited([other_tree(0.1), other_tree(0.1)], plan={"length_normalized": True})
+    assert not any(row.in_loss for row in equal)
 
 
 def test_a_batch_scaled_by_its_deviation():
@@ -213,28 +189,7 @@ def test_rows_without_credit_leave_the_loss():
     assert all(row.in_loss for row in credited([other_tree(1.0)] * 2, reject_degenerate_states=False))
 
 
-def test_a_completion_too_short_for_its_anchors_stands_for_them():
-    # kappa = 4, beta = .2. Two branches were planned, and one could leave, at 1: the base counts twice.
-    # 0: T = {1, 1, 0}: 3 (2/3 - .2) = 1.4.  1: T = {1, 1}, U = {0}: 2 (1 - .8/5).  The branch: U = {1, 1}: -2.8/6
-    tree = Tree([5, 6], budget=12)
-    tree.bases = [Rollout([10, 1], score=Score([1.0], 1.0))]
-    tree.branch(0, {1: 1.0})
-    tree.states[0].rollouts = [*tree.bases, replace(tree.bases[0], copy_of=0)]
-    tree.states[1].rollouts = [Rollout([12, 1], score=Score([0.0], 0.0))]
-    base, copy, branch = credited([tree, other_tree()])[:3]
-    assert tree.value == pytest.approx(2 / 3)
-    assert [a for _, _, a in base.rollout.credit] == pytest.approx([1.4, 2 * (1 - 0.8 / 5)])
-    assert [n for _, n, _ in base.rollout.credit] == [3, 2]
-    assert branch.advantage == pytest.approx(-2.8 / 6)
-    assert copy.advantage == 0 and not copy.in_loss
-
-
-# The loss
-
-
 class KeepsGradients(Recorder):
-    """Keeps the gradient of each step."""
-
     gradients = None
 
     def _clip_grad_norm(self, model):
@@ -242,52 +197,39 @@ class KeepsGradients(Recorder):
         return super()._clip_grad_norm(model)
 
 
-@pytest.mark.parametrize("loss_type", TREE_LOSSES)
-def test_every_loss_takes_advantages_of_tokens(loss_type):
-    """The logged loss is minus the counted advantages by what the loss divides by."""
-    trainer = train(sampler=FakeSampler(), loss_type=loss_type, max_steps=1)
-    ((batch, trees),), (entry, _) = trainer.batches, trainer.state.log_history
-    rollouts = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]
-    taught = [r.credit for r in rollouts if r.copy_of is None and any(advantage for *_, advantage in r.credit)]
-    num_counted = sum(n * weight for credit in taught for n, weight, _ in credit)
-    factors = (
-        {True: 2 / 1.0, False: 2 / 1.05} if loss_type == "sapo" else {True: 1, False: 1}
-    )  # 4 sigmoid(0) / temperature
-    total = sum(n * advantage * factors[advantage > 0] for credit in taught for n, _, advantage in credit)
-    divisor = {"dr_grpo": len(rollouts) * 10} | dict.fromkeys(("luspo", "grpo", "sapo"), len(rollouts))
-    assert entry["grad_norm"] > 0 and len(batch["in_loss"]) == len(rollouts) > len(taught)
-    if loss_type in ("cispo", "vespo"):  # of log-probabilities, which a ratio of 1 leaves in
-        assert math.isfinite(entry["loss"])
-    else:
-        assert entry["loss"] == pytest.approx(-total / divisor.get(loss_type, num_counted), abs=1e-5)
-
-
-def test_every_loss_has_grpos_scale_with_copies():
+def test_every_loss_takes_advantages_of_tokens_at_grpos_scale_with_copies():
     """
-    A gradient times what its loss divides by is the sum of A grad log pi over tokens, the same for all, and as large as
-    that of GRPO for as many rows. `dapo`, `bnpo` and `cispo` divide by the tokens of all rows' whole paths, copies
-    counted, `dr_grpo` by the rows of the batch times the longest completion, and `luspo` by these rows.
+    The logged loss is minus the counted advantages by what the loss divides by. A gradient times that is the sum of A
+    grad log pi over tokens, as large as that of GRPO for as many rows. `dapo`, `bnpo` and `cispo` divide by the tokens
+    of all rows' whole paths, copies counted, `dr_grpo` by the rows of the batch times the longest completion, and
+    `luspo` by these rows.
     """
-    sums = {}
-    for loss_type in ("dapo", "bnpo", "cispo", "dr_grpo", "luspo"):
-        settings = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.0, "reject_degenerate_states": False}
-        if loss_type == "cispo":  # it is the most that a ratio counts there
-            settings["epsilon_high"] = 5.0
-        trainer = train(KeepsGradients, FakeSampler(), loss_type=loss_type, **settings)
-        batch, trees = trainer.batches[-1]
-        rollouts = [r for tree in trees for state in tree.states for r in state.rollouts]
-        num_copies = sum(rollout.copy_of is not None for rollout in rollouts)
-        assert num_copies > 0 and batch["in_loss"].sum() == len(rollouts) - num_copies
-        num_counted = sum(n * weight for r in rollouts for n, weight, _ in r.credit if r.copy_of is None)
-        divisor = {"dr_grpo": len(rollouts) * 10, "luspo": len(rollouts)}.get(loss_type, num_counted)
-        sums[loss_type] = torch.cat([gradient.flatten() for gradient in trainer.gradients]) * divisor
-    for of_loss in sums.values():
-        torch.testing.assert_close(of_loss, sums["dapo"], atol=1e-3, rtol=1e-3)
+    gradients = {}
+    for loss_type in TREE_LOSSES:
+        settings = {"loss_type": loss_type, "max_steps": 3, "optim": "sgd", "learning_rate": 0.0}
+        trainer = train(KeepsGradients, FakeSampler(), **settings)
+        (batch, trees), (_, _, entry, _) = trainer.batches[-1], trainer.state.log_history
+        rollouts = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]
+        taught = [r.credit for r in rollouts if r.copy_of is None and any(advantage for *_, advantage in r.credit)]
+        assert len(batch["in_loss"]) == len(rollouts) > len(taught) == batch["in_loss"].sum()
+        assert any(rollout.copy_of is not None for rollout in rollouts)
+        num_counted = sum(n * weight for credit in taught for n, weight, _ in credit)
+        divisor = {"dr_grpo": len(rollouts) * 10} | dict.fromkeys(("luspo", "grpo", "sapo"), len(rollouts))
+        divisor = divisor.get(loss_type, num_counted)
+        # 4 sigmoid(0) / temperature
+        factors = {True: 2 / 1.0, False: 2 / 1.05} if loss_type == "sapo" else {True: 1, False: 1}
+        total = sum(n * advantage * factors[advantage > 0] for credit in taught for n, _, advantage in credit)
+        assert entry["grad_norm"] > 0
+        if loss_type in ("cispo", "vespo"):  # of log-probabilities, which a ratio of 1 leaves in
+            assert math.isfinite(entry["loss"])
+        else:
+            assert entry["loss"] == pytest.approx(-total / divisor, abs=1e-5)
+        gradients[loss_type] = torch.cat([gradient.flatten() for gradient in trainer.gradients]) * divisor
+    for loss_type in ("bnpo", "cispo", "dr_grpo", "luspo"):
+        torch.testing.assert_close(gradients[loss_type], gradients["dapo"], atol=1e-3, rtol=1e-3)
 
 
 def test_the_kl_term_is_a_mean_over_the_tokens_in_the_loss():
-    """Each of which it counts once."""
-
     class OtherReference(Recorder):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
@@ -302,20 +244,18 @@ def test_the_kl_term_is_a_mean_over_the_tokens_in_the_loss():
     assert entry["loss"] == pytest.approx(policy.item() + 0.5 * entry["kl"], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("threshold", "alike"),
-    [(-1e9, {"negative_advantage_scale": 0.0}), (1e9, {})],
-    ids=["all rows have moved too far", "none has"],
-)
-def test_the_off_policy_mask_is_about_the_advantages_of_tokens(threshold, alike):
+def test_the_off_policy_mask_is_about_the_advantages_of_tokens():
     """TRL's mask leaves out negative ones of rows that the policy has moved away from, and keeps all others."""
-    updates = {"num_iterations": 3, "max_steps": 6}
-    masked, expected, other = (
-        torch.cat([weight.flatten() for weight in train(**updates | settings).model.parameters()])
-        for settings in ({"off_policy_mask_threshold": threshold}, alike, {"negative_advantage_scale": 0.5})
+    all_masked, none_masked, without_negatives, plain, other = (
+        factory.weights(train(num_iterations=3, max_steps=6, **settings))
+        for settings in (
+            *({"off_policy_mask_threshold": threshold} for threshold in (-1e9, 1e9)),
+            *({"negative_advantage_scale": scale} for scale in (0.0, 1.0, 0.5)),
+        )
     )
-    torch.testing.assert_close(masked, expected)
-    assert (masked - other).abs().max() > 1e-3
+    torch.testing.assert_close(all_masked, without_negatives)
+    torch.testing.assert_close(none_masked, plain)
+    assert all((masked - other).abs().max() > 1e-3 for masked in (all_masked, none_masked))
 
 
 def test_rows_of_older_checkpoints_have_no_credit_of_their_tokens():
@@ -325,23 +265,3 @@ def test_rows_of_older_checkpoints_have_no_credit_of_their_tokens():
     row = row_from(state, [{"prompt": "1+1="}])
     assert row.rollout.credit == [(3, 1.0, 0.5)] and row.advantage == 0.5
     assert row_from(state_of(row, with_tokens=False), [{}]).rollout.credit == row.rollout.credit
-
-
-# What is refused
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"credit": "branch"}, "credit='branch' is not allowed: it must be one of 'rollout', 'tree'"),
-        ({"importance_sampling_level": "sequence"}, "it must be 'token' with credit='tree'"),
-        ({"scale_rewards": "group"}, "scale_rewards='group' is not allowed: it must be 'none' or 'batch'"),
-        ({"reuse_base": False}, "reuse_base=False"),
-        ({"base_selection": "mixed"}, "base_selection='mixed'"),
-        ({"modulation": "exp"}, "modulation='exp'"),
-        ({"num_anchors": 0, "anchor_threshold": None}, "num_anchors=0 is not allowed: it must be above 0"),
-    ],
-)
-def test_what_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        make_config(**settings)

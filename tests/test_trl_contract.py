@@ -16,15 +16,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
-from models import make_model, make_tokenizer
-from transformers import PreTrainedModel, Trainer
-from trl import GRPOConfig, GRPOTrainer
+from factory import make_trainer
+from models import make_model
+from transformers import Trainer
+from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer.utils import add_fused_lm_head, split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+from trl.trainer.utils import add_fused_lm_head
 
 import fr3e_trl
-from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl import FR3ETrainer
 from fr3e_trl.compat import OPTIONAL, OVERRIDDEN, check_trl
 from fr3e_trl.images import OF_IMAGES
 from fr3e_trl.resume import ExactResume
@@ -35,32 +35,19 @@ PACKAGE = Path(fr3e_trl.__file__).parent
 DOCUMENTED = {"trl", "trl.rewards", "trl.data_utils", "accelerate", "accelerate.utils", "transformers"}
 
 
-def parameters(function) -> list[str]:
-    return list(inspect.signature(function).parameters)
-
-
 # The names
 
 
 def relied_on() -> dict[str, set[str]]:
     """Names that other libraries do not document, and the files that use them."""
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    own = {
-        name
-        for tree in trees.values()
-        for node in ast.walk(tree)
-        for name in (
-            [node.name]
-            if isinstance(node, ast.FunctionDef | ast.ClassDef)
-            else [node.attr]
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-            else [node.id]
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-            else []
-        )
-    }
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+    own |= {getattr(node, "attr", getattr(node, "id", None)) for node in stored}
     of_instances = private_attributes(GRPOTrainer, Trainer)
     theirs = {*dir(GRPOTrainer), *dir(VLLMGeneration), *of_instances, *private_attributes(VLLMGeneration)}
+    private = {name for name in theirs if name.startswith("_") and not name.startswith("__")} - (own - of_instances)
     found = defaultdict(set)
     for path, tree in trees.items():
         file = str(path.relative_to(PACKAGE))
@@ -69,10 +56,8 @@ def relied_on() -> dict[str, set[str]]:
                 if node.module.split(".")[0] in ("trl", "accelerate"):
                     for name in node.names:
                         found[f"{node.module}.{name.name}"].add(file)
-            elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-                is_theirs = node.attr in theirs and (node.attr not in own or node.attr in of_instances)
-                if is_theirs:
-                    found[node.attr].add(file)
+            elif isinstance(node, ast.Attribute) and node.attr in private:
+                found[node.attr].add(file)
     for name in (*OVERRIDDEN, *OPTIONAL):
         if name.startswith("_"):
             found[name].add("compat.py")
@@ -93,8 +78,8 @@ def test_few_names_are_relied_on():
     assert len(relied_on()) <= 60, "\n".join(sorted(relied_on()))
 
 
-def test_every_override_is_checked():
-    """And says what it changes."""
+def test_every_override_is_checked(caplog):
+    """And says what it changes. This TRL fits."""
     overridden = {
         name: method
         for cls in (FR3ETrainer, ExactResume)
@@ -105,12 +90,9 @@ def test_every_override_is_checked():
     for name, method in overridden.items():
         if name.startswith("_") and name != "__init__":
             assert inspect.getdoc(method).startswith("The only change")
-    assert FR3ETrainer.__bases__ == (ExactResume,) and ExactResume.__bases__ == (GRPOTrainer,)
-
-
-def test_this_trl_fits(caplog):
     check_trl()
     assert not caplog.records
+    assert FR3ETrainer.__bases__ == (ExactResume,) and ExactResume.__bases__ == (GRPOTrainer,)
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
@@ -137,17 +119,11 @@ def test_the_trainer_is_not_made_with_another_trl(monkeypatch):
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_without_an_optional_name_a_line_says_what_is_off(name, monkeypatch, caplog):
     """And training goes on."""
-    without = type(
-        "Without", (), {other: getattr(GRPOTrainer, other) for other in (*OVERRIDDEN, *OPTIONAL) if other != name}
-    )
+    others = {other: getattr(GRPOTrainer, other) for other in {*OVERRIDDEN, *OPTIONAL} - {name}}
     with caplog.at_level(logging.WARNING):
-        check_trl(without)
+        check_trl(type("Without", (), others))
     (record,) = caplog.records
     assert record.getMessage().startswith(OPTIONAL[name][1]) and f"GRPOTrainer.{name}" in record.getMessage()
-
-
-def test_what_trl_scores_images_by_is_what_a_batch_has_of_them():
-    assert set(OF_IMAGES) <= set(parameters(GRPOTrainer._get_per_token_logps_and_entropies))
 
 
 def test_a_trainer_made_without_its_constructor_computes_a_loss():
@@ -165,7 +141,7 @@ def test_a_trainer_made_without_its_constructor_computes_a_loss():
     trainer.top_entropy_quantile, trainer.off_policy_mask_threshold = 1.0, None
     trainer.current_gradient_accumulation_steps = 1
     trainer._entropy_bonus_enabled = False
-    trainer._metrics = {mode: {name: [] for name in CLIP_METRICS} for mode in ("train", "eval")}
+    trainer._metrics = {mode: defaultdict(list) for mode in ("train", "eval")}
     input_ids = torch.tensor([[5, 6, 7, 8]])
     logprobs, entropies, _ = trainer._get_per_token_logps_and_entropies(
         trainer.model, input_ids, torch.ones_like(input_ids), 2, compute_entropy=True
@@ -175,12 +151,6 @@ def test_a_trainer_made_without_its_constructor_computes_a_loss():
     masks = {name.replace("ids", "mask"): torch.ones_like(ids) for name, ids in halves.items()}
     loss = trainer._compute_loss(trainer.model, {**halves, **masks, "advantages": torch.tensor([2.0])})
     assert loss.item() == pytest.approx(-2)
-
-
-CLIP_METRICS = [
-    "entropy",
-    *(f"clip_ratio/{name}" for name in "low_mean high_mean region_mean low_min high_max".split()),
-]
 
 
 def test_nothing_is_left_on_a_trainer_that_has_trained():
@@ -200,43 +170,9 @@ def test_the_constructor_takes_what_grpo_trainer_takes():
     ]
 
 
-def test_the_hooks_that_are_removed_have_a_name():
-    """transformers adds one each time that gradient checkpointing is enabled."""
-    model: PreTrainedModel = make_model()
-    model.enable_input_require_grads()
-    hooks = [hook.__name__ for module in model.modules() for hook in module._forward_hooks.values()]
-    assert "make_inputs_require_grads" in hooks
-
-
-def test_images_that_are_end_to_end_are_split_by_rows_and_joined():
-    """Of Qwen, of which pixels have a row for each patch, and of models with a row for each image."""
-    by_patch = {"image_grid_thw": torch.tensor([[1, 2, 2], [1, 1, 1]]), "pixel_values": torch.arange(5.0)[:, None]}
-    for images in (by_patch, {"pixel_values": torch.zeros(2, 3, 4, 4)}):
-        batch = {"prompt_ids": torch.zeros(2, 1), "num_images": [1, 1], **images}
-        split = split_pixel_values_by_grid(batch)
-        assert all(len(value) == 2 for value in split.values())
-        joined = unsplit_pixel_values_by_grid(split)
-        assert joined.keys() == batch.keys() and all(joined[name].equal(images[name]) for name in images)
-
-
-def test_groups_are_consecutive_and_each_is_generated_once():
-    """`inputs[::num_generations]` are the prompts of a batch."""
-    seen = []
-
-    class Spy(GRPOTrainer):
-        def _generate_and_score_completions(self, inputs):
-            seen.append([example["prompt"] for example in inputs])
-            return super()._generate_and_score_completions(inputs)
-
-    train(Spy, per_device_train_batch_size=4, gradient_accumulation_steps=4, max_steps=2)
-    assert len(seen) == 2
-    for prompts in seen:
-        assert len(prompts) == 16
-        assert [prompt for prompt in prompts[::8] for _ in range(8)] == prompts
-
-
 def test_what_a_batch_consists_of():
-    """The shapes and keys that are read, replaced or added, at the seam where each is."""
+    """The shapes and keys that are read, replaced or added, at the seam where each is; of images as TRL scores them."""
+    assert set(OF_IMAGES) <= set(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
     seen = {}
 
     class Spy(GRPOTrainer):
@@ -273,7 +209,7 @@ def test_what_a_batch_consists_of():
     assert trainer.rollout_func is None and trainer.tools == [] and not trainer._is_vlm
     assert trainer.num_generations == 8 and trainer.max_completion_length == 6 and trainer.temperature == 1.0
     assert trainer.generation_config.eos_token_id == [1] and trainer.generation_config.pad_token_id == 0
-    assert trainer.reward_func_names == ["reward"] and trainer.reward_weights.tolist() == [1.0]
+    assert trainer.reward_func_names == ["digits"] and trainer.reward_weights.tolist() == [1.0]
     assert not trainer.use_transformers_continuous_batching and trainer._tokenizer is trainer.processing_class
     assert {"beta", "loss_type", "continuous_batching_config", "generation_kwargs", "_dist"} <= vars(trainer).keys()
     assert {"_step", "_tr_loss", "_globalstep_last_logged", "_buffered_inputs", "_metrics"} <= vars(trainer).keys()
@@ -282,35 +218,16 @@ def test_what_a_batch_consists_of():
     assert "reward" in trainer.state.log_history[0]
 
 
-def test_the_turns_of_a_dialogue_are_asked_for_by_its_prompts_list(monkeypatch):
-    """A prompt's list, plus others: so each says whose it is, whatever is left out."""
-
-    class Prompt(list):
-        def __add__(self, other):
-            return Prompt([*self, *other])
-
-    trainer = train(GRPOTrainer, per_device_train_batch_size=8, max_steps=1)
-    trainer._sync_tool_dicts, trainer._async_tool_dicts = [{"look": lambda: "7"}], [{}]
-    asked = []
-    monkeypatch.setattr(trainer, "_get_tool_suffix_ids", lambda messages: [9])
-
-    def write(prompt_ids, images, fields, num_generations, has_tool_images):
-        asked.extend(prompt_ids)
-        return [[] for _ in prompt_ids], None
-
-    monkeypatch.setattr(trainer, "_generate_single_turn", write)
-    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {}}}]}
-    arguments = [[]], [Prompt([5])], [[6]], [[call]], None, None, {}
-    _, (messages,), (ids,), _, num_calls, num_failures, _ = trainer._tool_call_loop(*arguments)
-    assert isinstance(asked[0], Prompt) and asked[0] == [5, 6, 9] and ids == [6, 9]
-    assert messages[1]["content"] == "7" and (num_calls, num_failures) == (1, 0)
-
-
-def test_a_batch_is_shuffled_by_one_permutation_and_buffered_in_micro_batches():
-    """Whatever else is in it: rows are put together by a column that numbers them."""
+def test_groups_are_consecutive_shuffled_by_one_permutation_and_buffered_in_micro_batches():
+    """
+    Each batch is generated once, and `inputs[::num_generations]` are its prompts. Whatever else is in it is shuffled
+    too: rows are put together by a column that numbers them.
+    """
+    seen = []
 
     class Numbered(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
+            seen.append([example["prompt"] for example in inputs])
             batch = super()._generate_and_score_completions(inputs)
             torch.manual_seed(7)
             return batch | {"row": torch.arange(len(inputs))}
@@ -320,26 +237,18 @@ def test_a_batch_is_shuffled_by_one_permutation_and_buffered_in_micro_batches():
             assert any(inputs is batch for batch in self._buffered_inputs)
             return inputs
 
-    trainer = train(Numbered, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=1)
+    trainer = train(Numbered, per_device_train_batch_size=4, gradient_accumulation_steps=4, max_steps=2)
+    assert len(seen) == 2
+    for prompts in seen:
+        assert len(prompts) == 16
+        assert [prompt for prompt in prompts[::8] for _ in range(8)] == prompts
     torch.manual_seed(7)
-    assert torch.cat([batch["row"] for batch in trainer._buffered_inputs]).equal(torch.randperm(8))
+    assert torch.cat([batch["row"] for batch in trainer._buffered_inputs]).equal(torch.randperm(16))
     assert not trainer.aux_loss_enabled
 
 
-def reward(completions, **kwargs):
-    return [float(len(completion)) for completion in completions]
-
-
 def train(cls: type[GRPOTrainer], **settings) -> GRPOTrainer:
-    defaults = {"bf16": False, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
-    sizes = {"num_generations": 8, "max_completion_length": 6, "logging_steps": 1}
-    trainer = cls(
-        make_model(),
-        reward,
-        (FR3EConfig if issubclass(cls, FR3ETrainer) else GRPOConfig)("unused", **defaults | sizes | settings),
-        train_dataset=Dataset.from_dict({"prompt": [f"{a}+{a}=" for a in range(8)]}),
-        processing_class=make_tokenizer(),
-    )
+    trainer = make_trainer(cls, max_completion_length=6, **settings)
     trainer.train()
     return trainer
 

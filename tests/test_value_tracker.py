@@ -8,19 +8,15 @@ import pytest
 import torch
 from factory import graded
 from launches import launch
-from models import CPU, make_dataset
-from test_processes import same, trees_of, weights_of
+from models import make_dataset
+from test_processes import assert_same_training, weights_of
 from transformers import set_seed
 
-from fr3e_trl import FR3EConfig
 from fr3e_trl.method.credit.prior import ValueTracker, prompt_key
 from fr3e_trl.method.tree import as_ids
 
 NAN = math.nan
 A, B, C, D = -5, 7, 2**62, 0  # keys, in no order
-
-TREE = {"credit": "tree", "anchor_threshold": 0.3}
-PLAIN = {"num_anchors": 0}  # the prior alone
 
 
 def learn(memory: ValueTracker, values: dict[int, list[float]]) -> None:
@@ -41,9 +37,6 @@ def known(memory: ValueTracker) -> dict[int, tuple[float, float]]:
     return {key: (offset, weight) for key, offset, weight in zip(*columns, strict=True)}
 
 
-# By hand
-
-
 def test_the_level_by_hand():
     memory = ValueTracker()
     assert math.isnan(priors(memory, {A: 0.5})[0])
@@ -56,9 +49,7 @@ def test_the_level_by_hand():
     assert priors(memory, {D: 100.0}) == pytest.approx([0.5])
     # A prompt without a scorable row has a prior, and is none's
     assert priors(memory, {D: NAN, 9: 1.0}) == pytest.approx([0.625, 0.5])
-
-
-def test_the_level_counts_as_64_prompts_at_most():
+    # It counts as 64 prompts at most
     memory = ValueTracker()
     for i in range(10):
         learn(memory, {10 * i + j: [0.0] for j in range(10)})
@@ -85,19 +76,12 @@ def test_offsets_and_their_slope_by_hand():
     assert memory.num_known([B, D, C, 123]) == 2
 
 
-def test_a_prompt_that_is_in_the_batch_twice_is_one_visit():
-    memory = ValueTracker()
-    learn(memory, {A: [0.0], B: [0.0]})
-    memory.learn([C, C], torch.tensor([1.0, 0.5]), torch.tensor([1.0, 0.5]), torch.tensor([0, 1]))
-    # Levels .5 / 3 and 1 / 3: offsets 5 / 6 and 1 / 6
-    assert known(memory).keys() == {A, B, C} and known(memory)[C] == pytest.approx((0.5, 1))
-
-
 def test_the_strength_by_hand():
     memory = ValueTracker()
     assert memory.prior_strength == pytest.approx(4)
     memory.learn([A], torch.tensor([NAN]), torch.tensor([NAN, NAN]), torch.tensor([0, 0]))
     assert memory.prior_strength == pytest.approx(4)
+    assert not known(memory) and memory.num_prompts == 0  # prompts that cannot be scored teach nothing
     memory.level, memory.num_prompts = 0.5, 64
     learn(memory, {A: [1.0, 1.0, 0.0], B: [1.0, NAN], C: [0.0, 0.0]})
     # Priors near .5: without A (32 + 1 + 0) / 66 = .5; without B (32 + 2 / 3) / 66; without C (32 + 5 / 3) / 66
@@ -107,28 +91,12 @@ def test_the_strength_by_hand():
     assert 0 < b < 1 and memory.correlation.value == pytest.approx((2 * products / squares + 16 * 0.2) / 18)
     rho = memory.correlation.value
     assert memory.prior_strength == pytest.approx((1 - rho) / rho)
-
-
-def test_the_strength_has_a_bound():
-    """Where rewards of a prompt differ more than those of different prompts."""
+    # It has a bound, where rewards of a prompt differ more than those of different prompts
     memory = ValueTracker()
     for _ in range(20):
         learn(memory, {A: [0.0, 1.0], B: [1.0, 0.0]})
     assert memory.correlation.value < 0
     assert memory.prior_strength == pytest.approx(99)
-
-
-def test_the_strength_is_that_of_james_and_stein():
-    """Values of variance .04 about the level, rewards of .12 about their values: rho = .04 / .16, kappa = 3."""
-    generator = torch.Generator().manual_seed(0)
-    memory = ValueTracker()
-    correlations = []
-    for step in range(1600):
-        values = 0.2 * torch.randn(8, 1, generator=generator, dtype=torch.float64)
-        rewards = values + 0.12**0.5 * torch.randn(8, 4, generator=generator, dtype=torch.float64)
-        learn(memory, {8 * step + i: of_prompt.tolist() for i, of_prompt in enumerate(rewards)})
-        correlations.append(memory.correlation.value)
-    assert sum(correlations) / 1600 == pytest.approx(0.25, abs=0.02)
 
 
 def test_a_prompt_that_comes_again_is_known():
@@ -187,25 +155,17 @@ def test_a_checkpoint_is_small_and_plain(tmp_path):
     )
 
 
-# In training
-
-
-def unscorable(prompts, completions, **kwargs):
-    """As `graded`, but nothing for two prompts in six."""
-    rewards = graded(completions)
-    return [None if prompt[0] in "36" else reward for prompt, reward in zip(prompts, rewards, strict=True)]
-
-
 def digits(completions, **kwargs):
     """All scorable."""
     return [float(sum(map(ord, text)) % 5) for text in completions]
 
 
-def make_trainer(reward_func=graded, **settings):
+def train(reward_func=graded, resume=None, **settings):
     three_steps_an_epoch = make_dataset(6)
     defaults = {"max_completion_length": 10, "max_steps": 6, "learning_rate": 1e-2, "value_tracker": True}
     trainer = factory.make_trainer(reward_funcs=reward_func, dataset=three_steps_an_epoch, **defaults | settings)
     set_seed(1)
+    trainer.train(resume)
     return trainer
 
 
@@ -243,8 +203,7 @@ def steps_of(trainer):
 @pytest.mark.parametrize("num_prompts", [1, 2])
 def test_the_baselines_are_those_of_the_memory(num_prompts):
     """Of rollouts of the prompt: in an epoch with new prompts, then two with known ones."""
-    trainer = make_trainer(**PLAIN, per_device_train_batch_size=8 * num_prompts, max_steps=18 // num_prompts)
-    trainer.train()
+    trainer = train(num_anchors=0, per_device_train_batch_size=8 * num_prompts, max_steps=18 // num_prompts)
     for priors_P, strength, trees, entry, batch in steps_of(trainer):
         assert entry["fr3e/prior/strength"] == pytest.approx(strength)
         assert num_prompts == 1 or entry["fr3e/prior/known"] == (entry["step"] > 3)
@@ -266,8 +225,7 @@ def test_the_baselines_are_those_of_the_memory(num_prompts):
 def test_the_baselines_of_trees_are_those_of_the_memory(credit):
     """What the first token of a base trajectory is compared with, where nothing branches before it."""
     sizes = {"num_generations": 4, "num_base_trajectories": 1, "max_completion_length": 20}
-    trainer = make_trainer(digits, credit=credit, **sizes, value_prior_strength=2.0)
-    trainer.train()
+    trainer = train(digits, credit=credit, **sizes, value_prior_strength=2.0)
     num_checked = 0
     for priors_P, _, trees, entry, _ in steps_of(trainer):
         assert entry["fr3e/prior/strength"] == 2
@@ -283,23 +241,15 @@ def test_the_baselines_of_trees_are_those_of_the_memory(credit):
     assert num_checked > 3
 
 
-def test_prompts_that_cannot_be_scored_teach_nothing():
-    trainer = make_trainer(unscorable, **TREE, max_steps=6)
-    trainer.train()
-    came = {prompt_key(tree.prompt_ids): value_of(tree, trainer.args) for _, trees in trainer.batches for tree in trees}
-    assert len(came) == 6
-    tracker = trainer._value_tracker
-    assert known(tracker).keys() == {key for key, value in came.items() if not math.isnan(value)}
-    assert len(known(tracker)) == 4 and tracker.num_prompts == 8
-
-
+TREE = {"credit": "tree", "anchor_threshold": 0.3}
 REFILL = {"max_refills": 4, "reject_degenerate_states": True, "value_prior_strength": 1.0, "num_anchors": 1}
 
 
-def test_a_checkpoint_without_a_memory_is_gone_on_from():
-    make_trainer(value_tracker=False, save_strategy="steps", save_steps=1, max_steps=1).train()
-    trainer = make_trainer(max_steps=3, output_dir="resumed")
-    trainer.train(resume_from_checkpoint="output/checkpoint-1")
+def test_without_it_nothing_is_remembered_and_such_a_checkpoint_is_gone_on_from():
+    trainer = train(value_tracker=False, save_strategy="steps", save_steps=1, max_steps=1)
+    assert not any("prior" in name for name in trainer.state.log_history[0])
+    assert trainer.state_to_resume().keys() == {"anchor_threshold"}
+    trainer = train(max_steps=3, output_dir="resumed", resume="output/checkpoint-1")
     assert trainer._value_tracker.num_prompts == 4
 
 
@@ -310,40 +260,12 @@ def test_two_processes_are_one_and_resume_exactly(settings, tmp_path):
     alone = launch(tmp_path / "alone", 1, settings | {"per_device_train_batch_size": 24}, "fake")
     settings |= {"per_device_train_batch_size": 12, "save_strategy": "steps", "save_steps": 5}
     shared = launch(tmp_path / "shared", 2, settings, "fake")
-    assert same(trees_of(shared), trees_of(alone))
+    names = ["fr3e/prior/strength", "fr3e/advantage/std"]
+    assert_same_training((shared, tmp_path / "shared"), (alone, tmp_path / "alone"), *names)
     known = [[entry.get("fr3e/prior/known", 0) for entry in result["logs"]] for result in (alone[0], shared[0])]
     assert known[0] == known[1] and known[0][0] == 0 and max(known[0]) > 0.5
-    for mine, theirs in zip(shared[0]["logs"], alone[0]["logs"], strict=True):
-        for name in ("loss", "fr3e/prior/strength", "fr3e/advantage/std"):
-            assert name not in theirs or math.isclose(mine[name], theirs[name], rel_tol=1e-5, abs_tol=1e-6), name
-    torch.testing.assert_close(weights_of(tmp_path / "shared"), weights_of(tmp_path / "alone"), atol=1e-6, rtol=1e-6)
     if settings.items() >= TREE.items():
         checkpoint = str(tmp_path / "shared" / "output" / "checkpoint-5")
         resumed = launch(tmp_path / "resumed", 2, settings | {"resume": checkpoint}, "fake")
         assert [result["trees"] for result in resumed] == [result["trees"][-2:] for result in shared]
         assert all(map(torch.equal, weights_of(tmp_path / "resumed"), weights_of(tmp_path / "shared")))
-
-
-# The setting
-
-
-def test_without_it_nothing_is_remembered():
-    trainer = make_trainer(value_tracker=False, max_steps=1)
-    trainer.train()
-    assert not any("prior" in name for name in trainer.state.log_history[0])
-    assert trainer.state_to_resume().keys() == {"anchor_threshold"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"value_prior_strength": 0.0},
-            "value_tracker=True is not allowed: it must be False with value_prior_strength=0",
-        ),
-        ({"value_tracker": 1}, "value_tracker=1 is not allowed"),
-    ],
-)
-def test_what_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        FR3EConfig("output", **{"value_tracker": True} | CPU | settings)

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
 from factory import make_trainer
-from models import TINY, make_model, make_tokenizer
+from models import CPU, TINY
 from peft import LoraConfig
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOTrainer
@@ -20,11 +19,11 @@ from fr3e_trl.generation.vllm_server import VLLMServer, VLLMServerError
 from fr3e_trl.generation.vllm_weights import FR3EVLLMGeneration
 
 
-def generation_of(cls, trainer):
-    """As far as it iterates over weights."""
+def sent_by(cls, trainer):
+    """The weights that a generation sends, which is made as far as it takes that."""
     generation = object.__new__(cls)
     generation.model, generation._dist = trainer.model, trainer._dist
-    return generation
+    return {name: weights.clone() for name, weights in generation._iter_named_params()}
 
 
 def test_vllm_is_set_up_with_what_trl_sets_it_up_with(monkeypatch):
@@ -37,24 +36,13 @@ def test_vllm_is_set_up_with_what_trl_sets_it_up_with(monkeypatch):
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", make)
     monkeypatch.setattr(vllm_weights, "FR3EVLLMGeneration", make)
     settings = {"vllm_max_model_length": 50, "vllm_model_impl": "auto", "vllm_gpu_memory_utilization": 0.7}
-    settings |= {
-        "vllm_server_port": 8001,
-        "vllm_group_port": 2,
-        "vllm_enable_sleep_mode": True,
-        "max_completion_length": 9,
-    }
+    settings |= {"vllm_server_port": 8001, "vllm_group_port": 2, "vllm_enable_sleep_mode": True}
     settings |= {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "temperature": 2.0, "repetition_penalty": 1.1}
     settings |= {"generation_kwargs": {"min_tokens": 2}, "per_device_train_batch_size": 8, "steps_per_generation": 3}
-    args = FR3EConfig("output", num_anchors=0, use_cpu=True, bf16=False, use_vllm=True, report_to=[], **settings)
+    args = FR3EConfig("output", num_anchors=0, use_vllm=True, max_completion_length=9, **CPU, **settings)
     for cls in (GRPOTrainer, FR3ETrainer):
         with pytest.raises(StopIteration):
-            cls(
-                make_model(),
-                reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
-                args=args,
-                train_dataset=Dataset.from_dict({"prompt": ["a"] * 8}),
-                processing_class=make_tokenizer(),
-            )
+            make_trainer(cls, config=lambda **unused: args)
         assert args.use_vllm
     trls, ours = made
     assert ours.pop("fr3e_args") is args
@@ -83,13 +71,11 @@ def make_policy(model=None, **lora):
 def test_syncs_leave_the_base_model_as_it_is(lora):
     trainer = make_policy(**lora)
     before = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
-    ours = [
-        {n: w.clone() for n, w in generation_of(FR3EVLLMGeneration, trainer)._iter_named_params()} for _ in range(3)
-    ]
+    ours = [sent_by(FR3EVLLMGeneration, trainer) for _ in range(3)]
     assert all(param.equal(before[name]) for name, param in trainer.model.named_parameters())
     assert all(weights.equal(ours[0][name]) for sync in ours[1:] for name, weights in sync.items())
     # What is sent is what TRL sends, whose merges move the base model
-    theirs = {name: w.clone() for name, w in generation_of(VLLMGeneration, trainer)._iter_named_params()}
+    theirs = sent_by(VLLMGeneration, trainer)
     assert ours[0].keys() == theirs.keys()
     assert all(weights.equal(theirs[name]) for name, weights in ours[0].items())
     assert not all(param.equal(before[name]) for name, param in trainer.model.named_parameters())
@@ -98,8 +84,7 @@ def test_syncs_leave_the_base_model_as_it_is(lora):
 def test_biases_with_an_adapter_of_their_own_are_sent_as_by_trl():
     policy = Qwen2ForCausalLM(Qwen2Config(**TINY))  # has biases
     trainer = make_policy(model=policy, target_modules=["q_proj", "v_proj"], lora_bias=True)
-    ours = {n: w.clone() for n, w in generation_of(FR3EVLLMGeneration, trainer)._iter_named_params()}
-    theirs = {n: w.clone() for n, w in generation_of(VLLMGeneration, trainer)._iter_named_params()}
+    ours, theirs = sent_by(FR3EVLLMGeneration, trainer), sent_by(VLLMGeneration, trainer)
     biases = [name for name in theirs if name.endswith("q_proj.bias")]
     assert biases and all(torch.allclose(ours[name], theirs[name], atol=0.02) for name in biases)
 
@@ -129,12 +114,9 @@ def test_an_adapter_that_a_server_would_compute_otherwise_is_not_sent_alone(lora
     generation = object.__new__(FR3EVLLMGeneration)
     generation.model, generation.processing_class = trainer.model, trainer.processing_class
     generation.fr3e_args = trainer.args
-    server = SimpleNamespace(
-        config={"lora_config": {"max_lora_rank": 32}, "parallel_config": {"data_parallel_size": 1}},
-        environment={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True},
-        base_url="http://localhost:8000",
-        start_command="vllm serve",
-    )
+    config = {"lora_config": {"max_lora_rank": 32}, "parallel_config": {"data_parallel_size": 1}}
+    answers = {"config": config, "environment": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True}}
+    server = SimpleNamespace(**answers, base_url="http://localhost:8000", start_command="vllm serve")
     told = generation._obstacle_to_adapter_sync(server)
     assert told is None if obstacle is None else obstacle in told
 

@@ -124,12 +124,16 @@ class ForkingWalk(Walk):
         return copied
 
 
-class LockedWalk(Walk):
-    """Cannot be copied."""
+class Locked:
+    """Mixed into an environment: cannot be copied."""
 
     def __init__(self):
         super().__init__()
         self.lock = threading.Lock()
+
+
+class LockedWalk(Locked, Walk):
+    """Cannot be copied."""
 
 
 class LateLockedWalk(Walk):
@@ -188,12 +192,8 @@ class OwnDice(Dice):
         self.chance = random.Random(self.number)
 
 
-class LockedDice(Dice):
+class LockedDice(Locked, Dice):
     """Says one thing when it is reset, and has chance in each look. Cannot be copied."""
-
-    def __init__(self):
-        super().__init__()
-        self.lock = threading.Lock()
 
     def reset(self, **example) -> str | None:
         super().reset(**example)

@@ -5,8 +5,9 @@ Show that a refactor changed nothing: train the same tiny models at two revision
     python tests/unchanged.py compare DIR_A DIR_B           # a table; exits with 1 if anything differs
     python tests/unchanged.py resume DIR                    # train on from the checkpoint in DIR, compare with DIR
 
-For an old revision, check it out elsewhere and set PYTHONPATH to it: this file needs nothing of its own revision but
-what is public. "vllm" runs where vLLM is installed (.venv-vllm). The same machine and libraries are taken for granted.
+For an old revision, check it out elsewhere and set PYTHONPATH to it: this file, and those beside it that it imports,
+need nothing of the package but what is public. "vllm" runs where vLLM is installed (.venv-vllm). The same machine and
+libraries are taken for granted.
 """
 
 import os
@@ -14,6 +15,7 @@ import os
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # before any import
 
 import argparse
+import functools
 import hashlib
 import importlib.util
 import json
@@ -23,28 +25,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-from datasets import Dataset
+from models import CPU, make_dataset, make_model, make_tokenizer
 from peft import LoraConfig
-from PIL import Image
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoTokenizer,
-    CLIPVisionConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    set_seed,
-)
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from tool_policy import Walk, make_tool_dataset, make_tool_policy, make_tool_tokenizer
+from transformers import AutoTokenizer, set_seed
+from vision_models import make_image_dataset, make_processor, make_vision_model
 from vllm_on_cpu import keep_weights_plain
 
 import fr3e_trl
@@ -52,148 +42,6 @@ from fr3e_trl import FR3EConfig, FR3ETrainer
 
 CHECKPOINT_STEP = 3
 POLICY = Path(fr3e_trl.__file__).parents[1] / "examples" / "demo_policy"
-SPECIAL = ["<pad>", "<eos>", "<|user|>", "<|assistant|>", "<|tool|>", "<image>", "<call>", "</call>"]
-WORDS = [*SPECIAL, *"0123456789+-*=() abcdefghijklmnopqrstuvwxyz?.!{}:'\n", "error"]
-TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] or [] %}"
-    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
-    "{% for call in message.get('tool_calls') or [] %}<call>"
-    # The one tool's name and its argument's go without saying
-    "{% if call['function']['name'] != 'look' %}{{ call['function']['name'] }}{% endif %}"
-    "{% for key, value in call['function']['arguments'].items() %}"
-    "{% if key != 'key' %}{{ key }}{% endif %}{{ value }}{% endfor %}</call>{% endfor %}"
-    "<eos>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-RESPONSE_TEMPLATE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|assistant|>",
-    "fields": {
-        "tool_calls": {
-            "open": "<call>",
-            "close_pattern": "</call>",
-            "repeats": True,
-            "content": "text",
-            "transform": {"type": "function", "function": {"name": "look", "arguments": {"key": "{content}"}}},
-        },
-        "content": {"close_pattern": "<eos>", "content": "text"},
-    },
-}
-
-# Models, tokenizers and data
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Single characters, and some words."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
-    words = "|".join(word.replace("|", r"\|") for word in WORDS if len(word) > 1)
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{words}|.|\n"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        additional_special_tokens=SPECIAL[2:6],
-        chat_template=TEMPLATE,
-        padding_side="left",
-    )
-
-
-def text_config() -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=len(WORDS),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-
-
-def make_model() -> Qwen3ForCausalLM:
-    """Two layers with sharpened logits: entropies differ from one position to the next."""
-    set_seed(0)
-    model = Qwen3ForCausalLM(text_config())
-    model.lm_head.weight.data.mul_(20)
-    return model
-
-
-def make_caller() -> Qwen3ForCausalLM:
-    """Trained on dialogues of two calls and an answer, so that it calls the tool, unsure of the digits."""
-    set_seed(0)
-    model, tokenizer = Qwen3ForCausalLM(text_config()), make_tokenizer()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(80):
-        digits = torch.randint(0, 10, (32, 6)).tolist()
-        turns = "<|assistant|><call>{}</call><eos><|tool|>{}<eos>"
-        texts = [("<|user|>{}?<eos>" + turns + turns + "<|assistant|>{}<eos>").format(*row) for row in digits]
-        input_ids = tokenizer(texts, return_tensors="pt")["input_ids"]
-        model(input_ids=input_ids, labels=input_ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-
-def make_vision_model() -> LlavaForConditionalGeneration:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vision = CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
-    set_seed(0)
-    model = LlavaForConditionalGeneration(
-        LlavaConfig(text_config=text_config(), vision_config=vision, image_token_id=WORDS.index("<image>"))
-    )
-    model.lm_head.weight.data.mul_(20)
-    return model
-
-
-def make_processor() -> LlavaProcessor:
-    size = {"height": 16, "width": 16}
-    return LlavaProcessor(
-        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size),
-        make_tokenizer(),
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=TEMPLATE,
-    )
-
-
-def sums(num_prompts: int = 16) -> Dataset:
-    return Dataset.from_dict({"prompt": [f"{3 * i}+{i}=" for i in range(num_prompts)]})
-
-
-def questions() -> Dataset:
-    return Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{i % 10}?"}] for i in range(16)]})
-
-
-def pictures() -> Dataset:
-    images = [Image.new("RGB", (16 + 8 * (i % 3), 16), (37 * i % 256, 90 * i % 256, 80)) for i in range(8)]
-    prompts = [[{"role": "user", "content": f"{3 * i}+{i}="}] for i in range(8)]
-    return Dataset.from_dict({"prompt": prompts, "image": images})
-
-
-class Walk:
-    """An environment: what a look tells depends on how many came before."""
-
-    def reset(self, **example) -> str | None:
-        self.keys: list[str] = []
-        return None
-
-    def look(self, key: str) -> str:
-        """
-        Look a digit up.
-
-        Args:
-            key: The digit.
-        """
-        self.keys.append(key)
-        return str((3 * int(key) + len(self.keys)) % 10)
-
-    def get_reward(self) -> float:
-        return float(len(set(self.keys)))
 
 
 def text_of(completion: str | list[dict]) -> str:
@@ -201,27 +49,19 @@ def text_of(completion: str | list[dict]) -> str:
 
 
 def letters(completions, **kwargs):
-    """A reward that hardly any two completions share."""
     return [sum(math.sin(i * ord(char)) for i, char in enumerate(text_of(c), 1)) for c in completions]
 
 
-def fifths(completions, **kwargs):
-    """A reward that many completions share: states are rejected."""
-    return [float(sum(map(ord, text_of(c))) % 5 == 0) for c in completions]
-
-
-def rare(completions, **kwargs):
-    """A reward that few completions get: in some steps none, so that states are rejected in spite of a prior."""
-    return [float(sum(map(ord, text_of(c))) % 41 == 0) for c in completions]
+def one_in(n: int):
+    """A reward that one completion in n gets: of few, states are rejected, and of fewer also in spite of a prior."""
+    return lambda completions: [float(sum(map(ord, text_of(c))) % n == 0) for c in completions]
 
 
 # Configurations: settings, and what else the trainer takes
 
 SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 16, "learning_rate": 1e-3}
-CPU = {"bf16": False, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
 TWICE = {"steps_per_generation": 2, "num_iterations": 2, "per_device_train_batch_size": 8}
 PRESET = {"num_generations": 16, "num_anchors": 3, "learning_rate": 1e-3}
-TRACKER = "value_tracker" if "value_tracker" in FR3EConfig.__dataclass_fields__ else "value_memory"
 # Of REFILL with the seeds below: some rows are rejected, and some are left over for the next batch
 REFILL = {"max_refills": 2, "per_device_train_batch_size": 8, "steps_per_generation": 2}
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": CHECKPOINT_STEP}
@@ -231,39 +71,34 @@ distributed_type: FSDP
 fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, fsdp_state_dict_type: FULL_STATE_DICT}
 """
 
+DIALOGUES = {"model": make_tool_policy, "processing_class": make_tool_tokenizer, "train_dataset": make_tool_dataset()}
+DIALOGUES |= {"reward_funcs": None}
+LLAVA = {"model": functools.partial(make_vision_model, "llava"), "train_dataset": make_image_dataset()}
+COLOCATED = {"model": lambda: str(POLICY), "processing_class": lambda: AutoTokenizer.from_pretrained(POLICY)}
+COLOCATED |= {"use_vllm": True, "vllm_mode": "colocate"}
+
 CONFIGURATIONS = {
     "grpo": {"num_anchors": 0},
     "rollout": {"credit": "rollout", "negative_advantage_scale": 0.5, "anchor_min_gap": 2} | TWICE,
     "tree": TWICE,
     "paper": {"preset": FR3EConfig.paper} | PRESET,
     "released": {"preset": FR3EConfig.released, "num_base_trajectories": 4} | PRESET,
-    "refill": {"value_prior_strength": 0, "reward_funcs": fifths, "train_dataset": sums(6), "seed": 7} | REFILL,
-    "environment": {
-        "model": make_caller,
-        "train_dataset": questions(),
-        "reward_funcs": None,
-        "environment_factory": Walk,
-        "max_completion_length": 40,
-        "anchor_threshold": 1.0,  # digits are above it, other words below
-    },
-    "images": {"model": make_vision_model, "processing_class": make_processor, "train_dataset": pictures()},
+    "refill": {"value_prior_strength": 0, "reward_funcs": one_in(5), "seed": 7} | REFILL,
+    # Digits are above the threshold, other words below
+    "environment": {"environment_factory": Walk, "max_completion_length": 40, "anchor_threshold": 1.0} | DIALOGUES,
+    "images": {"processing_class": functools.partial(make_processor, "llava")} | LLAVA,
     "lora": {"peft_config": LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear"), "beta": 0.05} | TWICE,
     "fsdp2": {"per_device_train_batch_size": 8},  # in each of two processes
-    "vllm": {
-        "model": lambda: str(POLICY),
-        "processing_class": lambda: AutoTokenizer.from_pretrained(POLICY),
-        "peft_config": LoraConfig(r=4, target_modules="all-linear"),
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-    },
-    "resume": {TRACKER: True, "reward_funcs": rare, "train_dataset": sums(4), "seed": 3} | REFILL | CHECKPOINTS,
+    "vllm": {"peft_config": LoraConfig(r=4, target_modules="all-linear")} | COLOCATED,
+    "resume": {"value_tracker": True, "reward_funcs": one_in(41), "seed": 3} | REFILL | CHECKPOINTS,
 }
+TIMES = ("_time", "_runtime", "_per_second", "train_loss", "total_flos")
 OF_TRAINER = ["model", "reward_funcs", "train_dataset", "processing_class", "peft_config", "environment_factory"]
 
 
 def make_trainer(name: str, output_dir: str, texts: list[str]) -> FR3ETrainer:
     """The trainer of a configuration, which adds to `texts` all completions that it scores."""
-    settings = SIZES | CPU | {"output_dir": output_dir, "max_steps": 5, "logging_steps": 1} | CONFIGURATIONS[name]
+    settings = SIZES | CPU | {"output_dir": output_dir, "max_steps": 5} | CONFIGURATIONS[name]
     arguments = {key: settings.pop(key) for key in OF_TRAINER if key in settings}
     reward = arguments.pop("reward_funcs", letters)
 
@@ -272,15 +107,9 @@ def make_trainer(name: str, output_dir: str, texts: list[str]) -> FR3ETrainer:
         return reward(completions) if reward else [0.0] * len(completions)
 
     model, processing_class = arguments.pop("model", make_model)(), arguments.pop("processing_class", make_tokenizer)()
-    if name == "environment":
-        processing_class.response_template = RESPONSE_TEMPLATE
-    arguments = {"train_dataset": sums()} | arguments
+    arguments = {"train_dataset": make_dataset(6 if "max_refills" in settings else 16)} | arguments
     config = settings.pop("preset", FR3EConfig)(**settings)
     return FR3ETrainer(model, reward_and_keep, config, processing_class=processing_class, **arguments)
-
-
-def is_timing(metric: str) -> bool:
-    return metric.endswith(("_time", "_runtime", "_per_second", "train_loss", "total_flos"))
 
 
 def digest(parts: list[bytes]) -> str:
@@ -302,7 +131,7 @@ def train(name: str, directory: Path, checkpoint: str | None = None) -> None:
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     parts = [state[key].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for key in sorted(state)]
     steps = [
-        {key: repr(value) for key, value in entry.items() if not is_timing(key)}
+        {key: repr(value) for key, value in entry.items() if not key.endswith(TIMES)}
         for entry in trainer.state.log_history
         if "loss" in entry
     ]
@@ -314,25 +143,21 @@ def train(name: str, directory: Path, checkpoint: str | None = None) -> None:
         torch.distributed.destroy_process_group()
 
 
-# Commands
-
-
 def run(name: str, directory: Path, checkpoint: str | None = None) -> str:
     """Train a configuration in a process of its own, or in two. Returns what to say of it."""
     if name == "vllm" and importlib.util.find_spec("vllm") is None:
         return "not run here: vLLM is not installed"
     log = directory / f"{name}.log"
     (directory / f"{name}.json").unlink(missing_ok=True)
-    if name == "fsdp2":
-        config = directory / "fsdp2.yaml"
-        config.write_text(FSDP2)
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--num_processes=2"]
-        command += ["--num_machines=1", "--mixed_precision=no", "--main_process_port=0", __file__, "train", directory]
+    if name in ("fsdp2", "vllm"):
+        command = [sys.executable]
+        if name == "fsdp2":
+            config = directory / "fsdp2.yaml"
+            config.write_text(FSDP2)
+            command += ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes=2"]
+            command += ["--num_machines=1", "--mixed_precision=no", "--main_process_port=0"]
         with log.open("w") as file:
-            subprocess.run([*command, "--only", name], stdout=file, stderr=file)
-    elif name == "vllm":
-        with log.open("w") as file:
-            subprocess.run([sys.executable, __file__, "train", directory, "--only", name], stdout=file, stderr=file)
+            subprocess.run([*command, __file__, "train", directory, "--only", name], stdout=file, stderr=file)
     else:
         process = multiprocessing.get_context("fork").Process(
             target=train_to_log, args=(name, directory, checkpoint, log)
@@ -346,11 +171,7 @@ def train_to_log(name: str, directory: Path, checkpoint: str | None, log: Path) 
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-        try:
-            train(name, directory, checkpoint)
-        except Exception:
-            traceback.print_exc()
-            raise
+        train(name, directory, checkpoint)
 
 
 def save(directory: Path, names: list[str]) -> bool:

@@ -1,39 +1,12 @@
 """Tiny models that see, of five families, with their processors and a dataset of images: nothing is downloaded."""
 
-import atexit
 import functools
-import shutil
-import tempfile
 
+import transformers
 from datasets import Dataset, IterableDataset
-from models import make_model, make_tokenizer
+from models import TINY, make_model, make_tokenizer, on_disk
 from PIL import Image
-from transformers import (
-    CLIPVisionConfig,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma3Processor,
-    Gemma3TextConfig,
-    Idefics3Processor,
-    InternVLConfig,
-    InternVLForConditionalGeneration,
-    InternVLProcessor,
-    InternVLVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-    PreTrainedModel,
-    ProcessorMixin,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
-    Qwen2Config,
-    SiglipVisionConfig,
-    SmolVLMConfig,
-    SmolVLMForConditionalGeneration,
-    set_seed,
-)
+from transformers import PreTrainedModel, ProcessorMixin
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -61,29 +34,19 @@ SPECIAL_TOKENS = {
 
 FAMILIES = list(PLACEHOLDERS)
 
-# Of the text models, with few layers and wide enough to have opinions
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
+# Of the text models, whose heads have the size of most families' defaults, and of those of images
+TEXT = {name: value for name, value in TINY.items() if name not in ("vocab_size", "head_dim")}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-class InternVLImageProcessor(InternVLProcessor):
+class InternVLImageProcessor(transformers.InternVLProcessor):
     """InternVL's processor without that of videos, which takes torchvision."""
 
     def __init__(self, image_processor=None, tokenizer=None, image_seq_length=256, chat_template=None):
         super().__init__(image_processor, tokenizer, image_seq_length=image_seq_length, chat_template=chat_template)
 
 
-class QwenImageProcessor(Qwen2_5_VLProcessor):
+class QwenImageProcessor(transformers.Qwen2_5_VLProcessor):
     """Qwen2.5-VL's processor without that of videos, which takes torchvision."""
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
@@ -121,24 +84,18 @@ def make_processor(family: str, tokenizer=None) -> ProcessorMixin:
         return QwenImageProcessor(Qwen2VLImageProcessorPil(patch_size=4, size=size), tokenizer, **template)
     if family == "gemma3":
         image_processor = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
-        return Gemma3Processor(image_processor, tokenizer, image_seq_length=4, **template)
+        return transformers.Gemma3Processor(image_processor, tokenizer, image_seq_length=4, **template)
     if family == "smolvlm":
         edge = {"longest_edge": 16}
         image_processor = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
-        return Idefics3Processor(image_processor, tokenizer, image_seq_len=4, **template)
+        return transformers.Idefics3Processor(image_processor, tokenizer, image_seq_len=4, **template)
     if family == "internvl":
         tiles = {"crop_to_patches": True, "min_patches": 1, "max_patches": 2}
         image_processor = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, **tiles)
         return InternVLImageProcessor(image_processor, tokenizer, image_seq_length=4, **template)
     image_processor = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    return LlavaProcessor(
-        image_processor,
-        tokenizer,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        **template,
-    )
+    tokens = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return transformers.LlavaProcessor(image_processor, tokenizer, **tokens, **template)
 
 
 def make_vision_model(family: str, seed: int = 0, tokenizer=None) -> PreTrainedModel:
@@ -146,20 +103,12 @@ def make_vision_model(family: str, seed: int = 0, tokenizer=None) -> PreTrainedM
     tokenizer = make_vision_tokenizer(family, tokenizer)
     text = {**TEXT, "vocab_size": len(tokenizer)}
     ids = dict(zip(SPECIAL_TOKENS[family], tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS[family]), strict=True))
-    set_seed(seed)
+    transformers.set_seed(seed)
     if family == "qwen2_5_vl":
         rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-        vision = {
-            "depth": 2,
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_heads": 2,
-            "out_hidden_size": 32,
-            "patch_size": 4,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-        }
-        config = Qwen2_5_VLConfig(
+        vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+        vision |= {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
+        config = transformers.Qwen2_5_VLConfig(
             text_config={**text, "rope_parameters": rope},
             vision_config=vision,
             image_token_id=ids["<|image_pad|>"],
@@ -167,43 +116,41 @@ def make_vision_model(family: str, seed: int = 0, tokenizer=None) -> PreTrainedM
             vision_start_token_id=ids["<|vision_start|>"],
             vision_end_token_id=ids["<|vision_end|>"],
         )
-        model = Qwen2_5_VLForConditionalGeneration(config)
     elif family == "gemma3":
-        config = Gemma3Config(
-            text_config=Gemma3TextConfig(**text, head_dim=8, query_pre_attn_scalar=8, sliding_window=64),
-            vision_config=SiglipVisionConfig(**VISION, image_size=16, patch_size=4),
+        config = transformers.Gemma3Config(
+            text_config=transformers.Gemma3TextConfig(**text, head_dim=8, query_pre_attn_scalar=8, sliding_window=64),
+            vision_config=transformers.SiglipVisionConfig(**VISION, image_size=16, patch_size=4),
             mm_tokens_per_image=4,
             boi_token_index=ids["<start_of_image>"],
             eoi_token_index=ids["<end_of_image>"],
             image_token_index=ids["<image_soft_token>"],
             tie_word_embeddings=False,
         )
-        model = Gemma3ForConditionalGeneration(config)
-        model.model.multi_modal_projector.mm_input_projection_weight.data.normal_()  # zero at first: blind
     elif family == "smolvlm":
-        config = SmolVLMConfig(
-            text_config=LlamaConfig(**text),
+        config = transformers.SmolVLMConfig(
+            text_config=transformers.LlamaConfig(**text),
             vision_config=SmolVLMVisionConfig(**VISION, image_size=16, patch_size=4),
             scale_factor=2,
             image_token_id=ids["<image>"],
         )
-        model = SmolVLMForConditionalGeneration(config)
     elif family == "internvl":
-        config = InternVLConfig(
-            text_config=Qwen2Config(**text),
-            vision_config=InternVLVisionConfig(**VISION, image_size=16, patch_size=4),
+        config = transformers.InternVLConfig(
+            text_config=transformers.Qwen2Config(**text),
+            vision_config=transformers.InternVLVisionConfig(**VISION, image_size=16, patch_size=4),
             image_token_id=ids["<IMG_CONTEXT>"],
             image_seq_length=4,
             tie_word_embeddings=False,
         )
-        model = InternVLForConditionalGeneration(config)
     else:
-        config = LlavaConfig(
+        vision = VISION | {"num_hidden_layers": 2, "image_size": 16, "patch_size": 8}
+        config = transformers.LlavaConfig(
             text_config=make_model(vocab_size=len(tokenizer)).config,
-            vision_config=CLIPVisionConfig(**VISION | {"num_hidden_layers": 2}, image_size=16, patch_size=8),
+            vision_config=transformers.CLIPVisionConfig(**vision),
             image_token_id=ids["<image>"],
         )
-        model = LlavaForConditionalGeneration(config)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    if family == "gemma3":
+        model.model.multi_modal_projector.mm_input_projection_weight.data.normal_()  # zero at first: blind
     model.lm_head.weight.data.mul_(20)
     return model
 
@@ -211,10 +158,7 @@ def make_vision_model(family: str, seed: int = 0, tokenizer=None) -> PreTrainedM
 @functools.cache
 def vision_model_on_disk(family: str) -> str:
     """Directory of a `make_vision_model(family)`: a reference model is loaded from where the policy came from."""
-    directory = tempfile.mkdtemp(prefix="fr3e-trl-test-")
-    atexit.register(shutil.rmtree, directory)
-    make_vision_model(family).save_pretrained(directory)
-    return directory
+    return on_disk(make_vision_model(family))
 
 
 def make_image(i: int, size: tuple[int, int] = (16, 16)) -> Image.Image:
@@ -237,11 +181,8 @@ def make_image_dataset(num_prompts: int = 8, form: str = "image") -> Dataset | I
     if form == "image":
         return Dataset.from_dict({"prompt": prompts, "image": images})
     if form == "images":
-        return Dataset.from_dict(
-            {"prompt": prompts, "images": [[image] * (1 + i % 2) for i, image in enumerate(images)]}
-        )
-    examples = [
-        {"prompt": [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}]}
-        for image, text in zip(images, texts, strict=True)
-    ]
+        several = [[image] * (1 + i % 2) for i, image in enumerate(images)]
+        return Dataset.from_dict({"prompt": prompts, "images": several})
+    parts = [[{"type": "image", "image": i}, {"type": "text", "text": t}] for i, t in zip(images, texts, strict=True)]
+    examples = [{"prompt": [{"role": "user", "content": content}]} for content in parts]
     return IterableDataset.from_generator(lambda: iter(examples))

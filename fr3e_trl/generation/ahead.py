@@ -48,7 +48,7 @@ class AheadSampler(VLLMServerSampler):
     def finish(self) -> None:
         """Wait until what has begun is drawn, whether it failed or not."""
         if self._batch is not None:
-            self._batch.thread.join()
+            self._batch.wait()
 
     def abort(self) -> None:
         """Give up what has begun. When this returns, neither a thread is left here nor a request on the server."""
@@ -56,13 +56,14 @@ class AheadSampler(VLLMServerSampler):
         batch, self._batch = self._batch, None
         if batch is not None:
             batch.server.abort()
-            batch.thread.join()
+            batch.wait()
 
     def _begin(self, requests: list[SamplingRequest]) -> list[None]:
         server = self._server.abortable()
         # A copy: the list of tokens that end a completion is changed in place
         asked = copy.deepcopy([self.sampling_params(request) for request in requests])
         self._batch = _Batch(self, server, requests, asked)
+        self._batch.thread.start()  # known by then, so that an interrupt that comes now leaves nobody's thread
         return [None] * len(requests)
 
     def _ask(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
@@ -80,7 +81,7 @@ class AheadSampler(VLLMServerSampler):
             self.abort()
             return super()._ask(requests)
         asked_for = time.monotonic()
-        batch.thread.join()
+        batch.wait()
         self._batch = None
         self.seconds_waited = time.monotonic() - asked_for
         self.seconds_hidden = min(asked_for, batch.ended) - batch.began
@@ -103,8 +104,17 @@ class _Batch:
         self.samples: list[list[Sample]] = []
         self.error: Exception | None = None
         self.began = time.monotonic()
+        self.is_done = threading.Event()
         self.thread = threading.Thread(target=self._run, args=[sampler], daemon=True, name="fr3e-sampling-ahead")
-        self.thread.start()
+
+    def wait(self) -> None:
+        """
+        Wait until everything is drawn, or was given up. Python before 3.13 takes a thread for ended whose `join` was
+        interrupted once.
+        """
+        if self.thread.ident is not None:  # it was started
+            self.is_done.wait()
+            self.thread.join()
 
     def _run(self, sampler: VLLMServerSampler) -> None:
         try:
@@ -112,3 +122,4 @@ class _Batch:
         except Exception as error:
             self.error = error
         self.ended = time.monotonic()
+        self.is_done.set()

@@ -19,9 +19,8 @@ def share(log_odds):
 
 def truth(arm, k=1):
     """pass@k of an arm in the end, over all seeds and prompts that could be drawn; of `None`, at the start."""
-    if arm is None:
-        return expected(START, PROMPTS, k)
-    return expected(START + GAINS[arm], np.hypot.reduce([PROMPTS, SEEDS, RUNS, ARMS, RESTS]), k)
+    spread = PROMPTS if arm is None else np.hypot.reduce([PROMPTS, SEEDS, RUNS, ARMS, RESTS])
+    return expected(START + GAINS.get(arm, 0), spread, k)
 
 
 def expected(log_odds, spread, k=1):
@@ -32,8 +31,7 @@ def expected(log_odds, spread, k=1):
 
 def simulated(generator, num_seeds, arms=("grpo", "fr3e"), num_prompts=48, num_samples=4, num_evals=1, extra=None):
     """A comparison of these arms, with evaluations at the start, in the end, and evenly between."""
-    draw = generator.normal
-    prompts = PROMPTS * draw(size=num_prompts)
+    draw, prompts = generator.normal, PROMPTS * generator.normal(size=num_prompts)
     of_seeds = SEEDS * draw(size=(num_seeds, 1))
     runs = []
     at_start = generator.binomial(num_samples, share(START + prompts))
@@ -60,11 +58,8 @@ def simulated(generator, num_seeds, arms=("grpo", "fr3e"), num_prompts=48, num_s
                         "num_unscored": 0,
                     }
                 )
-            batch = {"reward": 0.5, "differing": 0.4, "signal": 0.8, "rejected": 0.0}
-            batches = [
-                batch | {"generated_tokens": 10 * i, "advantage_mean": 0.0, "advantage_std": 0.5, "reward": i / 10}
-                for i in range(1, 11)
-            ]
+            batch = {"differing": 0.4, "signal": 0.8, "rejected": 0.0, "advantage_mean": 0.0, "advantage_std": 0.5}
+            batches = [batch | {"generated_tokens": 10 * i, "reward": i / 10} for i in range(1, 11)]
             about = {"arm": arm, "seed": seed, "cost": "generated_tokens", "amount": BUDGET}
             runs.append(about | {"evaluations": evaluations, "evaluation_seconds": 1.0, "batches": batches})
     settings = {arm: {"num_prompts": 8, "num_generations": 4, "learning_rate": 1e-3} for arm in arms}

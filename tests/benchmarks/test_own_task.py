@@ -17,8 +17,6 @@ import benchmarks.__main__ as cli
 from benchmarks.arguments import CompareArguments
 from benchmarks.own_task import OwnTask
 
-ROOT = Path(__file__).parents[2]
-
 REWARDS = """
 import os
 import pathlib
@@ -40,70 +38,53 @@ ARMS = {"grpo": {"trainer": "fr3e", "num_anchors": 0}, "fr3e": {"trainer": "fr3e
 
 
 @pytest.fixture(autouse=True)
-def light(monkeypatch):
-    """One thread, as in a worker, and no plots, which take longer than these runs."""
+def task(monkeypatch):
+    """A task in files; one thread, as in a worker, and no plots, which take longer than these runs."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr("benchmarks.report.plot_all", lambda results, headline: [])
+    Path("my_rewards.py").write_text(REWARDS)
+    examples = [{"prompt": f"{i}+{i}=", "question": f"{i}+{i}=", "right": "1"} for i in range(40)]
+    Path("data.jsonl").write_text("\n".join(map(json.dumps, examples)))
     yield
     torch.set_num_threads(num_threads)
 
 
-def write_task():
-    Path("my_rewards.py").write_text(REWARDS)
-    examples = [{"prompt": f"{i}+{i}=", "question": f"{i}+{i}=", "right": "1"} for i in range(40)]
-    Path("data.jsonl").write_text("\n".join(map(json.dumps, examples)))
-
-
-def command(output_dir="out", **settings):
+def command(**settings):
     """Arguments of a comparison of seconds."""
     defaults = {
         "model_name_or_path": model_on_disk(),
         "dataset_name": "data.jsonl",
         "reward_funcs": "my_rewards.py:score",
-        "base": json.dumps(BASE),
-        "arms": json.dumps(ARMS),
+        "base": BASE,
+        "arms": ARMS,
         "generated_tokens": 400,
         "seeds": [0],
         "num_evals": 2,
         "num_heldout": 4,
-        "output_dir": output_dir,
+        "output_dir": "out",
     }
-    given = {name: value for name, value in (defaults | settings).items() if value is not None}
-    return [
-        text
-        for name, value in given.items()
-        for text in (f"--{name}", *map(str, value if isinstance(value, list) else [value]))
-    ]
-
-
-def results_of(output_dir="out"):
-    """All that runs found, but for times."""
-    results = json.loads(Path(output_dir, "results.json").read_text())
-    for result in results["runs"]:
-        del result["evaluation_seconds"]
-        for evaluation in result["evaluations"]:
-            del evaluation["seconds"]
-    return results
+    words = ["compare"]
+    for name, value in (defaults | settings).items():
+        if value is not None:
+            values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+            words += [f"--{name}", *map(str, values)]
+    return words
 
 
 def run(**settings):
-    cli.main(["compare", *command(**settings)])
-    return results_of(settings.get("output_dir", "out"))
+    """All that runs found."""
+    cli.main(command(**settings))
+    return json.loads(Path("out/results.json").read_text())
 
 
 CUT = {"generated_tokens": 1200, "seeds": [0, 1]}  # four runs
 
 
-def test_compares_on_held_out_examples_of_a_file():
-    write_task()
+def test_compares_on_held_out_examples_of_a_file(capsys):
     results = run(**CUT)
-    assert [(result["arm"], result["seed"]) for result in results["runs"]] == [
-        ("grpo", 0),
-        ("fr3e", 0),
-        ("grpo", 1),
-        ("fr3e", 1),
-    ]
+    arms = [(result["arm"], result["seed"]) for result in results["runs"]]
+    assert arms == [("grpo", 0), ("fr3e", 0), ("grpo", 1), ("fr3e", 1)]
     for result in results["runs"]:
         tokens = [batch["generated_tokens"] for batch in result["batches"]]
         assert tokens[-2] < 1200 <= tokens[-1]
@@ -113,10 +94,14 @@ def test_compares_on_held_out_examples_of_a_file():
     # All start from the same policy, and learn
     assert len({json.dumps(result["evaluations"][0]) for result in results["runs"]}) == 1
     assert len({json.dumps(result["evaluations"][-1]["rewards"]) for result in results["runs"]}) > 1
+    # Results of other rewards are not mixed with them
+    Path("my_rewards.py").write_text(REWARDS.replace("/ 2", "/ 3"))
+    with pytest.raises(SystemExit):
+        run(**CUT)
+    assert "has results of other arguments: files was" in capsys.readouterr().err
 
 
 def test_no_prompt_is_held_out_and_trained_on():
-    write_task()
     lines = Path("data.jsonl").read_text().splitlines()
     Path("twice.jsonl").write_text("\n".join(lines + lines[:20]))
     args = CompareArguments(model_name_or_path=model_on_disk(), dataset_name="twice.jsonl")
@@ -131,23 +116,26 @@ def test_no_prompt_is_held_out_and_trained_on():
     assert first != second and set(first) == set(second) == set(splits["train"]["prompt"])
 
 
-def wait_for(*patterns):
-    """Until there are files of these patterns."""
-    deadline = time.monotonic() + 200
-    while not all(list(Path().glob(pattern)) for pattern in patterns):
+def wait_until(holds, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
+def no_workers_are_left():
+    """The pool's own thread waits for them too, and may hear of it first."""
+    return not multiprocessing.active_children()
+
+
 def test_ctrl_c_ends_workers_of_a_gpu_each(request, monkeypatch, capsys):
     """Of three GPUs as the environment has them, two for two workers, which have more to do than they come to."""
-    write_task()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a background job it is ignored
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     def press_ctrl_c():
-        wait_for("device-3", "device-5")
+        wait_until(lambda: Path("device-3").exists() and Path("device-5").exists(), seconds=200)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=press_ctrl_c).start()
@@ -155,10 +143,7 @@ def test_ctrl_c_ends_workers_of_a_gpu_each(request, monkeypatch, capsys):
         run(**CUT | {"generated_tokens": 10**7}, num_workers=2)
     assert ending.value.code == 130
     assert "interrupted. The same command goes on from what is in out." in capsys.readouterr().err
-    give_up = time.monotonic() + 20  # the pool's own thread waits for them too, and may hear of it first
-    while multiprocessing.active_children():
-        assert time.monotonic() < give_up
-        time.sleep(0.1)
+    wait_until(no_workers_are_left)
     assert {path.name for path in Path().glob("device-*")} == {"device-3", "device-5"}
     assert not list(Path("out").glob("runs/*.json"))
 
@@ -169,7 +154,6 @@ def test_ctrl_c_ends_workers_of_a_gpu_each(request, monkeypatch, capsys):
 )
 def test_a_run_that_fails_ends_the_others(ends, message, capsys):
     """At once: they would go on for hours behind the error, and so would those that have not begun."""
-    write_task()
     Path("fails.py").write_text(
         "import os, pathlib\nfrom my_rewards import score as right\n\n"
         "def score(**kwargs):\n"
@@ -180,25 +164,12 @@ def test_a_run_that_fails_ends_the_others(ends, message, capsys):
     with pytest.raises(SystemExit):
         run(**CUT | {"generated_tokens": 10**7, "reward_funcs": "fails.py:score"}, num_workers=2)
     assert message in capsys.readouterr().err
-    give_up = time.monotonic() + 20
-    while multiprocessing.active_children():
-        assert time.monotonic() < give_up
-        time.sleep(0.1)
+    wait_until(no_workers_are_left)
     assert not list(Path("out").glob("runs/*.json"))
 
 
-def test_results_of_other_rewards_are_not_mixed(capsys):
-    write_task()
-    run(arms=json.dumps({"grpo": ARMS["grpo"]}), reference="grpo")
-    Path("my_rewards.py").write_text(REWARDS.replace("/ 2", "/ 3"))
-    with pytest.raises(SystemExit):
-        run(arms=json.dumps({"grpo": ARMS["grpo"]}), reference="grpo", seeds=[0, 1])
-    assert "has results of other arguments: files was" in capsys.readouterr().err
-
-
 def test_arms_by_default_differ_in_the_trainer_alone():
-    write_task()
-    settings = {"arms": None, "base": json.dumps({"max_completion_length": 8}), "generated_tokens": 1}
+    settings = {"arms": None, "base": {"max_completion_length": 8}, "generated_tokens": 1}
     results = run(**settings, eval_dataset_name="data.jsonl", num_evals=1)
     one, other = results["arms"]["grpo"], results["arms"]["fr3e"]
     assert (one.pop("trainer"), other.pop("trainer")) == ("grpo", "fr3e")
@@ -210,40 +181,34 @@ def test_arms_by_default_differ_in_the_trainer_alone():
 
 
 @pytest.mark.parametrize(
-    ("budget", "cost", "amount"), [("training_rows", "training_rows", 40), ("train_seconds", "seconds", 0.5)]
+    ("budget", "amount", "cost", "told"),
+    [
+        ("training_rows", 40, "training_rows", "training rows"),
+        ("train_seconds", 0.5, "seconds", "CPU (or GPU) seconds"),
+    ],
 )
-def test_other_stops(budget, cost, amount):
-    write_task()
-    settings = {"generated_tokens": None, budget: amount, "arms": json.dumps({"fr3e": ARMS["fr3e"]})}
-    cli.main(["compare", *command(**settings)])
-    (result,) = json.loads(Path("out/results.json").read_text())["runs"]
+def test_other_stops(budget, amount, cost, told):
+    (result,) = run(generated_tokens=None, arms={"fr3e": ARMS["fr3e"]}, **{budget: amount})["runs"]
     assert result["evaluations"][0][cost] == 0 and result["evaluations"][-1][cost] >= amount
-    if cost == "training_rows":
-        assert len(result["batches"]) == 3  # of 16 rows
-    report = Path("out/report.md").read_text()
-    assert f"arms at equal {'training rows' if cost == 'training_rows' else 'CPU (or GPU) seconds'}" in report
+    assert cost == "seconds" or len(result["batches"]) == 3  # of 16 rows
+    assert f"arms at equal {told}" in Path("out/report.md").read_text()
 
 
 def test_conversational_prompts_and_an_adapter(capsys):
     """Of columns, with a system prompt, and a test split of its own; an asynchronous reward that does not score all."""
-    write_task()
     Path("data").mkdir()
-    questions = [
-        json.dumps({"question": json.loads(row)["question"]}) for row in Path("data.jsonl").read_text().splitlines()
-    ]
+    rows = map(json.loads, Path("data.jsonl").read_text().splitlines())
+    questions = "\n".join(json.dumps({"question": row["question"]}) for row in rows)
     for split in ("train", "test"):
-        Path(f"data/{split}.jsonl").write_text("\n".join(questions))
+        Path(f"data/{split}.jsonl").write_text(questions)
     columns = {"dataset_name": "data", "prompt_column": "question", "system_prompt": "1", "use_peft": True}
     rewards = {"reward_funcs": ["my_rewards.py:of_messages", "my_rewards.py:of_messages"]}
-    results = run(**columns, **rewards, arms=json.dumps({"fr3e": ARMS["fr3e"]}), num_heldout=100)
+    results = run(**columns, **rewards, arms={"fr3e": ARMS["fr3e"]}, num_heldout=100)
     assert results["arguments"]["num_heldout"] == 40
     assert "num_heldout=100: 40 prompts are held out" in "".join(capsys.readouterr())
-    (result,) = results["runs"]
-    assert {reward for of_prompt in result["evaluations"][0]["rewards"] for reward in of_prompt} == {
-        0.0,
-        2.0,
-    }  # of both
-    assert result["evaluations"][-1]["rewards"] != result["evaluations"][0]["rewards"]
+    first, *_, last = (evaluation["rewards"] for evaluation in results["runs"][0]["evaluations"])
+    assert {reward for of_prompt in first for reward in of_prompt} == {0.0, 2.0}  # of both
+    assert last != first
 
 
 @pytest.mark.parametrize(
@@ -253,22 +218,16 @@ def test_conversational_prompts_and_an_adapter(capsys):
         ({"model_name_or_path": "no_weights"}, "model_name_or_path='no_weights': "),
         ({"dataset_name": "one.jsonl"}, "dataset_name='one.jsonl' has 1 example(s), too few"),
         ({"eval_dataset_name": "nowhere.jsonl"}, "dataset_name='nowhere.jsonl', split 'train': Unable to find"),
-        (
-            {"dataset_name": "few.jsonl", "base": json.dumps(BASE | {"num_prompts": 5})},
-            "num_prompts=5 must be at most num_train_examples=4",
-        ),
+        ({"dataset_name": "few.jsonl", "base": BASE | {"num_prompts": 5}}, "=5 must be at most num_train_examples=4"),
         ({"dataset_streaming": True}, "dataset_streaming=True cannot be"),
-        (
-            {"base": '{"num_anchor": 1}'},
-            "Arm 'grpo': There is no setting 'num_anchor' for trainer='fr3e'. Did you mean num_anchors",
-        ),
+        ({"base": {"num_anchor": 1}}, "Arm 'grpo': There is no setting 'num_anchor' for trainer='fr3e'. Did you mean"),
         ({"training_rows": 5}, "One of generated_tokens, training_rows, train_seconds ends the runs, and 2 are set"),
         ({"generated_tokens": None, "training_rows": 9, "tuning_tokens": 5}, "tuning_tokens=5 are part of generated"),
         ({"task": "chain"}, "dataset_name='data.jsonl' is of a task of your own. Leave it out, or task='chain'"),
         ({"policy": "x"}, "policy='x' is of a task of the bench"),
-        ({"base": json.dumps(BASE | {"use_vllm": True})}, "keeps its memory when a run is over"),
+        ({"base": BASE | {"use_vllm": True}}, "keeps its memory when a run is over"),
         (
-            {"base": json.dumps(BASE | {"use_vllm": True, "vllm_mode": "server"}), "num_workers": 2},
+            {"base": BASE | {"use_vllm": True, "vllm_mode": "server"}, "num_workers": 2},
             "a vLLM server has the weights of one run. Set num_workers=1, not 2",
         ),
         ({"learnign_rate": 1}, "unrecognized arguments: --learnign_rate. Did you mean --learning_rates"),
@@ -276,14 +235,13 @@ def test_conversational_prompts_and_an_adapter(capsys):
     ],
 )
 def test_errors_of_usage_take_one_line(settings, message, capsys):
-    write_task()
     lines = Path("data.jsonl").read_text().splitlines()
     Path("one.jsonl").write_text(lines[0])
     Path("few.jsonl").write_text("\n".join(lines[:5]))
     if settings.get("model_name_or_path") == "no_weights":
         shutil.copytree(model_on_disk(), "no_weights", ignore=lambda _, names: [n for n in names if "safetensors" in n])
     with pytest.raises(SystemExit) as ending:
-        cli.main(["compare", *command(**settings)])
+        run(**settings)
     assert ending.value.code == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
     assert line.startswith("python -m benchmarks compare: error: ") and message in line

@@ -1,15 +1,21 @@
-"""The report of a comparison: intervals that hold the truth as often as they say, and a page that one can read."""
+"""A comparison's plan, and its report: intervals that hold the truth as often as they say, and a readable page."""
 
+import itertools
+import json
 import re
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
+from models import model_on_disk
 from simulated import GAINS, PROMPTS, expected, share, simulated, truth
 
+from benchmarks.arguments import CompareArguments
+from benchmarks.compare import plan_of
 from benchmarks.estimates import difference, final_rates, mean_rates, of_arm, verdict_of
 from benchmarks.outcomes import has_collapsed
-from benchmarks.report import markdown, sections, write_report
+from benchmarks.report import costs, markdown, sections, verdict, write_report
 from benchmarks.statistics import DIFFERENCE_OF_SHARES, SHARE, mean_interval
 from benchmarks.tables import speed, tuning_table
 from fr3e_trl.commands.answers import with_interval
@@ -24,32 +30,24 @@ def test_intervals_hold_the_truth(num_seeds):
     generator = np.random.default_rng(num_seeds)
     arms = ("grpo", "shared", "fr3e")  # the first two are as good
     means = {arm: (truth(arm) + truth(None)) / 2 for arm in arms}  # along runs that are evaluated at their ends
-    true = {"mean": means["fr3e"], "end": truth("fr3e"), "pass@4": truth("fr3e", 4)}
-    true |= {"difference": means["fr3e"] - means["grpo"], "no difference": 0.0}
-    held, of_seeds = dict.fromkeys(true, 0), 0
+    ends, differences = (truth("fr3e"), truth("fr3e", 4)), (means["fr3e"] - means["grpo"], 0.0)
+    true = np.array([means["fr3e"], *ends, *differences, means["fr3e"]])
+    measures = (mean_rates, final_rates, partial(final_rates, k=4))
+    held = []
     for _ in range(NUM_DRAWN):
         results = simulated(generator, num_seeds, arms)
-        intervals = {
-            "mean": of_arm(results, "fr3e", mean_rates, SHARE),
-            "end": of_arm(results, "fr3e", final_rates, SHARE),
-            "pass@4": of_arm(results, "fr3e", partial(final_rates, k=4), SHARE),
-            "difference": difference(results, "fr3e"),
-            "no difference": difference(results, "shared"),
-        }
-        for name, interval in intervals.items():
-            low, high = DIFFERENCE_OF_SHARES if "difference" in name else SHARE
+        intervals = [of_arm(results, "fr3e", measure, SHARE) for measure in measures]
+        intervals += [difference(results, arm) for arm in ("fr3e", "shared")]
+        for interval, (low, high) in zip(intervals, [SHARE] * 3 + [DIFFERENCE_OF_SHARES] * 2, strict=True):
             assert low <= interval.low <= interval.mean <= interval.high <= high
-            held[name] += interval.low <= true[name] <= interval.high
-        alone = mean_interval([float(mean_rates(run).mean()) for run in results.of_arm("fr3e")])
-        of_seeds += alone.low <= true["mean"] <= alone.high
-    shares = {name: count / NUM_DRAWN for name, count in held.items()}
-    print(num_seeds, shares, of_seeds / NUM_DRAWN)
+        intervals.append(mean_interval([float(mean_rates(run).mean()) for run in results.of_arm("fr3e")]))
+        held.append([interval.low <= value <= interval.high for interval, value in zip(intervals, true, strict=True)])
+    *shares, of_seeds = np.mean(held, axis=0)
     # The standard deviation of a share is .015. With few seeds, the two parts of the chance, each with its own
     # Student's t, hold the truth more often, and never less
-    assert all(held_share >= 0.92 for held_share in shares.values()), shares
-    assert all(held_share <= (0.98 if num_seeds >= 5 else 1) for held_share in shares.values()), shares
+    assert min(shares) >= 0.92 and max(shares) <= (0.98 if num_seeds >= 5 else 1), shares
     if num_seeds == 10:  # of which the interval over seeds alone, with the prompts as they are, says nothing
-        assert of_seeds / NUM_DRAWN < 0.85
+        assert of_seeds < 0.85
 
 
 @pytest.mark.parametrize("log_odds", [-2.5, -0.5, 1.0, 3.0])
@@ -57,23 +55,18 @@ def test_intervals_hold_the_truth(num_seeds):
 def test_intervals_of_an_evaluation_hold_the_truth(num_problems, log_odds):
     """With eight samples or one of each problem, from rates of .1 to .998."""
     generator, num_drawn = np.random.default_rng(num_problems), 400
-    by_name = {"pass@1": [], "pass@4": [], "one sample": []}
+    true = {k: expected(log_odds, PROMPTS, k) for k in (1, 4)}
+    of_eight = {k: [best_of_k([1.0] * n + [0.0] * (8 - n), k) for n in range(9)] for k in (1, 4)}
+    held = np.zeros(3)  # pass@1, pass@4, and one sample of each
     for _ in range(num_drawn):
         rates = share(log_odds + PROMPTS * generator.normal(size=num_problems))
-        right = generator.binomial(8, rates).tolist()
-        for k in (1, 4):
-            by_name[f"pass@{k}"].append(with_interval([OF_EIGHT[k][n] for n in right], are_shares=True))
-        by_name["one sample"].append(with_interval(generator.binomial(1, rates).tolist(), are_shares=True))
-    one, best = (expected(log_odds, PROMPTS, k) for k in (1, 4))
-    true = {"pass@1": one, "pass@4": best, "one sample": one}
-    for name, intervals in by_name.items():
-        held = sum(interval["low"] <= true[name] <= interval["high"] for interval in intervals)
-        assert held >= 0.92 * num_drawn, (name, held)
-        # The standard deviation is .011. Next to 0 and 1 they are to hold it more often, and elsewhere not
-        assert held <= (0.98 if num_problems > 12 and 0.2 < true[name] < 0.8 else 1) * num_drawn, (name, held)
-
-
-OF_EIGHT = {k: [best_of_k([1.0] * n + [0.0] * (8 - n), k) for n in range(9)] for k in (1, 4)}
+        right = generator.binomial(8, rates)
+        samples = [np.take(of_eight[k], right) for k in (1, 4)] + [generator.binomial(1, rates)]
+        intervals = [with_interval(of_one.tolist(), are_shares=True) for of_one in samples]
+        held += [one["low"] <= true[k] <= one["high"] for one, k in zip(intervals, (1, 4, 1), strict=True)]
+    # The standard deviation is .011. Next to 0 and 1 they are to hold it more often, and elsewhere not
+    for number, k in zip(held / num_drawn, (1, 4, 1), strict=True):
+        assert 0.92 <= number <= (0.98 if num_problems > 12 and 0.2 < true[k] < 0.8 else 1), held
 
 
 def test_an_evaluation_with_all_right_is_not_sure():
@@ -82,9 +75,8 @@ def test_an_evaluation_with_all_right_is_not_sure():
 
     So it is Wilson's interval of 49 draws, 49 / (49 + 2.0096²) to 1.
     """
-    assert with_interval([1.0] * 48, are_shares=True) == pytest.approx(
-        {"mean": 1.0, "low": 49 / (49 + 2.0096**2), "high": 1.0}, abs=1e-4
-    )
+    of_all = {"mean": 1.0, "low": 49 / (49 + 2.0096**2), "high": 1.0}
+    assert with_interval([1.0] * 48, are_shares=True) == pytest.approx(of_all, abs=1e-4)
     alike = with_interval([0.3] * 5, are_shares=True)
     assert alike["low"] < 0.2 and alike["high"] > 0.4
     assert with_interval([0.2, 0.4], are_shares=False)["low"] < 0  # with rewards of other bounds
@@ -131,23 +123,27 @@ def test_no_figure_is_impossible(num_seeds):
         assert 0 <= float(low) < float(mean) < float(high) <= 1
 
 
-def test_a_level_that_a_run_begins_at_has_no_ratio():
+def test_where_no_arm_improved_nothing_is_measured():
+    """And a level that a run begins at has no ratio."""
     assert speed(compared(3), "fr3e", "grpo", "generated_tokens", level=0.0) == "3 runs"
+    fallen = compared(3)
+    for run in fallen.runs:
+        for evaluation in run["evaluations"][1:]:
+            evaluation["rewards"] = [[0.0] * len(rewards) for rewards in evaluation["rewards"]]
+    assert verdict(fallen).startswith("No arm improved. ") and "¾" not in costs(fallen)
+    assert speed(fallen, "fr3e", "grpo", "generated_tokens", fallen.levels()["¾"]) == "not measured"
 
 
-@pytest.mark.parametrize(
-    ("rewards", "expected"),
-    [
-        ([0.1, 0.5, 0.2], True),
-        ([0.1, 0.5, 0.3, 0.26], False),
-        ([0.1, 0.5, 0.2, 0.5], False),  # it came back
-        ([0.02, 0.04, 0.01], False),  # that is noise
-        ([-0.9, -0.3, -0.34], False),  # of rewards below 0, by half of what it gained
-        ([-0.9, -0.3, -0.8], True),
-    ],
-)
-def test_collapse(rewards, expected):
-    assert has_collapsed({"evaluations": [{"rewards": [[reward]]} for reward in rewards]}) == expected
+def test_collapse():
+    for is_so, *rewards in (
+        (True, 0.1, 0.5, 0.2),
+        (False, 0.1, 0.5, 0.3, 0.26),
+        (False, 0.1, 0.5, 0.2, 0.5),  # it came back
+        (False, 0.02, 0.04, 0.01),  # that is noise
+        (False, -0.9, -0.3, -0.34),  # of rewards below 0, by half of what it gained
+        (True, -0.9, -0.3, -0.8),
+    ):
+        assert has_collapsed({"evaluations": [{"rewards": [[reward]]} for reward in rewards]}) == is_so, rewards
 
 
 def test_a_batch_size_is_told_in_its_column():
@@ -156,37 +152,64 @@ def test_a_batch_size_is_told_in_its_column():
     results = compared(2, extra=grid)
     for arm, settings in results.arms.items():
         results.tokens_per_prompt[arm] = 1000.0
-        for run in list(results.of_arm(arm)):
-            for num_prompts in (2, 6):
-                point = {**settings, "num_prompts": num_prompts, "num_iterations": 1}
-                results.screening.append({**run, "settings": point})
-                results.tuning.append({**run, "settings": point})
+        for run, num_prompts in itertools.product(results.of_arm(arm), (2, 6)):
+            point = {**run, "settings": {**settings, "num_prompts": num_prompts, "num_iterations": 1}}
+            results.screening.append(point)
+            results.tuning.append(point)
         results.arms[arm] = settings | {"num_prompts": 6, "num_iterations": 1}
     for row in tuning_table(results).rows:
         _, _, first, second, third, *_ = row
         assert first == second and not first.startswith("**") and third == f"**{first}**"
 
 
-def test_runs_that_do_not_start_alike_are_told_of():
-    results = compared(2)
+def test_what_is_out_of_the_ordinary_is_told(tmp_path):
+    """Runs that do not start alike, trees that never branched, and prompts without a score."""
+    results = compared(3)
     assert "Runs begin at" not in report_of(results)
-    results.runs[0]["evaluations"][0]["rewards"][0] = [1.0] * 4
-    results.runs[1]["evaluations"][0]["rewards"][0] = [0.0] * 4
-    assert re.search(r"Runs begin at pass@1 of 0\.\d{4} to 0\.\d{4}: ", report_of(results))
-
-
-def test_a_run_whose_trees_never_branched_is_reported(tmp_path):
-    results = compared(2)
+    first, second = (run["evaluations"][0] for run in results.runs[:2])
+    first["rewards"][0], second["rewards"][0] = [1.0] * 4, [0.0] * 4
     for batch in results.runs[0]["batches"]:
         batch["differing"] = float("nan")
     write_report(results, tmp_path)
-    assert (tmp_path / "report.md").exists()
-
-
-def test_prompts_without_a_score_leave_intervals_over_seeds():
-    results = compared(3)
-    first = results.runs[0]["evaluations"][0]
+    assert re.search(r"Runs begin at pass@1 of 0\.\d{4} to 0\.\d{4}: ", (tmp_path / "report.md").read_text())
     first["num_unscored"], first["rewards"] = 1, first["rewards"][1:]
     assert "intervals are over seeds alone" in report_of(results)
     values = [float(np.mean(mean_rates(run))) for run in results.of_arm("grpo")]
     assert of_arm(results, "grpo", mean_rates, SHARE) == mean_interval(values, SHARE)
+
+
+def test_plan():
+    """Runs and tokens of each stage, and nothing is run; hours by what an earlier call has measured."""
+    args = CompareArguments(
+        task="chain",
+        policy=model_on_disk(),
+        output_dir="out",
+        base={"num_generations": 4, "num_iterations": 3, "epsilon_high": 0.28, "scale_rewards": "none"},
+        arms={"fr3e": {"trainer": "fr3e"}, "grpo": {"trainer": "grpo"}},
+        generated_tokens=500,
+        seeds=[0, 1],
+        num_evals=2,
+        learning_rates=[1e-3, 3e-3, 1e-2],
+        tokens_per_batch=[300],
+        tuning_tokens=100,
+        tuning_finalists=2,
+        tuning_seeds=[7, 8, 9],
+        plan=True,
+    )
+    # 2 arms: 3 rates × 2 seeds of 100 tokens; 2 finalists × 3 seeds, and 2 seeds, of 500
+    assert plan_of(args).splitlines() == [
+        "Plan: 9,200 generated tokens, with what is done already",
+        "  screening: 12 runs of 100 generated tokens",
+        "  finalists: 12 runs of 500 generated tokens",
+        "  runs: 4 runs of 500 generated tokens",
+    ]
+    assert not Path("out").exists()
+    # A token takes 1 + 2 · 0.5 seconds with three updates. Runs of 100 tokens have two evaluations, and others three
+    probed = {"tokens_per_prompt": 100.0, "batch": 1.0, "update": 0.5, "evaluation": 90.0}
+    Path("out").mkdir()
+    Path("out/probes.json").write_text(json.dumps({"fr3e": probed, "grpo": probed}))
+    told = [line.rpartition(", with")[0] or line for line in plan_of(args).splitlines()]
+    assert [line.rpartition(", ")[2] for line in told] == [f"{h} hours of one worker" for h in (6.9, 1.3, 4.2, 1.4)]
+    probed |= {"batch": 0.01, "update": 0.0, "evaluation": 0.1}
+    Path("out/probes.json").write_text(json.dumps({"fr3e": probed, "grpo": probed}))
+    assert "generated tokens, 2 minutes of one worker, with" in plan_of(args)

@@ -1,5 +1,6 @@
 """The bench's task with a tool: the register, conversations with it, and what is measured of them."""
 
+import functools
 import random
 import re
 import subprocess
@@ -20,16 +21,10 @@ from benchmarks.policies import demonstrations, starting_policy
 from benchmarks.tasks import TASKS, Search
 from benchmarks.tasks.search import KIND, MEANINGS, REGISTER, RELATIONS, look_up
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TASK = TASKS["search"]
-GRPO = {
-    "trainer": "grpo",
-    "num_prompts": 4,
-    "num_generations": 4,
-    "num_train_examples": 16,
-    "learning_rate": 1e-3,
-    "epsilon_high": None,
-    "scale_rewards": "none",
-}
+GRPO = {"trainer": "grpo", "num_prompts": 4, "num_generations": 4, "num_train_examples": 16, "learning_rate": 1e-3}
+GRPO |= {"epsilon_high": None, "scale_rewards": "none"}
 
 
 def call(name, relation, title="kin"):
@@ -64,22 +59,20 @@ def test_demonstrations_without_noise_find_the_answer():
 # Messages and tokens
 
 
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
+def test_reward():
+    looked_up = [call("keru", "home"), found("town bado")]
+    for completion, reward in (
         ([said("= bado")], 1.0),
-        ([call("keru", "home"), found("town bado"), said("= bado")], 1.0),
-        ([call("keru", "home"), found("town bado"), said("= keru")], 0.0),
-        ([call("keru", "home"), found("town bado"), said("bado")], 0.0),
-        ([call("keru", "home"), found("town bado"), said("= bado = bado")], 0.0),
+        ([*looked_up, said("= bado")], 1.0),
+        ([*looked_up, said("= keru")], 0.0),
+        ([*looked_up, said("bado")], 0.0),
+        ([*looked_up, said("= bado = bado")], 0.0),
         ([call("keru", "home"), found("= bado")], 0.0),  # it is the tool that says so
         ([call("keru", "home", "= bado")], 0.0),  # and goes on
         ([said("")], 0.0),
-    ],
-)
-def test_reward(completion, reward):
-    prompt = [{"role": "user", "content": "town keru : kin ="}]
-    assert TASK.reward([completion], answer=["bado"], prompt=[prompt]) == [reward]
+    ):
+        prompt = [{"role": "user", "content": "town keru : kin ="}]
+        assert TASK.reward([completion], answer=["bado"], prompt=[prompt]) == [reward], completion
 
 
 class Reciter(Qwen3ForCausalLM):
@@ -101,11 +94,8 @@ def test_a_demonstration_is_what_the_loop_makes_of_it():
     """Token by token, with what the tool answers, up to the limit of calls; only the others are the policy's."""
     tokenizer, rows = TASK.make_tokenizer(), demonstrations(TASK, 24)
     rendered = [tokenizer.apply_chat_template(row["prompt"] + row["completion"], return_dict=False) for row in rows]
-    model = Reciter(
-        Qwen3Config(
-            vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, intermediate_size=16, pad_token_id=0
-        )
-    )
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+    model = Reciter(Qwen3Config(**sizes, pad_token_id=0))
     model.known = rendered
     made = []
 
@@ -113,23 +103,11 @@ def test_a_demonstration_is_what_the_loop_makes_of_it():
         made.extend(zip(prompts, completions, completion_ids, strict=True))
         return [0.0] * len(prompts)
 
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=keep,
-        args=GRPOConfig(
-            **CPU,
-            per_device_train_batch_size=48,
-            num_generations=2,
-            max_steps=1,
-            max_completion_length=TASK.max_completion_length,
-            max_tool_calling_iterations=TASK.max_tool_calling_iterations,
-            generation_kwargs={"use_cache": False},
-            gradient_checkpointing=False,
-        ),
-        train_dataset=rows.select_columns("prompt"),
-        processing_class=tokenizer,
-        tools=list(TASK.tools),
-    )
+    settings = {name: getattr(TASK, name) for name in ("max_completion_length", "max_tool_calling_iterations")}
+    settings |= {"generation_kwargs": {"use_cache": False}, "gradient_checkpointing": False}
+    args = GRPOConfig(**CPU | settings, per_device_train_batch_size=48, num_generations=2, max_steps=1)
+    prompts, tools = rows.select_columns("prompt"), list(TASK.tools)
+    trainer = GRPOTrainer(model, keep, args, prompts, processing_class=tokenizer, tools=tools)
     trainer.train()
     assert len(made) == 48
     for prompt, completion, ids in made:
@@ -158,21 +136,23 @@ def policy(tmp_path_factory):
 class Counted(Search):
     """The same, counting what the tool is asked."""
 
-    calls: list = []  # noqa: RUF012
+    def __init__(self):
+        super().__init__()
+        self.__dict__["calls"] = []  # it is frozen
 
     @property
     def tools(self):
-        def counting(key: str, relation: str) -> str:
-            self.calls.append((key, relation))
-            return look_up(key, relation)
+        @functools.wraps(look_up)
+        def counting(*args, **kwargs):
+            found = look_up(*args, **kwargs)
+            self.calls.append(found)
+            return found
 
-        counting.__name__, counting.__doc__ = look_up.__name__, look_up.__doc__
         return (counting,)
 
 
 def test_calls_of_training_are_counted(policy, tmp_path):
     task = Counted()
-    task.calls.clear()
     trainer = make_trainer(GRPO, policy, task, tmp_path, seed=0, max_steps=2, logging_steps=1)
     trainer.train()
     assert trainer.costs.tool_calls > 16
@@ -188,7 +168,6 @@ def test_calls_of_training_are_counted(policy, tmp_path):
 def test_trees_are_counted_by_what_is_sampled_and_called(policy, tmp_path):
     """A branch asks nothing again that its prefix has asked."""
     task, sampled = Counted(), []
-    task.calls.clear()
     settings = {"trainer": "fr3e", "num_base_trajectories": 1, "num_anchors": 3, "credit": "tree"}
     trainer = make_trainer(GRPO | settings | {"epsilon_high": 0.2}, policy, task, tmp_path, seed=0, max_steps=1)
     inner = trainer.sampler.sampler
@@ -213,7 +192,6 @@ def test_evaluation_has_the_loop_and_leaves_no_trace(policy, tmp_path):
     trainer = make_trainer(GRPO | {"temperature": 0.5}, policy, task, tmp_path, 0, max_completion_length=32)
     trainer.model.train()
     config, state = trainer.generation_config, torch.get_rng_state()
-    task.calls.clear()
     first = measured(trainer, task)
     assert len(task.calls) > 16 and trainer.costs.tool_calls == 0
     assert trainer.generation_config is config and trainer.max_completion_length == 32 and trainer.model.training
@@ -243,41 +221,21 @@ def test_entropy_is_of_what_the_policy_writes(policy, tmp_path, monkeypatch):
 # The example
 
 
-ROOT = Path(__file__).parents[2]
-SHORT = (
-    "--max_steps=1",
-    "--num_train_examples=8",
-    "--num_heldout=4",
-    "--per_device_train_batch_size=16",
-    "--num_generations=4",
-)
-
-
-@pytest.fixture
-def agent(monkeypatch):
-    """The script as a module."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    import agent
-
-    return agent
-
-
-def check_measured_and_saved(output, directory):
-    number = r"([\d.]+)"
-    pattern = rf"Held-out questions (\w+) training: {number}% right, {number} look-ups an answer"
-    before, after = re.findall(pattern, output)
-    assert (before[0], after[0]) == ("before", "after") and float(before[2]) > 0.5 and float(after[2]) > 0.5
-    assert AutoTokenizer.from_pretrained(directory).response_template == TASK.make_tokenizer().response_template
-
-
 def test_agent_is_launched_with_a_model(policy, tmp_path):
-    command = [sys.executable, str(ROOT / "examples" / "agent.py"), f"--model_name_or_path={policy}", *SHORT]
+    command = [sys.executable, str(EXAMPLES / "agent.py"), f"--model_name_or_path={policy}", "--max_steps=1"]
+    command += ["--num_train_examples=8", "--num_heldout=4", "--per_device_train_batch_size=16", "--num_generations=4"]
     result = subprocess.run([*command, f"--output_dir={tmp_path}"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    check_measured_and_saved(result.stdout, tmp_path)
+    pattern = r"Held-out questions (\w+) training: [\d.]+% right, ([\d.]+) look-ups an answer"
+    before, after = re.findall(pattern, result.stdout)
+    assert (before[0], after[0]) == ("before", "after") and float(before[1]) > 0.5 and float(after[1]) > 0.5
+    assert AutoTokenizer.from_pretrained(tmp_path).response_template == TASK.make_tokenizer().response_template
 
 
-def test_agent_tells_a_model_what_to_do(agent):
+def test_agent_tells_a_model_what_to_do_and_rewards_it(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import agent
+
     told, untold = (agent.questions("train", 3, 5, prompt) for prompt in (agent.SYSTEM_PROMPT, None))
     assert untold.to_list() == TASK.examples("train", 3, 5).to_list()
     for with_prompt, without in zip(told, untold, strict=True):
@@ -285,12 +243,7 @@ def test_agent_tells_a_model_what_to_do(agent):
         assert opening["role"] == "system" and question == without["prompt"]
         assert all(relation in opening["content"] for relation in RELATIONS)
         assert with_prompt["answer"] == without["answer"]
-
-
-@pytest.mark.parametrize(
-    ("content", "reward"),
-    [("= bado", 1.0), ("It is = bado.", 0.0), ("So it is\n= bado ", 1.0), ("bado", 1.0), ("", 0.0)],
-)
-def test_agent_reward(agent, content, reward):
-    assert agent.is_right([[call("keru", "home"), found("town bado"), said(content)]], ["bado"]) == [reward]
-    assert agent.is_right([[call("keru", "home"), found(content)]], ["bado"]) == [0.0]
+    answers = {"= bado": 1.0, "It is = bado.": 0.0, "So it is\n= bado ": 1.0, "bado": 1.0, "": 0.0}
+    for content, reward in answers.items():
+        assert agent.is_right([[call("keru", "home"), found("town bado"), said(content)]], ["bado"]) == [reward]
+        assert agent.is_right([[call("keru", "home"), found(content)]], ["bado"]) == [0.0]

@@ -26,25 +26,15 @@ class Case:
     Something that cannot work.
 
     Args:
-        name (`str`):
-            Name of the case, unique in its category.
-        command (`str` or `Callable`):
-            Arguments of `fr3e`, as a shell has them, with `{url}` for the address of `server`. Or a function of the
-            API, which must raise.
-        says (`tuple[str, ...]`):
-            What the line that the user gets must have in it.
-        files (`Mapping[str, str or bytes]`):
-            Files of the directory, beside data.jsonl, rewards.py and model.
-        after (`str`, *optional*):
-            A command whose results are in `out` before. It is run once for all cases.
-        setup (`Callable`, *optional*):
-            Is called in the directory before the command.
-        server (`Mapping[str, tuple[int, str]]`):
-            Status and body that a server answers at each path; 404 at others.
-        largest_file (`int`, *optional*):
-            Bytes of the largest file that may be written, as by a full disk.
-        is_process (`bool`):
-            Whether the command is run in a process of its own.
+        name: unique in its category.
+        command: arguments of `fr3e`, as a shell has them, with `{url}` for the address of `server`. Or a function of
+            the API, which must raise.
+        says: what the line that the user gets must have in it.
+        files: files of the directory, beside data.jsonl, rewards.py and model.
+        after: a command whose results are in `out` before. It is run once for all cases.
+        setup: is called in the directory before the command.
+        server: status and body that a server answers at each path; 404 at others.
+        largest_file: bytes of the largest file that may be written, as by a full disk.
     """
 
     name: str
@@ -55,11 +45,14 @@ class Case:
     setup: Setup | None = None
     server: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     largest_file: int | None = None
-    is_process: bool = False
 
     def arguments(self, url: str) -> list[str]:
         assert isinstance(self.command, str)
         return [word.replace("{url}", url) for word in shlex.split(self.command)]
+
+
+def case(name: str, command: str | Callable[[], Any], *says: str, **further: Any) -> Case:
+    return Case(name, command, says, **further)
 
 
 def change(path: str, edit: Callable[[bytes], bytes]) -> Setup:
@@ -75,17 +68,14 @@ def change(path: str, edit: Callable[[bytes], bytes]) -> Setup:
 
 
 def cut(path: str) -> Setup:
-    """A setup that cuts files in half."""
     return change(path, lambda content: content[: len(content) // 2])
 
 
 def replace(path: str, content: str) -> Setup:
-    """A setup that replaces the content of files."""
     return change(path, lambda _: content.encode())
 
 
 def remove(path: str) -> Setup:
-    """A setup that removes files."""
     return lambda: [file.unlink() for file in sorted(Path().glob(path))]
 
 

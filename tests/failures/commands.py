@@ -1,118 +1,104 @@
-"""Commands, their arguments, and recipes."""
+"""Commands, their arguments, recipes, and settings of training that cannot be."""
 
-from .case import EVAL, TRAIN, Case
+from .case import EVAL, TRAIN, Case, case
 
 CPU = "--output_dir=out --bf16=false --use_cpu=true"
+SAVED = f"{TRAIN} --save_strategy=steps --save_steps=1"
+ADAPTER = f"{TRAIN} --use_peft=true --lora_target_modules all-linear"
+OF_ADAPTER = ("model_name_or_path='out'", "LoRA adapter", "merge")
+NO_STEPS = {"run/trees/metrics.jsonl": ""}
+
+
+def recipe(name: str, content: str | bytes, *says: str, command: str = "train", other: str | None = None) -> Case:
+    """A recipe with this content, beside another."""
+    files = {"r.yaml": content} | ({} if other is None else {"other.yaml": other})
+    return case(f"recipe {name}", f"{command} --config r.yaml", *says, files=files)
+
+
+def refused(setting: str, *says: str) -> Case:
+    return case(setting, f"{TRAIN} --{setting}", *says)
+
 
 CASES = [
-    Case("misspelt command", "trian", ("trian", "train")),
-    Case("capital command", "Train", ("Train", "train")),
+    case("misspelt command", "trian", "fr3e: error:", "trian", "train"),
     *[
-        Case(name, f"{name} --help", (f"clone of the repository: run `python -m benchmarks {name}`",))
+        case(name, f"{name} --help", f"clone of the repository: run `python -m benchmarks {name}`")
         for name in ("compare", "pooled", "cost", "make-policy")
     ],
     # train
-    Case("train nothing", "train", ("model_name_or_path is not set", "--config")),
-    Case("train no dataset", f"train {CPU} --model_name_or_path=model", ("dataset_name is not set",)),
-    Case("train unknown argument", f"{TRAIN} --learnign_rate=1", ("--learnign_rate=1",)),
-    Case("train argument without a value", f"{TRAIN} --max_steps", ("--max_steps", "expected one argument")),
-    Case("train text for a number", f"{TRAIN} --learning_rate=fast", ("--learning_rate", "fast")),
-    Case("train fraction for a count", f"{TRAIN} --max_steps=1.5", ("--max_steps", "1.5")),
-    Case("train text for a truth", f"{TRAIN} --bf16=perhaps", ("--bf16", "perhaps", "insensitive). See")),
-    Case("train ambiguous argument", f"{TRAIN} --max=3", ("--max",)),
-    Case(
-        "train where a run has been",
-        TRAIN,
-        ("output_dir='out'", "model.safetensors", "another output_dir"),
-        after=TRAIN,
-    ),
-    Case(
-        "train where a run was cut",
-        f"{TRAIN} --save_strategy=steps --save_steps=1",
-        ("output_dir='out'", "checkpoint-2", "--resume_from_checkpoint true"),
-        after=f"{TRAIN} --save_strategy=steps --save_steps=1",
-    ),
-    Case(
-        "train an adapter",
-        f"{TRAIN} --model_name_or_path=out --output_dir=other",
-        ("model_name_or_path='out'", "LoRA adapter", "merge"),
-        after=f"{TRAIN} --use_peft=true --lora_target_modules all-linear",
-    ),
-    Case(
-        "train by grpo with a learning rate below zero",
-        f"{TRAIN} --learning_rate=-1 --num_anchors=0",
-        ("learning rate: -1", "Raised by torch"),
-    ),
-    Case("train without the name", "train model data.jsonl", ("model",)),
+    case("train nothing", "train", "model_name_or_path is not set", "--config"),
+    case("train no dataset", f"train {CPU} --model_name_or_path=model", "dataset_name is not set"),
+    case("train unknown argument", f"{TRAIN} --learnign_rate=1", "--learnign_rate=1"),
+    case("train argument without a value", f"{TRAIN} --max_steps", "--max_steps", "expected one argument"),
+    case("train text for a number", f"{TRAIN} --learning_rate=fast", "--learning_rate", "fast"),
+    case("train text for a truth", f"{TRAIN} --bf16=perhaps", "--bf16", "perhaps", "insensitive). See"),
+    case("train ambiguous argument", f"{TRAIN} --max=3", "--max"),
+    case("train over a run", TRAIN, "output_dir='out'", "model.safetensors", "another output_dir", after=TRAIN),
+    case("train over a cut run", SAVED, "'out'", "checkpoint-2", "--resume_from_checkpoint true", after=SAVED),
+    case("train an adapter", f"{TRAIN} --model_name_or_path=out --output_dir=other", *OF_ADAPTER, after=ADAPTER),
+    case("train by grpo at -1", f"{TRAIN} --learning_rate=-1 --num_anchors=0", "learning rate: -1", "Raised by torch"),
+    case("train without the name", "train model data.jsonl", "model"),
     # eval
-    Case("eval nothing", "eval", ("model_name_or_path is not set", "recipes/eval")),
-    Case("eval no dataset", "eval --model_name_or_path=model", ("dataset_name is not set",)),
-    Case("eval unknown argument", f"{EVAL} --samples=3", ("--samples=3",)),
-    Case("eval text for a count", f"{EVAL} --num_samples=many", ("--num_samples", "many")),
+    case("eval nothing", "eval", "model_name_or_path is not set", "recipes/eval"),
+    case("eval no dataset", "eval --model_name_or_path=model", "dataset_name is not set"),
+    case("eval unknown argument", f"{EVAL} --samples=3", "--samples=3"),
+    case("eval text for a count", f"{EVAL} --num_samples=many", "--num_samples", "many"),
     # tree
-    Case("tree of nothing", "tree", ("RUN_DIR",)),
-    Case("tree of no directory", "tree nowhere", ("nowhere has no folder 'trees'", "log_trees=10")),
-    Case("tree of a file", "tree data.jsonl", ("data.jsonl has no folder 'trees'",)),
-    Case("tree of no run", "tree .", ("has no folder 'trees'",)),
-    Case("tree unknown argument", "tree nowhere --stages 1", ("--stages",)),
-    Case("tree steps no number", "tree nowhere --steps one", ("--steps", "one")),
-    Case("tree of two", "tree one two", ("two",)),
-    Case(
-        "tree of a step that is not there",
-        "tree run --steps 3",
-        ("step 3 were not logged", "none"),
-        files={"run/trees/metrics.jsonl": ""},
-    ),
+    case("tree of nothing", "tree", "RUN_DIR"),
+    case("tree of no directory", "tree nowhere", "nowhere has no folder 'trees'", "log_trees=10"),
+    case("tree of a file", "tree data.jsonl", "data.jsonl has no folder 'trees'"),
+    case("tree unknown argument", "tree nowhere --stages 1", "--stages"),
+    case("tree steps no number", "tree nowhere --steps one", "--steps", "one"),
+    case("tree of two", "tree one two", "two"),
+    case("tree of no such step", "tree run --steps 3", "step 3 were not logged", "none", files=NO_STEPS),
     # Recipes
-    Case("no recipe", "train --config", ("--config", "recipe")),
-    Case("recipe without --config", "eval r.yaml", ("--config r.yaml. See",)),
-    Case("two recipes", "train --config r.yaml --config=s.yaml", ("--config is given twice", "extends")),
-    Case("no recipe before others", "train --config --output_dir=out", ("--output_dir=out",)),
-    Case("recipe that is missing", "train --config missing.yaml", ("missing.yaml", "No such file")),
-    Case("recipe that is missing after =", "train --config=missing.yaml", ("missing.yaml", "No such file")),
-    Case("recipe that is a directory", "train --config model", ("model", "Is a directory")),
-    Case("recipe that is empty", "train --config r.yaml", ("r.yaml", "mapping"), files={"r.yaml": ""}),
-    Case("recipe that is a list", "train --config r.yaml", ("r.yaml", "mapping"), files={"r.yaml": "- 1\n- 2\n"}),
-    Case("recipe that is a text", "eval --config r.yaml", ("r.yaml", "mapping"), files={"r.yaml": "hello"}),
-    Case(
-        "recipe that is no YAML",
-        "train --config r.yaml",
-        ('"r.yaml"', "line 2", "mapping values are not allowed"),
-        files={"r.yaml": "beta: 0\nlearning_rate: 1: 2"},
-    ),
-    Case("recipe with a tab", "train --config r.yaml", ('"r.yaml"', "\\t"), files={"r.yaml": "env:\n\ta: 1"}),
-    Case("recipe of bytes", "train --config r.yaml", ("r.yaml",), files={"r.yaml": b"\xff\xfe\x00\x01"}),
-    Case("recipe with a typo", "train --config r.yaml", ("learnign_rate",), files={"r.yaml": "learnign_rate: 1"}),
-    Case("recipe of eval with a typo", "eval --config r.yaml", ("sampels",), files={"r.yaml": "sampels: 1"}),
-    Case("recipe with env of text", "train --config r.yaml", ("`env`",), files={"r.yaml": "env: A=1"}),
-    Case("unknown preset", "train --config r.yaml", ("preset='mine'", "'paper'"), files={"r.yaml": "preset: mine"}),
-    Case("preset that is a list", "train --config r.yaml", ("preset=",), files={"r.yaml": "preset: [paper]"}),
-    Case(
-        "recipe that extends none",
-        "train --config r.yaml",
-        ("other.yaml", "No such file"),
-        files={"r.yaml": "extends: other.yaml"},
-    ),
-    Case(
-        "recipe that extends a list",
-        "train --config r.yaml",
-        ("other.yaml", "mapping"),
-        files={"r.yaml": "extends: other.yaml", "other.yaml": "[1]"},
-    ),
-    Case(
-        "recipe that extends no YAML",
-        "train --config r.yaml",
-        ('other.yaml"', "line 1"),
-        files={"r.yaml": "extends: other.yaml", "other.yaml": "beta: 1: 2"},
-    ),
-    Case(
-        "recipe that extends itself",
-        "train --config r.yaml",
-        ("extends='r.yaml'", "circle"),
-        files={"r.yaml": "extends: r.yaml"},
-    ),
-    Case("recipe that extends a number", "train --config r.yaml", ("extends=3",), files={"r.yaml": "extends: 3"}),
-    # As a shell sees it
-    Case("a process of train", f"{TRAIN} --num_anchors=9", ("fr3e train: error:", "num_anchors=9"), is_process=True),
-    Case("a process of nothing", "treee", ("fr3e: error:", "treee"), is_process=True),
+    case("no recipe", "train --config", "--config", "recipe"),
+    case("recipe without --config", "eval r.yaml", "--config r.yaml. See"),
+    case("two recipes", "train --config r.yaml --config=s.yaml", "--config is given twice", "extends"),
+    case("no recipe before others", "train --config --output_dir=out", "--output_dir=out"),
+    case("recipe that is missing", "train --config missing.yaml", "missing.yaml", "No such file"),
+    case("recipe that is missing after =", "train --config=missing.yaml", "missing.yaml", "No such file"),
+    case("recipe that is a directory", "train --config model", "model", "Is a directory"),
+    recipe("that is empty", "", "r.yaml", "mapping"),
+    recipe("that is a text", "hello", "r.yaml", "mapping", command="eval"),
+    recipe("that is no YAML", "a: 0\nb: 1: 2", '"r.yaml"', "line 2", "mapping values are not allowed"),
+    recipe("with a tab", "env:\n\ta: 1", '"r.yaml"', "\\t"),
+    recipe("of bytes", b"\xff\xfe\x00\x01", "r.yaml"),
+    recipe("with a typo", "learnign_rate: 1", "learnign_rate"),
+    recipe("of eval with a typo", "sampels: 1", "sampels", command="eval"),
+    recipe("with env of text", "env: A=1", "`env`"),
+    recipe("with an unknown preset", "preset: mine", "preset='mine'", "'paper'"),
+    recipe("with a list for a preset", "preset: [paper]", "preset="),
+    recipe("that extends none", "extends: other.yaml", "other.yaml", "No such file"),
+    recipe("that extends a list", "extends: other.yaml", "other.yaml", "mapping", other="[1]"),
+    recipe("that extends no YAML", "extends: other.yaml", 'other.yaml"', "line 1", other="beta: 1: 2"),
+    recipe("that extends itself", "extends: r.yaml", "extends='r.yaml'", "circle"),
+    recipe("that extends a number", "extends: 3", "extends=3"),
+    # Settings of training. Those of FR3E are in test_config.py
+    refused("num_anchors=9", "num_anchors=9", "num_generations=4"),
+    refused("num_anchors=some", "--num_anchors", "some"),
+    refused("num_generations=3", "num_generations"),
+    refused("anchor_threshold=high", "anchor_threshold='high'", "'auto'"),
+    refused("anchor_score=mood", "--anchor_score", "mood", "entropy"),
+    refused("scale_rewards=twice", "twice"),
+    refused("optim=best", "best"),
+    refused("report_to=paper", "paper"),
+    refused("generation_batch_size=6", "6"),
+    refused("per_device_train_batch_size=0", "per_device_train_batch_size=0"),
+    refused("gradient_accumulation_steps=0", "gradient_accumulation_steps=0"),
+    refused("reward_weights 1 2 3", "reward"),
+    refused("use_vllm=true", "vLLM", "pip install"),
+    refused("use_peft=true --lora_r=0", "`r`", "0"),
+    refused("use_peft=true --lora_target_modules=nothing", "nothing"),
+    refused("load_in_4bit=true", "quantized", "adapters"),
+    refused("attn_implementation=slow", "slow"),
+    refused("dtype=float99", "float99"),
+    refused("output_dir=data.jsonl", "output_dir='data.jsonl'", "is a file"),
+    refused("output_dir=data.jsonl/out", "'data.jsonl' is a file"),
+    refused("per_device_train_batch_size=128", "16 examples", "32"),
+    refused("per_device_train_batch_size=128 --dry_run=true", "16 examples", "32"),
+    refused("model_name_or_path=nowhere", "model_name_or_path='nowhere'"),
+    refused("model_name_or_path=data.jsonl", "model_name_or_path='data.jsonl'"),
+    refused("system_prompt=Hello", "system_prompt='Hello'", "prompt_column"),
+    refused("answer_separator=x", "answer_separator='x'", "answer_column"),
 ]

@@ -2,7 +2,7 @@
 
 import json
 
-from .case import EVAL, TRAIN, Case
+from .case import EVAL, TRAIN, Case, case
 
 
 def lines(*examples) -> str:
@@ -15,19 +15,31 @@ def message(content) -> list:
 
 GOOD = [{"prompt": f"{i}=", "solution": str(i)} for i in range(8)]
 QUESTIONS = [{"question": f"{i}=", "answer": str(i)} for i in range(8)]
+ANSWERS = [{"prompt": f"{i}=", "answer": str(i)} for i in range(16)]
 
 
 def of_file(name: str, content, *says: str, command: str = TRAIN, arguments: str = "") -> Case:
     file = f"{name.replace(' ', '_')}.jsonl"
-    return Case(name, f"{command} --dataset_name={file} {arguments}", says, files={file: content})
+    return case(name, f"{command} --dataset_name={file} {arguments}", *says, files={file: content})
 
 
-def of_reward(name: str, *says: str, command: str = TRAIN) -> Case:
-    return Case(f"reward {name} of {command.split()[0]}", f"{command} --reward_funcs={name}", says)
+def of_questions(name: str, examples, *says: str, command: str = TRAIN) -> Case:
+    columns = "--prompt_column=question --answer_column=answer"
+    return of_file(name, lines(*examples), *says, command=command, arguments=columns)
 
 
-COLUMNS = "--prompt_column=question --answer_column=answer"
-BROKEN = {"broken.py": "def score(completions, **kwargs:\n"}
+def of_reward(name: str, *says: str, command: str = TRAIN, **files: str) -> Case:
+    return case(f"reward {name} of {command.split()[0]}", f"{command} --reward_funcs={name}", *says, files=files)
+
+
+def lacking(column: str, examples, reward: str, *says: str, command: str = TRAIN) -> Case:
+    name, arguments = f"no {column} of {command.split()[0]}", f"--reward_funcs={reward}"
+    return of_file(name, lines(*examples), reward, f"'{column}'", *says, command=command, arguments=arguments)
+
+
+STREAMED = "--dataset_streaming=true"
+EVALUATED = f"{TRAIN} --eval_strategy=steps --eval_dataset_name=empty.jsonl"
+NO_EXAMPLE = ("max_prompt_length=1", "no example is left")
 
 CASES = [
     of_file("empty file", "", "empty_file.jsonl", "it is empty"),
@@ -36,66 +48,35 @@ CASES = [
     of_file("cut line", '{"prompt": "1+1="', "cut_line.jsonl", "JSON"),
     of_file("latin-1", (lines(*GOOD) + '{"prompt": "é"}').encode("latin-1"), "line 9 is not UTF-8", "Save the file"),
     of_file("a number among objects", lines(*GOOD, 3), "line 9 is not a JSON object: '3'"),
-    of_file("broken line streamed", '{"prompt": \n', "line 1 is not JSON", arguments="--dataset_streaming=true"),
-    Case(
-        "empty file to evaluate on",
-        f"{TRAIN} --eval_strategy=steps --eval_dataset_name=empty.jsonl",
-        (" eval_dataset_name='empty.jsonl', split 'train': it is empty",),
-        files={"empty.jsonl": ""},
-    ),
+    of_file("broken line streamed", '{"prompt": \n', "line 1 is not JSON", arguments=STREAMED),
+    case("empty to evaluate on", EVALUATED, "'empty.jsonl', split 'train': it is empty", files={"empty.jsonl": ""}),
     of_file("bytes", b"\xff\xfe\x00\x01" * 10, "bytes.jsonl"),
-    of_file("a list", "[1, 2, 3]\n", "a_list.jsonl"),
     of_file("no prompt", lines({"question": "1"}), "no column 'prompt'", "question", "prompt_column"),
-    Case("no dataset", f"{TRAIN} --dataset_name=nowhere.jsonl", ("nowhere.jsonl", "Unable to find")),
-    Case("no directory", f"{TRAIN} --dataset_name=nowhere", ("dataset_name='nowhere'",)),
-    Case("XML", f"{TRAIN} --dataset_name=data.xml", ("data.xml", ".jsonl"), files={"data.xml": "<a/>"}),
-    Case("no split", f"{TRAIN} --dataset_train_split=dev", ("dev", "data.jsonl")),
-    Case(
-        "no split of a directory", f"{TRAIN} --dataset_name=d", ('Unknown split "train"',), files={"d/test.jsonl": "{}"}
-    ),
-    Case(
-        "no short prompt streamed",
-        f"{TRAIN} --max_prompt_length=1 --dataset_streaming=true",
-        ("max_prompt_length=1", "no example is left"),
-    ),
-    Case("header alone", f"{TRAIN} --dataset_name=h.csv", ("h.csv",), files={"h.csv": "prompt,solution\n"}),
-    Case("cut parquet", f"{TRAIN} --dataset_name=d.parquet", ("d.parquet",), files={"d.parquet": b"PAR1"}),
-    Case("no question column", f"{TRAIN} --prompt_column=query", ("'query'", "prompt, solution")),
-    Case("no answer column", f"{TRAIN} --answer_column=reply", ("'reply'", "prompt, solution")),
-    Case("no short prompt", f"{TRAIN} --max_prompt_length=1", ("max_prompt_length=1", "no example is left")),
-    Case("no separator", f"{TRAIN} --answer_column=solution --answer_separator=##", ("'##'", "not in the answer")),
+    case("no dataset", f"{TRAIN} --dataset_name=nowhere.jsonl", "nowhere.jsonl", "Unable to find"),
+    case("no directory", f"{TRAIN} --dataset_name=nowhere", "dataset_name='nowhere'"),
+    case("XML", f"{TRAIN} --dataset_name=data.xml", "data.xml", ".jsonl", files={"data.xml": "<a/>"}),
+    case("no split", f"{TRAIN} --dataset_train_split=dev", "dev", "data.jsonl"),
+    case("no split of a directory", f"{TRAIN} --dataset_name=d", 'Unknown split "train"', files={"d/test.jsonl": "{}"}),
+    case("no short prompt streamed", f"{TRAIN} --max_prompt_length=1 {STREAMED}", *NO_EXAMPLE),
+    case("header alone", f"{TRAIN} --dataset_name=h.csv", "h.csv", files={"h.csv": "prompt,solution\n"}),
+    case("cut parquet", f"{TRAIN} --dataset_name=d.parquet", "d.parquet", files={"d.parquet": b"PAR1"}),
+    case("no question column", f"{TRAIN} --prompt_column=query", "'query'", "prompt, solution"),
+    case("no answer column", f"{TRAIN} --answer_column=reply", "'reply'", "prompt, solution"),
+    case("no short prompt", f"{TRAIN} --max_prompt_length=1", *NO_EXAMPLE),
+    case("no separator", f"{TRAIN} --answer_column=solution --answer_separator=##", "'##'", "not in the answer"),
     # A null somewhere
     of_file("null prompt", lines(*GOOD, {"prompt": None, "solution": "1"}), "row 8", "None"),
     of_file("empty prompt", lines(*GOOD[:3], {"prompt": "", "solution": "1"}, *GOOD), "row 3", "''"),
-    of_file(
-        "null question", lines(*QUESTIONS, {"question": None, "answer": "1"}), "row 8", "'question'", arguments=COLUMNS
-    ),
-    of_file(
-        "empty question", lines({"question": "", "answer": "1"}, *QUESTIONS), "row 0", "'question'", arguments=COLUMNS
-    ),
-    of_file(
-        "null answer", lines(*QUESTIONS, {"question": "1", "answer": None}), "row 8", "'answer'", arguments=COLUMNS
-    ),
+    of_questions("null question", [*QUESTIONS, {"question": None, "answer": "1"}], "row 8", "'question'"),
+    of_questions("empty question", [{"question": "", "answer": "1"}, *QUESTIONS], "row 0", "'question'"),
+    of_questions("null answer", [*QUESTIONS, {"question": "1", "answer": None}], "row 8", "'answer'"),
+    of_questions("null of eval", [*QUESTIONS[:1], {"question": None, "answer": "1"}], "row 1", command=EVAL),
     of_file("null content", lines({"prompt": message("1")}, {"prompt": message(None)}), "row 1", "no content"),
     of_file("no messages", lines({"prompt": message("1")}, {"prompt": []}), "row 1", "[]"),
-    of_file(
-        "null content streamed",
-        lines({"prompt": message(None)}),
-        "row 0",
-        "no content",
-        arguments="--dataset_streaming=true",
-    ),
-    of_file(
-        "null question of eval",
-        lines(*QUESTIONS[:1], {"question": None, "answer": "1"}),
-        "row 1",
-        command=EVAL,
-        arguments=COLUMNS,
-    ),
+    of_file("null streamed", lines({"prompt": message(None)}), "row 0", "no content", arguments=STREAMED),
     of_file("null content of eval", lines({"prompt": message(None)}), "row 0", "no content", command=EVAL),
     of_file("two examples", lines(*GOOD[:2]), "2 examples", "8", arguments="--per_device_train_batch_size=32"),
     of_file("prompt that is a number", lines(*[{"prompt": 3}] * 8), "prompt", "3"),
-    of_file("message that is a text", lines(*[{"prompt": ["hello"]}] * 8), "role"),
     of_file("message without a role", lines(*[{"prompt": [{"content": "1"}]}] * 8), "role"),
     # Rewards
     *[of_reward("accuracy", "'accuracy'", "math_reward", command=command) for command in (TRAIN, EVAL)],
@@ -104,36 +85,11 @@ CASES = [
     of_reward("rewards.py", "name the function", "rewards.py:score"),
     of_reward("missing.py:score", "missing.py:score"),
     of_reward("missing.module.score", "No module named 'missing'"),
-    of_reward("rewards.py:needs_text", "no function 'needs_text'"),
-    Case("reward of a broken file", f"{TRAIN} --reward_funcs=broken.py:score", ("broken.py:score",), files=BROKEN),
-    Case(
-        "reward whose module fails",
-        f"{TRAIN} --reward_funcs=fails.py:score",
-        ("fails.py:score", "division by zero"),
-        files={"fails.py": "1 / 0\n"},
-    ),
+    of_reward("broken.py:score", "broken.py:score", **{"broken.py": "def score(completions, **kwargs:\n"}),
+    of_reward("fails.py:score", "fails.py:score", "division by zero", **{"fails.py": "1 / 0\n"}),
+    *[lacking("solution", ANSWERS, "math_reward", "answer_column", command=command) for command in (TRAIN, EVAL)],
     *[
-        of_file(
-            f"no solution of {command.split()[0]} {number}",
-            lines(*[{"prompt": f"{i}=", "answer": str(i)} for i in range(16)]),
-            "math_reward",
-            "'solution'",
-            "answer_column",
-            command=command,
-            arguments="--reward_funcs=math_reward",
-        )
-        for number, command in enumerate((TRAIN, EVAL))
-    ],
-    *[
-        of_file(
-            f"no level of {command.split()[0]} {number}",
-            lines(*GOOD),
-            "rewards.py:needs_level",
-            "'level'",
-            "prompt, solution",
-            command=command,
-            arguments="--reward_funcs=rewards.py:needs_level",
-        )
-        for number, command in enumerate((TRAIN, EVAL))
+        lacking("level", GOOD, "rewards.py:needs_level", "prompt, solution", command=command)
+        for command in (TRAIN, EVAL)
     ],
 ]

@@ -32,16 +32,14 @@ CASES = [
     Case("two at once", EVAL, ("output_dir='out'", "in use by process 7", "another output_dir"), setup=hold),
     changed("another reward of that name", "rewards.py", b"01234", b"56789"),
     changed("other data of that name", "data.jsonl", b"3+3", b"4+4"),
-    refused("num_samples=0", "num_samples=0"),
-    refused("limit=0", "limit=0"),
-    refused("batch_size=-1", "batch_size=-1"),
-    refused("seed=-1", "seed=-1"),
-    refused("max_completion_length=0", "max_completion_length=0"),
-    refused("temperature=-1", "temperature=-1"),
-    refused("temperature=nan", "temperature=nan"),
+    *[
+        refused(setting, setting)
+        for setting in (
+            *("num_samples=0", "limit=0", "batch_size=-1", "seed=-1", "max_completion_length=0"),
+            *("temperature=-1", "temperature=nan", "top_p=0", "top_p=1.1"),
+        )
+    ],
     refused("temperature=0", "temperature=0", "num_samples=2"),
-    refused("top_p=0", "top_p=0"),
-    refused("top_p=1.1", "top_p=1.1"),
     refused("pass_at 4", "pass_at=[4]", "num_samples=2"),
     refused("pass_at 0", "pass_at=[0]"),
     refused("answer_regex=[", "answer_regex='['"),
@@ -56,8 +54,6 @@ CASES = [
     refused("reward_funcs=rewards.py:none", "'rewards.py:none'", "2 problems", "None"),
     refused("reward_funcs=rewards.py:nan", "'rewards.py:nan'", "2 problems", "NaN"),
     refused("reward_funcs=rewards.py:text", "'rewards.py:text'", "'good'", "number"),
-    refused("reward_funcs=rewards.py:nested", "'rewards.py:nested'", "[1.0]", "number"),
     refused("reward_funcs=rewards.py:few", "'rewards.py:few'", "1 values", "4 completions"),
     refused("reward_funcs=rewards.py:number", "'rewards.py:number'", "1.0", "list"),
-    refused("reward_funcs=rewards.py:word", "'rewards.py:word'", "'good'", "list"),
 ]

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from .case import TRAIN, Case, cut, remove, replace
+from .case import TRAIN, Case, case, cut, remove, replace
 
 SAVED = f"{TRAIN} --save_strategy=steps --save_steps=1"
 LAST = f"{SAVED} --max_steps=3 --resume_from_checkpoint=true"
@@ -11,23 +11,23 @@ SECOND = f"{SAVED} --max_steps=3 --resume_from_checkpoint=out/checkpoint-2"
 
 
 def damaged(name: str, file: str, setup, *says: str, command: str = LAST) -> Case:
-    return Case(name, command, (file.rpartition("/")[2], *says), after=SAVED, setup=setup)
+    return case(name, command, file.rpartition("/")[2], *says, after=SAVED, setup=setup)
 
 
 def as_best() -> None:
-    for checkpoint in sorted(Path("out").glob("checkpoint-*")):
-        shutil.move(checkpoint, "out/checkpoint-best")
-        break
-    for checkpoint in sorted(Path("out").glob("checkpoint-[0-9]*")):
+    first, *others = sorted(Path("out").glob("checkpoint-*"))
+    shutil.move(first, "out/checkpoint-best")
+    for checkpoint in others:
         shutil.rmtree(checkpoint)
 
 
 STATE, TRAINER_STATE = "out/checkpoint-2/grpo_state_0.pt", "out/checkpoint-2/trainer_state.json"
+STATES = "out/checkpoint-*/trainer_state.json"
 WEIGHTS = "out/checkpoint-2/model.safetensors"
 
 
 def resumed(name: str, checkpoint: str, *says: str, **further) -> Case:
-    return Case(name, f"{SAVED} --resume_from_checkpoint={checkpoint}", says, **further)
+    return case(name, f"{SAVED} --resume_from_checkpoint={checkpoint}", *says, **further)
 
 
 def damaged_state(name: str, setup) -> Case:
@@ -42,24 +42,16 @@ CASES = [
     resumed("only the best", "true", "resume_from_checkpoint=True", after=SAVED, setup=as_best),
     damaged("cut state", STATE, cut(STATE), "is damaged"),
     damaged("empty state", STATE, replace(STATE, ""), "is damaged"),
-    damaged("text for a state", STATE, replace(STATE, "hello"), "is damaged"),
     damaged("cut optimizer", "optimizer.pt", cut("out/checkpoint-2/optimizer.pt"), "is damaged", "checkpoint before"),
     damaged("cut scheduler", "scheduler.pt", cut("out/checkpoint-2/scheduler.pt"), "is damaged", "checkpoint before"),
     damaged("cut generator", "rng_state.pth", cut("out/checkpoint-2/rng_state.pth"), "is damaged"),
     damaged("cut weights", WEIGHTS, cut(WEIGHTS), "is damaged"),
-    damaged("empty weights", WEIGHTS, replace(WEIGHTS, ""), "is damaged"),
     damaged("no weights", "checkpoint-2", remove(WEIGHTS), "checkpoint"),
     damaged_state("cut trainer state", cut(TRAINER_STATE)),
     damaged_state("empty trainer state", replace(TRAINER_STATE, "{}")),
     damaged_state("no trainer state", remove(TRAINER_STATE)),
     damaged_state("list for a trainer state", replace(TRAINER_STATE, "[]")),
-    Case(
-        "no trainer state at all",
-        LAST,
-        ("no complete checkpoint in 'out'",),
-        after=SAVED,
-        setup=replace("out/checkpoint-*/trainer_state.json", "{}"),
-    ),
-    Case("another model", f"{LAST} --model_name_or_path=other", ("model_name_or_path='other'",), after=SAVED),
-    Case("file for the output", f"{LAST} --output_dir=data.jsonl", ("output_dir='data.jsonl'",)),
+    case("no trainer state at all", LAST, "no complete checkpoint in 'out'", after=SAVED, setup=replace(STATES, "{}")),
+    case("another model", f"{LAST} --model_name_or_path=other", "model_name_or_path='other'", after=SAVED),
+    case("file for the output", f"{LAST} --output_dir=data.jsonl", "output_dir='data.jsonl'"),
 ]

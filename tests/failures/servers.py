@@ -15,8 +15,12 @@ def answers(name: str, server: dict, *says: str) -> Case:
     return Case(name, SERVED, ("vllm_server_base_url='http://127.0.0.1", *says), server=server)
 
 
-def completion(**choice) -> dict:
-    return MODELS | {"/v1/completions": (200, json.dumps({"choices": [choice]}))}
+def completed(name: str, body: str, *says: str, status: int = 200) -> Case:
+    return answers(name, MODELS | {"/v1/completions": (status, body)}, *says)
+
+
+def chosen(name: str, *says: str, **choice) -> Case:
+    return completed(name, json.dumps({"choices": [choice]}), "/v1/completions", *says)
 
 
 CASES = [
@@ -31,19 +35,15 @@ CASES = [
     answers("null for models", UP | {"/v1/models": (200, "null")}, "/v1/models", "null"),
     answers("list for models", UP | {"/v1/models": (200, "[]")}, "/v1/models", "another service"),
     answers("models without a name", UP | {"/v1/models": (200, '{"data": [{}]}')}, "/v1/models"),
-    answers("models of text", UP | {"/v1/models": (200, '{"data": "model"}')}, "/v1/models"),
     answers("refused models", UP | {"/v1/models": (401, "no key")}, "401 at /v1/models", "no key"),
-    answers("page for a completion", MODELS | {"/v1/completions": (200, PAGE)}, "/v1/completions", "nginx"),
-    answers("cut completion", MODELS | {"/v1/completions": (200, '{"choices": [{')}, "/v1/completions"),
-    answers("null for a completion", MODELS | {"/v1/completions": (200, "null")}, "/v1/completions", "null"),
-    answers("no choices", MODELS | {"/v1/completions": (200, "{}")}, "/v1/completions", "another service"),
-    answers("text for choices", MODELS | {"/v1/completions": (200, '{"choices": ["a"]}')}, "/v1/completions"),
-    answers("empty choices", MODELS | {"/v1/completions": (200, '{"choices": []}')}, "/v1/completions"),
-    answers("no tokens", completion(index=0, finish_reason="stop", text="2"), "/v1/completions", "version"),
-    answers("no reason", completion(index=0, token_ids=[1]), "/v1/completions"),
-    answers("no index", completion(finish_reason="stop", token_ids=[1]), "/v1/completions"),
-    answers(
-        "too long a prompt", MODELS | {"/v1/completions": (400, "maximum context length")}, "maximum context length"
-    ),
+    completed("page for a completion", PAGE, "/v1/completions", "nginx"),
+    completed("cut completion", '{"choices": [{', "/v1/completions"),
+    completed("null for a completion", "null", "/v1/completions", "null"),
+    completed("no choices", "{}", "/v1/completions", "another service"),
+    completed("empty choices", '{"choices": []}', "/v1/completions"),
+    chosen("no tokens", "version", index=0, finish_reason="stop", text="2"),
+    chosen("no reason", index=0, token_ids=[1]),
+    chosen("no index", finish_reason="stop", token_ids=[1]),
+    completed("too long a prompt", "maximum context length", "maximum context length", status=400),
     Case("nobody to train with", TRAINED, ("vLLM",)),
 ]

@@ -3,7 +3,6 @@
 import math
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,19 +13,19 @@ from policies import load_policy, make_trainer, ratios
 from transformers import TrainerCallback
 
 import fr3e_trl.generation.vllm_server
-from fr3e_trl.generation.vllm_server import VLLMServerError
+from fr3e_trl.generation.vllm_server import VLLMServer, VLLMServerError
 from fr3e_trl.method.sampling import SamplingRequest
 
 
-class AfterStep(TrainerCallback):
+def after_step(step, function):
     """Calls a function when a step is done."""
 
-    def __init__(self, step, function):
-        self.step, self.function = step, function
+    class Callback(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == step:
+                function()
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            self.function()
+    return Callback()
 
 
 def check_on_policy(trainer, num_steps):
@@ -50,13 +49,10 @@ def test_requests_that_fail_again_and_again_end_the_run(server, monkeypatch):
     monkeypatch.setattr(fr3e_trl.generation.vllm_server, "MAX_FAULTS", 2)
     with faulty_proxy(server.url, ["503"] * 1000) as url:
         trainer = make_trainer(SimpleNamespace(url=url))
-        with pytest.raises(
-            VLLMServerError, match=r"failed 2 times in a row, the last time with: 503 at /v1/completions"
-        ):
+        message = r"failed 2 times in a row, the last time with: 503 at /v1/completions"
+        with pytest.raises(VLLMServerError, match=message):
             trainer.train()
-
-
-def test_a_request_that_is_refused_is_not_sent_again(server):
+    # One that is refused is not sent again
     trainer = make_trainer(server)
     with pytest.raises(VLLMServerError, match=r"refused a request: 400 .*max_model_len"):
         trainer.sampler.sample([SamplingRequest([5] * 10, 1, 1000, 1.0)])
@@ -66,7 +62,7 @@ def test_requests_are_in_flight_together(server):
     """All of them are with the server before it has answered one."""
     arrived, all_there = [], threading.Event()
 
-    class Counting(fr3e_trl.generation.vllm_server.VLLMServer):
+    class Counting(VLLMServer):
         def _request(self, method, path, *args, **kwargs):
             if path == "/v1/completions":
                 arrived.append(kwargs["json"]["max_tokens"])
@@ -86,7 +82,7 @@ def test_requests_are_in_flight_together(server):
 
 def test_a_streamed_response_comes_in_parts(server):
     """Its tokens and log-probs are those of one that is not, and what follows a part is answered before the last."""
-    client = fr3e_trl.generation.vllm_server.VLLMServer(server.url, "", 10, 60)
+    client = VLLMServer(server.url, "", 10, 60)
     payload = {"prompt": [5, 6], "max_tokens": 200, "ignore_eos": True, "seed": 7, "logprobs": 3, "min_tokens": 5}
     (whole,) = client.complete([payload])
     parts, order, has_answered = [], [], threading.Event()
@@ -115,11 +111,11 @@ def test_a_streamed_response_comes_in_parts(server):
 
 def test_a_stream_that_breaks_goes_on_from_there(server):
     """What was told before is not told again, and the rest is of what is left of the budget."""
-    client_of = partial(fr3e_trl.generation.vllm_server.VLLMServer, start_command="", up_timeout=10, request_timeout=60)
     payload = {"prompt": [5, 6], "max_tokens": 64, "ignore_eos": True, "stream": True, "stream_interval": 8}
     faults, parts = ["nonsense", "nonsense"], []
     with faulty_proxy(server.url, faults) as url:
-        client_of(url).complete([payload], lambda i, response: parts.append(response["choices"][0]) or [])
+        client = VLLMServer(url, "", 10, 60)
+        client.complete([payload], lambda i, response: parts.append(response["choices"][0]) or [])
     assert faults == [] and len(parts) > math.ceil(64 / 8)
     assert sum(len(part["token_ids"]) for part in parts) == 64
     assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
@@ -135,13 +131,13 @@ def test_kill_9_and_a_restart_in_the_middle(server):
 
     killer = threading.Thread(target=kill_soon)
     # A client that has given the server merged weights: they cannot be loaded again from there
-    merged = fr3e_trl.generation.vllm_server.VLLMServer(server.url, "", 300, 60)
+    merged = VLLMServer(server.url, "", 300, 60)
     merged.expect_no_restart()
     payload = {"prompt": [5, 6], "max_tokens": 2, "logprobs": 0}
     assert len(merged.complete([payload])) == 1
 
     sizes = {"num_generations": 64, "per_device_train_batch_size": 128, "max_completion_length": 100}
-    trainer = make_trainer(server, callbacks=[AfterStep(1, killer.start)], **sizes)
+    trainer = make_trainer(server, callbacks=[after_step(1, killer.start)], **sizes)
     trainer.train()
     killer.join()
     check_on_policy(trainer, 3)
@@ -151,7 +147,7 @@ def test_kill_9_and_a_restart_in_the_middle(server):
 
 def test_a_server_that_is_gone_for_good_costs_no_step(server):
     """The promised error, and a checkpoint of the last step, from which training goes on once there is a server."""
-    trainer = make_trainer(server, vllm_server_timeout=3, callbacks=[AfterStep(2, server.kill)], max_steps=4)
+    trainer = make_trainer(server, vllm_server_timeout=3, callbacks=[after_step(2, server.kill)], max_steps=4)
     with pytest.raises(VLLMServerError) as error:
         trainer.train()
     assert f"{server.url} cannot be reached" in str(error.value)

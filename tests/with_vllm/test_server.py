@@ -51,7 +51,6 @@ def test_the_check_of_an_installation_asks_it(server):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"temperature": 0.7, "reuse_base": False},
         {"temperature": 1.5},
         {"top_p": 0.8, "temperature": 1.3},
@@ -94,19 +93,24 @@ def check_rows(batch, trees):
         assert batch["completion_ids"][i, :end].tolist() == state.prefix_ids + rollout.token_ids
 
 
+def sampled(trainer, temperature=1.0, **settings):
+    """Samples of four prompts, each with the log-probs and entropies that the trainer computes of its tokens."""
+    trainer.vllm_generation.sync_weights()
+    prompts = [ids[:60] for ids in tokenized(trainer, list(make_dataset(4)["prompt"]))]
+    samples = trainer.sampler.sample([SamplingRequest(ids, 4, 40, temperature, **settings) for ids in prompts])
+    rows = [(prompt, sample) for prompt, of_one in zip(prompts, samples, strict=True) for sample in of_one]
+    statistics = trainer.token_statistics([prompt for prompt, _ in rows], [sample.token_ids for _, sample in rows])
+    return [(sample, *of_tokens) for (_, sample), of_tokens in zip(rows, statistics, strict=True)]
+
+
 def test_logprobs_equal_the_trainers(server):
     """Directly, and after weights large enough to make another policy of it."""
-    trainer = make_trainer(server)
-    prompts = [ids[:60] for ids in tokenized(trainer, list(make_dataset(4)["prompt"]))]
-    seen = []
+    trainer, seen = make_trainer(server), []
     for _ in range(3):
-        trainer.vllm_generation.sync_weights()
-        samples = trainer.sampler.sample([SamplingRequest(prompt, 4, 40, 1.0) for prompt in prompts])
-        rows = [(prompt, s) for prompt, of_prompt in zip(prompts, samples, strict=True) for s in of_prompt]
-        statistics = trainer.token_statistics([prompt for prompt, _ in rows], [s.token_ids for _, s in rows])
-        for (_, sample), (logprobs, _) in zip(rows, statistics, strict=True):
+        rows = sampled(trainer)
+        for sample, logprobs, _ in rows:
             assert torch.tensor(sample.logprobs).sub(logprobs).abs().max() < 1e-4
-        seen.append(rows[0][1].logprobs[0])
+        seen.append(rows[0][0].logprobs[0])
         with_adapter(trainer.model, scale=0.1)
     assert len(set(seen)) == 3
 
@@ -116,16 +120,8 @@ def test_entropies_are_the_trainers(server, temperature):
     """But for what the tokens beyond the most likely ones have, of which there is a lower bound. A flat policy."""
     trainer = make_trainer(server, temperature=temperature)
     with_adapter(trainer.model, scale=0.1)
-    trainer.vllm_generation.sync_weights()
-    prompts = [ids[:60] for ids in tokenized(trainer, list(make_dataset(4)["prompt"]))]
-    requests = [SamplingRequest(prompt, 4, 40, temperature, with_entropies=True) for prompt in prompts]
-    rows = [
-        (prompt, sample)
-        for prompt, samples in zip(prompts, trainer.sampler.sample(requests), strict=True)
-        for sample in samples
-    ]
-    statistics = trainer.token_statistics([prompt for prompt, _ in rows], [sample.token_ids for _, sample in rows])
-    errors = torch.cat([h - torch.tensor(s.entropies) for (_, s), (_, h) in zip(rows, statistics, strict=True)])
+    rows = sampled(trainer, temperature, with_entropies=True)
+    errors = torch.cat([entropies - torch.tensor(sample.entropies) for sample, _, entropies in rows])
     assert errors.min() > -1e-3 and errors.max() < 0.1 and errors.abs().mean() < 0.03
 
 
@@ -208,8 +204,8 @@ def test_tools(server):
             calls = [message.get("tool_calls") or [] for message in rollout.dialogue.messages]
             own = sum(end > state.position for _, end in turns)
             num_calls += sum(map(len, [of_turn for of_turn in calls if of_turn][len(turns) - own :]))
-            assert all(logprob == 0 for logprob, mine in zip(rollout.logprobs, rollout.mask, strict=True) if not mine)
-            assert all(logprob < 0 for logprob, mine in zip(rollout.logprobs, rollout.mask, strict=True) if mine)
+            told = zip(rollout.logprobs, rollout.mask, strict=True)
+            assert all(logprob < 0 if mine else logprob == 0 for logprob, mine in told)
     assert any(len(rollout.dialogue.turns) > 1 for _, _, rollout in rollouts_of(trees))
     assert len(measured) == num_calls > 0
 
@@ -227,9 +223,8 @@ def test_log_probs_that_are_not_those_of_the_draw_tell_no_entropies(server, monk
     assert "has logprobs_mode=raw_logprobs" in caplog.text
     assert not trainer.sampler.gives_entropies
     trainer.train()
-
-
-def test_where_entropies_are_unknown_there_are_two_rounds(server):
+    # As it is for some other distributions: there are two rounds
+    monkeypatch.setattr(VLLMServer, "_read_config", read)
     trainer = make_trainer(server, top_p=0.9, max_steps=1)
     calls, sample = [], trainer.sampler.sample
     trainer.sampler.sample = lambda requests: calls.append(len(requests)) or sample(requests)
@@ -253,11 +248,8 @@ def test_anchors_are_served_from_the_prefix_cache(server):
     trainer = make_trainer(server, max_steps=2)
     trainer.train()
     for (_, trees), (hit_rate,) in zip(trainer.batches, logged(trainer, "fr3e/prefix_cache/hit_rate"), strict=True):
-        lengths = [
-            len(tree.prompt_ids) + len(state.prefix_ids)
-            for tree, state, _ in rollouts_of(trees)
-            if state.parent is not None
-        ]
+        branches = [(tree, state) for tree, state, _ in rollouts_of(trees) if state.parent is not None]
+        lengths = [len(tree.prompt_ids) + len(state.prefix_ids) for tree, state in branches]
         # What a cache of whole blocks can have: the last token's logits are computed anew. So it is for the second of
         # a prompt's base trajectories, if the first is not just being computed
         most = sum((length - 1) // BLOCK_SIZE * BLOCK_SIZE for length in lengths)
@@ -307,11 +299,12 @@ def p_value_of_one_distribution(x: list, y: list) -> float:
 
 
 def test_a_quantized_policy_trains(server):
-    """4 bits here, all of them there: the ratio tells of the difference, and the adapter alone is sent."""
+    """4 bits here, all of them there: the ratio tells of the difference. The adapter alone is sent, not merged."""
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    trainer = make_trainer(
-        server, quantization_config=config, vllm_importance_sampling_mode="token_truncate", max_steps=2
-    )
+    settings = {"quantization_config": config, "vllm_importance_sampling_mode": "token_truncate", "max_steps": 2}
+    with pytest.raises(VLLMServerError, match="quantized model cannot be merged"):
+        make_trainer(server, **settings, vllm_adapter_sync=False)
+    trainer = make_trainer(server, **settings)
     trainer.train()
     assert trainer.vllm_generation.syncs_adapter
     for batch, _ in trainer.batches:
@@ -332,10 +325,10 @@ def test_evaluation_and_grpo_go_through_the_server(server, num_anchors):
         assert difference < 1e-4
 
 
-def test_another_adapter_than_the_default_one(server):
-    model = load_policy()
-    model = with_adapter(model, name="mine")
-    trainer = make_trainer(server, model=model, max_steps=2)
+def test_another_adapter_than_the_default_one(server, caplog):
+    with caplog.at_level(logging.INFO, logger="fr3e_trl"):
+        trainer = make_trainer(server, model=with_adapter(load_policy(), name="mine"), max_steps=2)
+    assert f"The adapter alone is sent to the vLLM server at {server.url}" in caplog.text
     trainer.train()
     for batch, _ in trainer.batches:
         assert (ratios(batch) - 1).abs().max() < 1e-3
@@ -403,7 +396,6 @@ def train_recipe(server, name, launch, num_processes, settings, directory):
     ],
 )
 def test_recipe_trains(server, name, num_processes, settings, tmp_path):
-    """With refill too."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
     steps = train_recipe(server, name, [*launch, "examples/train.py"], num_processes, settings, tmp_path)
     if "max_refills" in settings:  # hardly any answer is right
@@ -436,12 +428,6 @@ def test_sharded_weights(server, recipe, tmp_path):
 
 
 # The choice of the sync
-
-
-def test_the_choice_is_logged(server, caplog):
-    with caplog.at_level(logging.INFO, logger="fr3e_trl"):
-        make_trainer(server)
-    assert f"The adapter alone is sent to the vLLM server at {server.url}" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -491,12 +477,6 @@ def test_merged_weights_are_sent_by_trl(server, monkeypatch):
     assert any(not param.equal(sent[0][name]) for name, param in sent[-1].items())
 
 
-def test_a_quantized_policy_is_not_merged(server):
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    with pytest.raises(VLLMServerError, match="quantized model cannot be merged"):
-        make_trainer(server, quantization_config=config, vllm_adapter_sync=False)
-
-
 # The wrong server
 
 
@@ -506,18 +486,17 @@ def test_no_server(tmp_path):
     assert "http://127.0.0.1:9 cannot be reached" in str(error.value)
     assert f"vllm serve {POLICY} --port 9" in str(error.value)
     assert "--enable-lora --max-lora-rank 8" in str(error.value)
-
-
-def test_no_address():
-    with pytest.raises(
-        VLLMServerError, match=r"'localhost:8000' is no address. It must be like 'http://localhost:8000'"
-    ):
+    message = r"'localhost:8000' is no address. It must be like 'http://localhost:8000'"
+    with pytest.raises(VLLMServerError, match=message):
         make_trainer(None, vllm_server_base_url="localhost:8000")
 
 
-def test_another_tokenizer(server):
+def test_another_tokenizer_and_too_small_a_context(server):
     with pytest.raises(VLLMServerError, match="tokenizer is not that of the policy"):
         make_trainer(server, tokenizer=make_tokenizer())
+    message = r"context of 256 tokens, too few for the \d+ of the first prompt"
+    with pytest.raises(ValueError, match=message):
+        make_trainer(server, model=load_policy(max_position_embeddings=1024), max_completion_length=250)
 
 
 def test_another_model(server):
@@ -529,12 +508,6 @@ def test_another_model(server):
     with pytest.raises(RuntimeError, match=r"vLLM does not sample from the policy.*nats a token away"):
         trainer.train()
     assert trainer.state.global_step == 0
-
-
-def test_too_small_a_context(server):
-    model = load_policy(max_position_embeddings=1024)
-    with pytest.raises(ValueError, match=r"context of 256 tokens, too few for the \d+ of the first prompt"):
-        make_trainer(server, model=model, max_completion_length=250)
 
 
 def test_sampling_that_is_not_scored_is_warned_of(server, caplog):
