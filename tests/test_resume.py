@@ -131,7 +131,7 @@ def test_beginning_anew_in_the_same_process():
 @pytest.mark.parametrize("settings", [{"num_iterations": 2}, REFILLED | {"max_refills": 1}, ADAPTIVE], ids=str)
 def test_a_checkpoint_saved_within_an_update_is_exact(settings, step):
     """As by `enable_jit_checkpoint`, before the update's end; the third of an epoch of three steps, or a later one."""
-    settings |= IN_TWO | {"max_steps": 6}
+    settings = settings | IN_TWO | {"max_steps": 6}
     whole = train(**settings, output_dir="whole")
     trainer = make_trainer(**settings, save_steps=100, enable_jit_checkpoint=True)
     (terminated,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback)]
