@@ -7,6 +7,7 @@ import time
 from contextlib import nullcontext
 
 import pytest
+from accelerate.utils import is_deepspeed_available
 from factory import digits
 from launches import launch
 from models import CPU, TINY, make_dataset, make_tokenizer
@@ -19,6 +20,8 @@ from benchmarks.cost.stand_in import StandIn
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.generation import vllm_server
 from fr3e_trl.generation.vllm_server import VLLMServerError
+
+DEEPSPEED = pytest.mark.skipif(not is_deepspeed_available(), reason="deepspeed is not installed: see the Makefile")
 
 
 @pytest.fixture
@@ -111,7 +114,14 @@ def test_generation_hides_behind_training(server):
     assert all(seconds >= 0 for seconds in waited)
 
 
-@pytest.mark.parametrize("recipe, options, backend", [("ddp", [], "MULTI_CPU"), ("fsdp2", ["sharded"], "FSDP")])
+@pytest.mark.parametrize(
+    "recipe, options, backend",
+    [
+        ("ddp", [], "MULTI_CPU"),
+        ("fsdp2", ["sharded"], "FSDP"),
+        pytest.param("zero3", ["sharded"], "DEEPSPEED", marks=DEEPSPEED),
+    ],
+)
 def test_two_processes(server, tmp_path, recipe, options, backend):
     """Groups that straddle them too, and sharded weights, which all processes send together."""
     settings = {"vllm_server_base_url": server.url, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
