@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 import warnings
@@ -25,7 +26,6 @@ from .measures import Costs, MeasuredTrainer, now
 from .outcomes import COSTS, pass_rate
 from .own_task import OwnTask
 from .tasks import HELDOUT_SEED, Task
-from .worker import tell
 
 PAUSE = 60.0  # seconds between two lines on how far a run is
 
@@ -180,7 +180,8 @@ class Course(transformers.TrainerCallback):
         if time.monotonic() - self._told >= PAUSE:
             self._told = time.monotonic()
             spent = f"{self._spent:,.0f} of {run.amount:,.0f} {COSTS[run.cost]}"
-            tell(f"{Path(run.path).stem}: {spent}, pass@1 {pass_rate(self.evaluations[-1]):.3f}")
+            line = f"{Path(run.path).stem}: {spent}, pass@1 {pass_rate(self.evaluations[-1]):.3f}"
+            print(line, file=sys.stderr, flush=True)
 
     def _write_curve(self) -> None:
         """For those who look at it: nothing goes on from here."""
