@@ -435,7 +435,12 @@ def score_now(
     if trainer.environments is not None:  # TRL passes these on. They are set anew when the batch is whole
         any_environment = trainer.environments[0]
         trainer.environments = [any_environment if turns is None else turns.environment for *_, turns in rows]
+    num_logged = {name: len(values) for name, values in trainer._pending_metrics.items()}
     rewards = trainer._calculate_rewards([example for example, *_ in rows], prompts, completions, ids)
+    for name, values in list(trainer._pending_metrics.items()):  # TRL logs their mean: that over rows, not over calls
+        values[num_logged.get(name, 0) :] *= num_own
+        if not values:
+            del trainer._pending_metrics[name]
     columns = {name: values for name, values in trainer._pending_extra_logs.items() if len(values) == num_rows}
     trainer._pending_extra_logs.clear()
     logs = [{name: values[k] for name, values in columns.items()} for k in range(num_own)]

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import logging
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from statistics import fmean
 
 import hypothesis
@@ -237,16 +237,19 @@ def test_groups_that_are_alike_count_as_such_with_copies(settings):
 
 
 def test_what_reward_functions_log_is_a_mean_over_rows():
-    """Also where they are called several times, with other numbers of them."""
+    """Also where they are called several times in a step, with other numbers of them."""
+    calls = defaultdict(list)
 
-    def reward(completions, log_metric, **kwargs):
+    def reward(completions, log_metric, trainer_state, **kwargs):
         rewards = digits(completions)
+        calls[trainer_state.global_step].append(rewards)
         log_metric("digits", fmean(rewards))
         return rewards
 
-    trainer = train(reward_funcs=reward, base_selection="mixed")
-    for entry in trainer.state.log_history[:-1]:
-        assert entry["digits"] == pytest.approx(entry["rewards/reward/mean"])
+    trainer = train(reward_funcs=reward, **PUBLISHED, num_generations=6, num_anchors=2, per_device_train_batch_size=12)
+    for entry, of_step in zip(trainer.state.log_history, calls.values(), strict=False):
+        assert len({len(rewards) for rewards in of_step}) == 2
+        assert entry["digits"] == pytest.approx(fmean(reward for rewards in of_step for reward in rewards))
 
 
 shared_trainer = functools.cache(make_trainer)
