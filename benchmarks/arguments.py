@@ -88,7 +88,7 @@ class ArmsArguments(FR3EScriptArguments, ModelConfig):
             )
 
     def _check_of_bench(self) -> None:
-        """Raise a `ValueError` if something is told of a task that has it already."""
+        """Raise a `ValueError` if something is set for a task that has its own."""
         plain = FR3EScriptArguments(), ModelConfig()
         own = {name: value for default in plain for name, value in vars(default).items()} | {"eval_dataset_name": None}
         for name, default in own.items():
@@ -99,7 +99,7 @@ class ArmsArguments(FR3EScriptArguments, ModelConfig):
                 )
 
     def _complete_own(self) -> None:
-        """Lay what is told of a task of the user's own over what it is by default."""
+        """Lay the settings of a user's own task over its defaults."""
         for name in ("model_name_or_path", "dataset_name"):
             if getattr(self, name) is None:
                 raise ValueError(
@@ -125,7 +125,7 @@ class ArmsArguments(FR3EScriptArguments, ModelConfig):
         """
         What the arms learn, and where their policy starts.
 
-        A task of the user's own is loaded, and held to what the arms ask of it, so that what is wrong is told at once.
+        A user's own task is loaded and checked against what the arms need, so that mistakes are reported at once.
         """
         if self.task is not None:
             task = TASKS[self.task]

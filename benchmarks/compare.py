@@ -43,7 +43,7 @@ from .own_task import OwnTask
 from .report import write_report
 from .runs import MEASURED, UNDER_WAY, Run, be_quiet, probe, read_result
 from .tasks import HELDOUT_SEED, TASKS, Task
-from .worker import execute_all, tell
+from .worker import execute_all, report
 
 # Settings that may change between one call and the next: no finished run depends on them
 FREE = (
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
     be_quiet()
     (args,) = parse_arguments(RecipeParser([CompareArguments]), argv)
     if args.plan:
-        return tell(plan_of(args))
+        return report(plan_of(args))
     with resumable(args.output_dir):
         compare(args, f"python -m benchmarks compare {shlex.join(argv)}")
 
@@ -80,7 +80,7 @@ def compare(args: CompareArguments, command: str) -> None:
     if isinstance(task, OwnTask):
         there_are = len(task.splits["heldout"])
         if there_are < args.num_heldout:
-            tell(f"num_heldout={args.num_heldout}: {there_are} prompts are held out, which is all that can be.")
+            report(f"num_heldout={args.num_heldout}: {there_are} prompts are held out, which is all that can be.")
         args.num_heldout = fixed["num_heldout"] = min(args.num_heldout, there_are)
         fixed |= {"files": task.digests(output_dir)}
     if isinstance(task, OwnTask) or args.policy is not None:
@@ -92,7 +92,7 @@ def compare(args: CompareArguments, command: str) -> None:
         (output_dir / PROBES).unlink(missing_ok=True)  # of other arguments
     if kept is not None:
         comparison.take_over(kept)
-    tell(comparison.plan())
+    report(comparison.plan())
     arms, screening, tuning = comparison.tuned_arms()
     runs = list(comparison.final_runs(arms))
     execute_all("runs", runs, args.num_workers)
@@ -106,7 +106,7 @@ def compare(args: CompareArguments, command: str) -> None:
         tokens_per_prompt={arm: probed["tokens_per_prompt"] for arm, probed in comparison.probes().items()},
     )
     write_report(results, output_dir)
-    tell(f"Report: {output_dir / 'report.md'}")
+    report(f"Report: {output_dir / 'report.md'}")
 
 
 def plan_of(args: CompareArguments) -> str:
@@ -159,7 +159,7 @@ class Comparison:
         What the comparison takes: runs, what they spend, and hours.
 
         Hours are by two batches of each arm and an evaluation, and take it that points with the most updates a batch
-        will win. They are told where an earlier call has measured these, as it does for `tokens_per_batch`.
+        will win. They are given where an earlier call has measured these, as it does for `tokens_per_batch`.
         """
         args = self.args
         grids = {
@@ -223,7 +223,7 @@ class Comparison:
         """What two batches of an arm took, measured once: see [`~.runs.probe`]."""
         probes = self.probes()
         if arm not in probes:
-            tell(f"Measuring what two batches of {arm} take")
+            report(f"Measuring what two batches of {arm} take")
             probes[arm] = probe(self.make_run(arm, self.args.settings_of(arm), HELDOUT_SEED, None, "runs"))
             write_json(Path(self.args.output_dir) / PROBES, probes)
         return probes[arm]
@@ -294,8 +294,8 @@ def expected_seconds(run: Run, probed: dict[str, float]) -> float:
     if run.cost != "generated_tokens":
         return math.nan
     updates = run.settings.get("num_iterations", 1)
-    of_token = probed.get("batch", math.nan) + (updates - 1) * probed.get("update", math.nan)
-    return run.amount * of_token + evaluations
+    seconds_per_token = probed.get("batch", math.nan) + (updates - 1) * probed.get("update", math.nan)
+    return run.amount * seconds_per_token + evaluations
 
 
 def _told_hours(hours: float) -> str:

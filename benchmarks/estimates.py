@@ -37,9 +37,10 @@ def rates(evaluation: dict[str, Any], k: int = 1) -> np.ndarray:
 
 def rates_at(run: dict[str, Any], cost: str, amount: float, k: int = 1) -> Any:
     """The same when a run had spent so much, between evaluations on the lines through them."""
+    values: list[Any] = [rates(evaluation, k) for evaluation in run["evaluations"]]
     if not is_aligned(run):
-        return interpolate(curve(run, cost), [float(rates(of_one, k).mean()) for of_one in run["evaluations"]], amount)
-    return interpolate(curve(run, cost), [rates(of_one, k) for of_one in run["evaluations"]], amount)
+        values = [float(value.mean()) for value in values]
+    return interpolate(curve(run, cost), values, amount)
 
 
 def final_rates(run: dict[str, Any], k: int = 1) -> Any:
@@ -49,7 +50,7 @@ def final_rates(run: dict[str, Any], k: int = 1) -> Any:
 
 def mean_rates(run: dict[str, Any]) -> Any:
     """Mean of pass@1 along a run, for each prompt: its area against what ends the run."""
-    values: list[Any] = [rates(of_one) for of_one in run["evaluations"]]
+    values: list[Any] = [rates(evaluation) for evaluation in run["evaluations"]]
     if not is_aligned(run):
         values = [float(value.mean()) for value in values]
     return mean_height(curve(run, run["cost"]), values, run["amount"])
@@ -57,13 +58,13 @@ def mean_rates(run: dict[str, Any]) -> Any:
 
 def is_aligned(run: dict[str, Any]) -> bool:
     """Whether all evaluations of a run have the same prompts: none was left out for want of a score."""
-    return not any(of_one.get("num_unscored", 0) for of_one in run["evaluations"])
+    return not any(evaluation.get("num_unscored", 0) for evaluation in run["evaluations"])
 
 
 def reward_bounds(results: Results) -> Bounds:
     """Between what rewards lie: 0 and 1, or anything."""
-    rewards = [np.asarray(of_one["rewards"], float) for run in results.runs for of_one in run["evaluations"]]
-    return SHARE if all(of_one.min() >= 0 and of_one.max() <= 1 for of_one in rewards) else UNBOUNDED
+    rewards = [np.asarray(evaluation["rewards"], float) for run in results.runs for evaluation in run["evaluations"]]
+    return SHARE if all(values.min() >= 0 and values.max() <= 1 for values in rewards) else UNBOUNDED
 
 
 def interval_of(values: Sequence[Any], bounds: Bounds = UNBOUNDED) -> Interval:
@@ -80,16 +81,16 @@ def _by_prompts(values: Sequence[Any]) -> np.ndarray | None:
     return np.stack(list(values)) if len(shapes) == 1 and shapes != {()} else None
 
 
-def of_arm(results: Results, arm: str, measure: Measure, bounds: Bounds = UNBOUNDED) -> Interval:
+def arm_interval(results: Results, arm: str, measure: Measure, bounds: Bounds = UNBOUNDED) -> Interval:
     """A measure of an arm."""
-    return interval_of([measure(run) for run in results.of_arm(arm)], bounds)
+    return interval_of([measure(run) for run in results.runs_of(arm)], bounds)
 
 
 def differences(results: Results, arm: str, reference: str) -> list[Any]:
     """By how much an arm's mean of pass@1 is above another's, seed by seed, and where it can be prompt by prompt."""
     pairs = [
         (mean_rates(run), mean_rates(other))
-        for run, other in zip(results.of_arm(arm), results.of_arm(reference), strict=True)
+        for run, other in zip(results.runs_of(arm), results.runs_of(reference), strict=True)
     ]
     return [a - b if np.shape(a) == np.shape(b) else float(np.mean(a) - np.mean(b)) for a, b in pairs]
 
@@ -120,7 +121,7 @@ class Verdict:
 def verdict_of(results: Results) -> Verdict | None:
     """The verdict of a comparison, `None` of one arm."""
     reference = results.arguments["reference"]
-    means = {arm: fmean([float(np.mean(mean_rates(run))) for run in results.of_arm(arm)]) for arm in results.arms}
+    means = {arm: fmean([float(np.mean(mean_rates(run))) for run in results.runs_of(arm)]) for arm in results.arms}
     ranking = sorted(means, key=lambda arm: -means[arm])
     if len(ranking) == 1:
         return None

@@ -56,7 +56,7 @@ def evaluate(
     model.train(training)
     starts = range(0, len(sampled.rewards), num_samples)
     rewards = [sampled.rewards[start : start + num_samples] for start in starts]
-    scored = [i for i, of_prompt in enumerate(rewards) if None not in of_prompt]
+    scored = [i for i, prompt_rewards in enumerate(rewards) if None not in prompt_rewards]
     if not scored:
         raise UsageError(
             f"The reward functions left a completion of each of the {len(rewards)} held-out prompts without a score "

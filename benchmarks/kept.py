@@ -27,14 +27,14 @@ GONE = {"distinct_branches": False}
 
 def keep(results: Results) -> bytes:
     """The content of the file of a comparison."""
-    table = sorted({tuple(sorted(of_prompt)) for run in results.runs for of_prompt in _prompts(run)})
+    table = sorted({tuple(sorted(prompt_rewards)) for run in results.runs for prompt_rewards in _prompts(run)})
     codes = _codes(table)
     head = {
         "arguments": results.arguments,
         "command": results.command,
         "arms": results.arms,
         "tokens_per_prompt": results.tokens_per_prompt,
-        "rewards_of_a_prompt": {codes[of_prompt]: of_prompt for of_prompt in table},
+        "rewards_of_a_prompt": {codes[prompt_rewards]: prompt_rewards for prompt_rewards in table},
     }
     lines = [head, *(_line_of(run, results, codes) for run in results.runs)]
     for stage, runs in (("screening", results.screening), ("tuning", results.tuning)):
@@ -84,15 +84,15 @@ def _without_gone(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _prompts(run: dict[str, Any]) -> Iterable[list[float]]:
-    return (of_prompt for evaluation in run["evaluations"] for of_prompt in evaluation["rewards"])
+    return (prompt_rewards for evaluation in run["evaluations"] for prompt_rewards in evaluation["rewards"])
 
 
 def _codes(table: list[tuple[float, ...]]) -> dict[tuple[float, ...], str]:
     """A text for each, of one length: one character for up to 64."""
     width = max(1, math.ceil(math.log(max(2, len(table)), len(DIGITS)) - 1e-9))
     return {
-        of_prompt: "".join(DIGITS[i // len(DIGITS) ** place % len(DIGITS)] for place in reversed(range(width)))
-        for i, of_prompt in enumerate(table)
+        prompt_rewards: "".join(DIGITS[i // len(DIGITS) ** place % len(DIGITS)] for place in reversed(range(width)))
+        for i, prompt_rewards in enumerate(table)
     }
 
 
@@ -108,7 +108,7 @@ def _line_of(run: dict[str, Any], results: Results, codes: dict[tuple[float, ...
             name: [evaluation[name] for evaluation in evaluations] for name in evaluations[0] if name != "rewards"
         },
         "rewards": [
-            "".join(codes[tuple(sorted(of_prompt))] for of_prompt in evaluation["rewards"])
+            "".join(codes[tuple(sorted(prompt_rewards))] for prompt_rewards in evaluation["rewards"])
             for evaluation in evaluations
         ],
         "evaluation_seconds": run["evaluation_seconds"],
@@ -150,7 +150,7 @@ def _restored(line: dict[str, Any], settings: dict[str, Any], table: dict[str, l
 def _short(value: Any) -> Any:
     """Numbers with seven digits, of which the report shows three."""
     if isinstance(value, dict):
-        return {name: _short(of_name) for name, of_name in value.items()}
+        return {name: _short(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [_short(part) for part in value]
     return float(f"{value:.7g}") if isinstance(value, float) else value

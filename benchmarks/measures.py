@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -118,17 +119,17 @@ class MeasuredFR3ETrainer(MeasuredMixin, FR3ETrainer):
 MeasuredTrainer = MeasuredGRPOTrainer | MeasuredFR3ETrainer
 
 
-def sampled_prompts(rewards: list[list[float]], of_prompts: list[list[float]]) -> dict[str, float]:
+def sampled_prompts(rewards: list[list[float]], prompt_rewards: list[list[float]]) -> dict[str, float]:
     """
     Mean reward of what was sampled from the prompts themselves, and how often two rows of a prompt differ in reward.
 
-    The first is over `of_prompts`, rewards of each prompt's rows that do not start from an anchor; the second over the
-    `rewards` of all its rows, for prompts with two or more. NaN stands for no reward, and for nothing to tell it by.
+    The first is over `prompt_rewards`, rewards of each prompt's rows that do not start from an anchor; the second over
+    the `rewards` of all its rows. Rewards of NaN are left out, and NaN is returned where nothing is left.
     """
-    at_prompts = [reward for of_one in of_prompts for reward in of_one if math.isfinite(reward)]
+    at_prompts = [reward for rows in prompt_rewards for reward in rows if math.isfinite(reward)]
     differing = []
-    for of_one in rewards:
-        counts = Counter(reward for reward in of_one if math.isfinite(reward)).values()
+    for rows in rewards:
+        counts = Counter(reward for reward in rows if math.isfinite(reward)).values()
         pairs = math.comb(sum(counts), 2)
         if pairs:
             differing.append(1 - sum(math.comb(count, 2) for count in counts) / pairs)
@@ -170,12 +171,11 @@ def _tree_tokens(trees: list[Tree]) -> int:
 
 def _tree_rewards(trees: list[Tree]) -> tuple[list[list[float]], list[list[float]]]:
     """Rewards of all rollouts of each tree, and of those from its prompt. Copies are none."""
-    of_states = [
+    by_state = [
         [[rollout.score.reward for rollout in state.rollouts if rollout.copy_of is None] for state in tree.states]
         for tree in trees
     ]
-    of_trees = [[reward for of_state in of_tree for reward in of_state] for of_tree in of_states]
-    return of_trees, [of_tree[0] for of_tree in of_states]
+    return [list(chain.from_iterable(states)) for states in by_state], [states[0] for states in by_state]
 
 
 def _group_rewards(trainer: TypedTrainer) -> tuple[list[list[float]], list[list[float]]]:

@@ -27,7 +27,7 @@ GRIDS = {"learning_rate": "learning_rates", "num_prompts": "tokens_per_batch", "
 TUNED = tuple(GRIDS)
 
 # How far towards the best arm's end
-SHARES = {"¾": 3 / 4, "9/10": 9 / 10}
+SHARES = {"75%": 3 / 4, "90%": 9 / 10}
 
 # A run has collapsed if its last pass@1 is under this share of its best, by more than the noise of an evaluation
 COLLAPSED_SHARE, COLLAPSED_NOISE = 0.5, 0.03
@@ -75,7 +75,7 @@ class Results:
         """How much of it each run spends."""
         return next(self.arguments[name] for name in BUDGETS if self.arguments.get(name) is not None)
 
-    def of_arm(self, arm: str) -> list[dict[str, Any]]:
+    def runs_of(self, arm: str) -> list[dict[str, Any]]:
         """The runs of an arm, in the order of the seeds."""
         return [run for run in self.runs if run["arm"] == arm]
 
@@ -104,7 +104,7 @@ class Results:
     def levels(self) -> dict[str, float]:
         """Levels of pass@1 by their names: shares of the way from the start to the best arm's end. NaN if all fell."""
         start = fmean([accuracies(run)[0] for run in self.runs])
-        end = max(fmean([final(run) for run in self.of_arm(arm)]) for arm in self.arms)
+        end = max(fmean([final(run) for run in self.runs_of(arm)]) for arm in self.arms)
         has_risen = end - start > 1e-6  # more than by rounding
         return {name: start + share * (end - start) if has_risen else math.nan for name, share in SHARES.items()}
 

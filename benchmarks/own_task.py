@@ -100,8 +100,8 @@ class OwnTask:
             call_reward(name, reward, completions=completions, **columns)
             for name, reward in zip(self.args.reward_funcs, self.rewards, strict=True)
         ]
-        of_completions = [[score for score in of_one if score is not None] for of_one in zip(*scores, strict=True)]
-        return [sum(of_one) if of_one else None for of_one in of_completions]
+        given = [[score for score in row if score is not None] for row in zip(*scores, strict=True)]
+        return [sum(row) if row else None for row in given]
 
     def trainer_arguments(self) -> dict[str, Any]:
         """What a trainer starts from, in the place of a task's policy."""

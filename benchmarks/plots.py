@@ -66,8 +66,8 @@ def plot_all(results: Results, headline: str) -> list[Plot]:
         }
         if k == 1:
             del measures["best_of_k"]
-        for name, (title, of_measure, measure) in measures.items():
-            panel = _Panel(results, "generated_tokens", of_measure, title)
+        for name, (title, measure_bounds, measure) in measures.items():
+            panel = _Panel(results, "generated_tokens", measure_bounds, title)
             plots.append(panel.draw(name, title, partial(_evaluated, measure=measure)))
     return plots
 
@@ -96,7 +96,7 @@ class _Panel:
         is_headline = self.budget is not None
         figure, panel = pyplot.subplots(figsize=(6.2, 4.4) if is_headline else (4.4, 3.6))
         for arm, style in zip(self.results.arms, _styles(self.results), strict=True):
-            self._draw_arm(panel, arm, style, [points_of(run, cost=self.cost) for run in self.results.of_arm(arm)])
+            self._draw_arm(panel, arm, style, [points_of(run, cost=self.cost) for run in self.results.runs_of(arm)])
         if self.budget is not None:
             panel.axvline(self.budget, color="0.35", linestyle="--", linewidth=1)
             place = panel.get_xaxis_transform()
@@ -122,12 +122,12 @@ class _Panel:
         at[-1] = end
         # Over seeds alone: the prompts are the same for all arms, and move them together
         values = [[float(np.mean(interpolate(x, y, point))) for x, y in curves] for point in at]
-        intervals = [mean_interval(of_point) for of_point in values]
-        means = [of_one.mean for of_one in intervals]
+        intervals = [mean_interval(at_point) for at_point in values]
+        means = [interval.mean for interval in intervals]
         panel.plot(at, means, label=arm, linewidth=1.8, markevery=POINTS_BETWEEN, markersize=4, **style)
         if len(curves) >= FEW_SEEDS:
-            low = [max(of_one.low, self.bounds[0]) for of_one in intervals]
-            high = [min(of_one.high, self.bounds[1]) for of_one in intervals]
+            low = [max(interval.low, self.bounds[0]) for interval in intervals]
+            high = [min(interval.high, self.bounds[1]) for interval in intervals]
             panel.fill_between(at, low, high, color=style["color"], alpha=0.13, linewidth=0)
 
 

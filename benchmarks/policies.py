@@ -63,9 +63,9 @@ def made_once(directory: Path, make: Callable[[Path], None], made_of: dict[str, 
     """
     check_directory(directory)
     if (directory / "config.json").is_file():
-        told = directory / MADE_OF
+        record = directory / MADE_OF
         asked = {name: value for name, value in made_of.items() if value is not None}
-        differences = differing(read_object(told), asked) if told.exists() else ""
+        differences = differing(read_object(record), asked) if record.exists() else ""
         if differences:
             raise UsageError(
                 f"output_dir={str(directory)!r} has a policy of other arguments: {differences}. Name another directory."

@@ -16,6 +16,7 @@ is about tasks and policies like these.
 import argparse
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 
@@ -50,23 +51,23 @@ def main(argv: list[str]) -> None:
     print("reference:", ", ".join(f"{arm} on {name}" for name, arm in references.items()))
     for arm in sorted(set.intersection(*map(set, comparisons.values()))):
         differences = {name: paired(arms[arm], arms[references[name]]) for name, arms in comparisons.items()}
-        for name, of_one in differences.items():
-            if not of_one:
+        for name, pairs in differences.items():
+            if not pairs:
                 raise UsageError(
                     f"{name}: {arm} and {references[name]} have no seed in common. Run both with the same seeds."
                 )
-        pooled = [difference for of_one in differences.values() for difference in of_one]
+        pooled = list(chain.from_iterable(differences.values()))
         print(f"{arm}: {signed(mean_interval(pooled))} pooled, {ahead(pooled)}")
         if len(differences) > 1:
-            means = [mean(of_one) for of_one in differences.values()]
+            means = [mean(pairs) for pairs in differences.values()]
             print(f"    over the {len(means)} comparisons: {signed(mean_interval(means))}")
-        for name, of_one in differences.items():
-            print(f"    {name}: {signed(mean_interval(of_one))}")
+        for name, pairs in differences.items():
+            print(f"    {name}: {signed(mean_interval(pairs))}")
 
 
-def paired(of_arm: dict[int, float], of_other: dict[int, float]) -> list[float]:
+def paired(means: dict[int, float], reference: dict[int, float]) -> list[float]:
     """What the means of an arm's runs are ahead of another's with the same seeds, where both have one."""
-    return [of_arm[seed] - value for seed, value in of_other.items() if seed in of_arm]
+    return [means[seed] - value for seed, value in reference.items() if seed in means]
 
 
 def ahead(differences: Sequence[float]) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import MISSING, asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from fr3e_trl.commands.statistics import Interval
 
 from . import tables
 from .arguments import ArmsArguments
-from .estimates import difference, few_seeds, mean_rates, of_arm, reward_bounds, verdict_of
+from .estimates import arm_interval, difference, few_seeds, mean_rates, reward_bounds, verdict_of
 from .kept import KEPT, keep, restore
 from .outcomes import COLLAPSED_NOISE, COSTS, TUNED, Results, accuracies, told_apart
 from .plots import Plot, plot_all
@@ -68,7 +69,7 @@ def title(results: Results) -> str:
 
 
 def sections(results: Results, has_runs: bool = True) -> list[Section]:
-    """What the report tells below its verdict. `has_runs`: whether `results.json` is beside it."""
+    """What the report says below its verdict. `has_runs`: whether `results.json` is beside it."""
     return [
         Section("pass@1 along the run", table=tables.course_table(results)),
         Section(
@@ -110,10 +111,10 @@ def sections(results: Results, has_runs: bool = True) -> list[Section]:
 
 
 def made_with(results: Results) -> list[str]:
-    """The revisions of the runs, each once. Runs of earlier versions do not say theirs: those of now are told."""
+    """The revisions of the runs, each once. A run of an earlier version did not record its own: today's stands in."""
     revisions = [run.get("revision") or revision() for run in results.runs]
     return list(
-        dict.fromkeys(", ".join(f"{name} {of_name}" for name, of_name in told.items() if of_name) for told in revisions)
+        dict.fromkeys(", ".join(f"{name} {version}" for name, version in each.items() if version) for each in revisions)
     )
 
 
@@ -123,15 +124,15 @@ def legend(results: Results) -> str:
     seeds = f"{_seeds(results)} seed{'s' if _seeds(results) > 1 else ''} ({', '.join(map(str, arguments['seeds']))})"
     parts = [
         f"{seeds}, {arguments['num_heldout']} held-out prompts with {arguments['num_samples']} samples each; pass@1 is "
-        f"their mean reward. Mean: area under it against {COSTS[results.cost]}, up to {results.amount:,}, divided by "
-        "its length.",
-        "In brackets: the 95% interval over seeds and held-out prompts, both taken as drawn. Each has its own "
-        "Student's t, and what lies between 0 and 1 stays there (Wilson). Differences and ratios are taken seed by "
-        "seed, and no interval is widened for the number of arms. (all): no run differs from another.",
-        "Tokens and seconds (of CPU or GPU, in training): how many until pass@1 has come so far from the start to the "
-        f"best arm's end, as multiples of `{arguments['reference']}`'s, with the 95% interval of the ratio over seeds; "
-        "where a run never came there, how many did. Collapsed: runs whose last pass@1 is under half of their best, "
-        f"and more than {COLLAPSED_NOISE:g} below.",
+        f"their mean reward. Mean: area under the curve of pass@1 against {COSTS[results.cost]} up to "
+        f"{results.amount:,}, divided by that number.",
+        "In brackets: the 95% interval over seeds and held-out prompts, both treated as random samples, each with its "
+        "own Student's t; intervals of shares stay between 0 and 1 (Wilson). Differences and ratios are taken seed by "
+        "seed, and no interval is widened for the number of arms. (all): all runs are alike.",
+        "Tokens and seconds (of CPU or GPU, in training) to 75% and 90% of the best arm's improvement, as multiples of "
+        f"`{arguments['reference']}`'s, with the 95% interval of the ratio over seeds; where not all runs reached it, "
+        "how many did. Collapsed: runs whose last pass@1 is less than half of their best, and more than "
+        f"{COLLAPSED_NOISE:g} below it.",
     ]
     return " ".join(parts + _unscored(results))
 
@@ -141,19 +142,19 @@ def headline(results: Results) -> str:
     found = verdict_of(results)
     if found is None:
         (arm,) = results.arms
-        mean = tables.number(of_arm(results, arm, mean_rates, reward_bounds(results)))
-        return f"`{arm}` has a mean pass@1 of {mean}, and no other arm beside it"
+        mean = tables.number(arm_interval(results, arm, mean_rates, reward_bounds(results)))
+        return f"`{arm}` has a mean pass@1 of {mean}; there is no other arm to compare it with"
     by = f"{tables.signed_range(found.difference)} in mean pass@1"
     if _seeds(results) == 1:
-        return f"`{found.leader}` is before `{found.other}` with one seed, by {by}: no verdict"
+        return f"`{found.leader}` leads `{found.other}` by {by}, with one seed: no verdict"
     if found.is_sure:
         return f"`{found.leader}` is ahead of `{found.other}` by {by}: beyond the 95% interval"
-    return f"No arm is surely ahead: `{found.leader}` is before `{found.other}` by {by}, which may be chance"
+    return f"No arm is clearly ahead: `{found.leader}` leads `{found.other}` by {by}, which may be chance"
 
 
 def verdict(results: Results) -> str:
     """The headline, and what the intervals say of every arm beside the reference."""
-    fell = "No arm improved. " if math.isnan(results.levels()["¾"]) else ""
+    fell = "No arm improved. " if math.isnan(results.levels()["75%"]) else ""
     return f"{fell}{headline(results)}. {beside_reference(results)}".strip()
 
 
@@ -164,28 +165,26 @@ def beside_reference(results: Results) -> str:
     if _seeds(results) == 1 or len(others) < 2:
         return ""
     differences = {arm: difference(results, arm) for arm in others}
-    better = {arm: of_arm for arm, of_arm in differences.items() if of_arm.low > 0}
-    worse = {arm: of_arm for arm, of_arm in differences.items() if of_arm.high < 0}
+    better = {arm: interval for arm, interval in differences.items() if interval.low > 0}
+    worse = {arm: interval for arm, interval in differences.items() if interval.high < 0}
     parts = [f"Better than `{reference}`: {_listed(better) or 'none'}"]
     if worse:
         parts.append(f"worse: {_listed(worse)}")
     undecided = len(others) - len(better) - len(worse)
     if undecided:
-        parts.append(f"{undecided} of {len(others)} cannot be told from it")
+        parts.append(f"{undecided} of {len(others)} do not differ from it beyond their intervals")
     return "; ".join(parts) + "."
 
 
 def costs(results: Results) -> str:
-    """What the arm that is ahead cost, beside the other."""
+    """What the leading arm cost, compared with the other."""
     found = verdict_of(results)
     if found is None:
         return ""
-    soon = " and ".join(f"{ratio} of its {name}" for name, ratio in tables.speeds(results, found).items())
+    shares = " and ".join(f"{ratio} of the {name}" for name, ratio in tables.speeds(results, found).items())
     spent = [f"a run of `{arm}` took {tables.mean_seconds(results, arm):,.0f} s" for arm in (found.leader, found.other)]
-    said = (
-        f"Cost: to come ¾ of the way, `{found.leader}` needed, beside `{found.other}`, {soon}; " if soon else "Cost: "
-    )
-    return said + ", ".join(spent) + " of training."
+    reached = f"`{found.leader}` reached 75% of the best improvement with {shares} of `{found.other}`; "
+    return f"Cost: {reached if shares else ''}{', '.join(spent)} of training."
 
 
 def _seeds(results: Results) -> int:
@@ -194,15 +193,15 @@ def _seeds(results: Results) -> int:
 
 def _listed(differences: dict[str, Interval]) -> str:
     ordered = sorted(differences.items(), key=lambda item: -item[1].mean)
-    return ", ".join(f"`{arm}` {tables.signed_range(of_arm)}" for arm, of_arm in ordered)
+    return ", ".join(f"`{arm}` {tables.signed_range(interval)}" for arm, interval in ordered)
 
 
 def _start(results: Results) -> str:
-    measures = tables.diversity_measures(results)
-    return ", ".join(
-        f"{name} {tables.number(of_arm(results, results.runs[0]['arm'], lambda run, m=measure: m(run, 0.0), bounds))}"  # type: ignore[misc]
-        for name, (measure, bounds) in measures.items()
-    )
+    arm, texts = results.runs[0]["arm"], []
+    for name, (measure, bounds) in tables.diversity_measures(results).items():
+        interval = arm_interval(results, arm, partial(measure, amount=0.0), bounds)
+        texts.append(f"{name} {tables.number(interval)}")
+    return ", ".join(texts)
 
 
 def _tuning_section(results: Results) -> list[Section]:
@@ -240,8 +239,8 @@ def _settings(results: Results) -> dict[str, Any]:
         field.name: field.default if field.default_factory is MISSING else field.default_factory()
         for field in fields(ArmsArguments)
     }
-    told = {name: value for name, value in results.arguments.items() if name not in usual or value != usual[name]}
-    return told | {"arms": chosen}
+    changed = {name: value for name, value in results.arguments.items() if name not in usual or value != usual[name]}
+    return changed | {"arms": chosen}
 
 
 def _unscored(results: Results) -> list[str]:

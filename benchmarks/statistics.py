@@ -71,12 +71,12 @@ def half_widths(values: np.ndarray) -> tuple[float, float]:
             The measure of each of P prompts in each of N runs, both at least 2.
     """
     n, num_prompts = values.shape
-    of_runs, of_prompts = values.mean(1), values.mean(0)
-    rest = values - of_runs[:, None] - of_prompts + values.mean()
+    run_means, prompt_means = values.mean(1), values.mean(0)
+    rest = values - run_means[:, None] - prompt_means + values.mean()
     noise = float((rest**2).sum()) / ((n - 1) * (num_prompts - 1)) / (n * num_prompts)
-    over_prompts = max(float(of_prompts.var(ddof=1)) / num_prompts - noise, 0.0)
+    over_prompts = max(float(prompt_means.var(ddof=1)) / num_prompts - noise, 0.0)
     by_runs, by_prompts = t_quantile(n - 1), t_quantile(num_prompts - 1)
-    seeds = max(by_runs * float(stats.sem(of_runs)), by_prompts * math.sqrt(noise))
+    seeds = max(by_runs * float(stats.sem(run_means)), by_prompts * math.sqrt(noise))
     return seeds, by_prompts * math.sqrt(over_prompts)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from fr3e_trl.commands.statistics import Interval
 
 from .arms import whole_prompts
-from .estimates import Verdict, difference, final_rates, interval_of, mean_rates, of_arm, rates_at, reward_bounds
+from .estimates import Verdict, arm_interval, difference, final_rates, interval_of, mean_rates, rates_at, reward_bounds
 from .outcomes import (
     GRIDS,
     SIGNALS,
@@ -107,22 +107,22 @@ def _rounded(interval: Interval, digits: int = 3) -> tuple[float, float, float]:
 def verdict_table(results: Results) -> Table:
     """Each arm beside the reference: pass@1, how soon it came so far, and what it was tuned to."""
     reference, bounds, levels = results.arguments["reference"], reward_bounds(results), results.levels()
-    header = ["arm", "mean", f"− `{reference}`", "in the end", "tokens to ¾", "to 9/10", "seconds to ¾", "to 9/10"]
+    header = ["arm", "mean", f"− `{reference}`", "in the end", "tokens to 75%", "to 90%", "seconds to 75%", "to 90%"]
     rows = []
     for arm, settings in results.arms.items():
         is_reference = arm == reference
         rows.append(
             [
                 f"`{arm}`",
-                number(of_arm(results, arm, mean_rates, bounds)),
+                number(arm_interval(results, arm, mean_rates, bounds)),
                 "" if is_reference else signed_range(difference(results, arm)),
-                number(of_arm(results, arm, final_rates, bounds)),
+                number(arm_interval(results, arm, final_rates, bounds)),
                 *(
                     speed(results, arm, reference, cost, levels[share])
                     for cost in ("generated_tokens", "seconds")
-                    for share in ("¾", "9/10")
+                    for share in ("75%", "90%")
                 ),
-                f"{sum(map(has_collapsed, results.of_arm(arm)))}",
+                f"{sum(map(has_collapsed, results.runs_of(arm)))}",
                 *(f"{tuned(settings, name):g}" for name in TUNED),
             ]
         )
@@ -137,21 +137,21 @@ def speed(results: Results, arm: str, reference: str, cost: str, level: float) -
     """What an arm's runs had spent at a level, over another's, or how many came there if not all did."""
     if math.isnan(level):
         return "not measured"
-    spent, of_reference = ([reached(run, cost, level) for run in results.of_arm(name)] for name in (arm, reference))
+    spent, reference_spent = ([reached(run, cost, level) for run in results.runs_of(name)] for name in (arm, reference))
     num_reached = sum(map(math.isfinite, spent))
     if num_reached < len(spent):
         return f"{num_reached} of {len(spent)} runs"
     if arm == reference:
         return "1"
-    if not all(map(math.isfinite, of_reference)) or min(*spent, *of_reference) == 0:  # one was there from the start
+    if not all(map(math.isfinite, reference_spent)) or 0 in (*spent, *reference_spent):  # one was there at the start
         return f"{len(spent)} runs"
-    ratio, low, high = ratio_interval(spent, of_reference)
+    ratio, low, high = ratio_interval(spent, reference_spent)
     return f"{ratio:.2f}" if math.isnan(low) else f"{ratio:.2f} ({low:.2f}–{high:.2f})"
 
 
 def speeds(results: Results, found: Verdict) -> dict[str, str]:
-    """Tokens and seconds of the leader to ¾ of the way, as multiples of the other's, where all runs came there."""
-    level = results.levels()["¾"]
+    """Tokens and seconds of the leader to 75%, as multiples of the other's, where all runs reached it."""
+    level = results.levels()["75%"]
     if math.isnan(level):
         return {}
     ratios = {
@@ -163,7 +163,7 @@ def speeds(results: Results, found: Verdict) -> dict[str, str]:
 
 def mean_seconds(results: Results, arm: str) -> float:
     """Seconds of training that a run of an arm took, on average."""
-    return fmean([run["evaluations"][-1]["seconds"] for run in results.of_arm(arm)])
+    return fmean([run["evaluations"][-1]["seconds"] for run in results.runs_of(arm)])
 
 
 def diversity_measures(results: Results) -> dict[str, tuple[Callable[..., Any], Bounds]]:
@@ -187,7 +187,7 @@ def diversity_table(results: Results) -> Table:
         [
             f"`{arm}`",
             *(
-                number(of_arm(results, arm, partial(measure, amount=amount), bounds))
+                number(arm_interval(results, arm, partial(measure, amount=amount), bounds))
                 for measure, bounds in measures.values()
                 for amount in (end / 2, end)
             ),
@@ -204,7 +204,7 @@ def course_table(results: Results) -> Table:
     bounds, rows = reward_bounds(results), []
     for arm in results.arms:
         points = [partial(rates_at, cost=results.cost, amount=amount) for amount in amounts]
-        rows.append([f"`{arm}`", *(number(of_arm(results, arm, point, bounds)) for point in points)])
+        rows.append([f"`{arm}`", *(number(arm_interval(results, arm, point, bounds)) for point in points)])
     return Table(["arm", *(f"{amount:,.0f}" for amount in amounts)], rows)
 
 
@@ -213,11 +213,11 @@ def cost_table(results: Results) -> Table:
     columns = results.costs()
     rows = []
     for arm, settings in results.arms.items():
-        ends = [run["evaluations"][-1] for run in results.of_arm(arm)]
+        ends = [run["evaluations"][-1] for run in results.runs_of(arm)]
         batches = fmean([end["batches"] for end in ends])
         tokens = fmean([end["generated_tokens"] for end in ends])
         costs = [f"{fmean([end[cost] for end in ends]):,.0f}" for cost in columns]
-        seconds = sum(run["evaluation_seconds"] for run in results.of_arm(arm))
+        seconds = sum(run["evaluation_seconds"] for run in results.runs_of(arm))
         share = seconds / (seconds + sum(end["seconds"] for end in ends))
         row = [f"{settings['num_prompts']}", f"{batches:,.1f}", f"{tokens / batches:,.0f}", *costs, f"{share:.0%}"]
         rows.append([f"`{arm}`", *row])
@@ -230,7 +230,7 @@ def signal_table(results: Results) -> Table:
     names = signals(results)
     rows = []
     for arm, settings in results.arms.items():
-        runs = results.of_arm(arm)
+        runs = results.runs_of(arm)
         means = [_over_runs([taught(run)["mean"][name] for run in runs], bounds.get(name, UNBOUNDED)) for name in names]
         ends = [interval_of([curve(run, name)[-1] for run in runs], AT_LEAST_0) for name in ENDS]
         rows.append([f"`{arm}`", f"{settings['num_generations']}", *map(number, [*means, *ends])])

@@ -1,5 +1,5 @@
 """
-What the bookkeeping of a large step costs, without a model: time, memory, and what the processes tell each other.
+What the bookkeeping of a large step costs, without a model: time, memory, and what the processes exchange.
 
     python -m benchmarks cost bookkeeping
 
@@ -67,8 +67,8 @@ def entropies(
     statistics: list[tuple[torch.Tensor, torch.Tensor]] = []
     for start in range(0, len(completion_ids), 8):
         lengths = [len(ids) for ids in completion_ids[start : start + 8]]
-        of_rows = torch.rand(len(lengths), max(lengths))
-        statistics += [(-row[:length], row[:length]) for row, length in zip(of_rows, lengths, strict=True)]
+        values = torch.rand(len(lengths), max(lengths))
+        statistics += [(-row[:length], row[:length]) for row, length in zip(values, lengths, strict=True)]
     return statistics
 
 
@@ -94,13 +94,13 @@ def measure(process: int, options: argparse.Namespace, port: int, results: Any) 
     )
     sharding = RowSharding(options.num_prompts * options.num_rows, options.num_processes, process)
     own = {row // options.num_rows for row in sharding.own}
-    told = 0
+    num_bytes = 0
 
     def counting(function: Callable[[], Any]) -> list[Any]:
-        nonlocal told
-        of_processes = in_every_process(function)
-        told += sum(len(pickle.dumps(of_process)) for of_process in of_processes)
-        return of_processes
+        nonlocal num_bytes
+        items = in_every_process(function)
+        num_bytes += sum(len(pickle.dumps(item)) for item in items)
+        return items
 
     trees = [
         Tree(np.arange(i, i + 200, dtype=np.int32) if i in own else np.empty(0, np.int32), options.num_tokens, key=i)
@@ -117,7 +117,7 @@ def measure(process: int, options: argparse.Namespace, port: int, results: Any) 
     seconds = time.perf_counter() - began - sampler.seconds
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_before
     padding = _padding([row for row in rows if row.holder == process])
-    results.put((seconds / padding, memory / 1024, told / 2**20))
+    results.put((seconds / padding, memory / 1024, num_bytes / 2**20))
 
 
 def _padding(rows: list[Row]) -> float:
@@ -144,10 +144,10 @@ def main(argv: list[str]) -> None:
         port = free.getsockname()[1]
     results = get_context("spawn").SimpleQueue()
     spawn(measure, (options, port, results), nprocs=options.num_processes)
-    ratio, memory, told = map(max, zip(*(results.get() for _ in range(options.num_processes)), strict=True))
+    ratio, memory, num_bytes = map(max, zip(*(results.get() for _ in range(options.num_processes)), strict=True))
     sizes = f"{options.num_prompts} prompts x {options.num_rows} rows x {options.num_tokens} tokens"
     table = make_table(sizes, f"{options.num_processes} processes")
     table.add_row("time / TRL's padding of its rows", f"{ratio:.2f}")
     table.add_row("memory, MiB", f"{memory:.0f}")
-    table.add_row("gathered from all, MiB", f"{told:.2f}")
+    table.add_row("gathered from all, MiB", f"{num_bytes:.2f}")
     Console().print(table)

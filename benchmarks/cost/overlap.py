@@ -123,16 +123,15 @@ def main(argv: list[str]) -> None:
                     if stand_in is not None and n == 2 and name != "GRPO":
                         timelines[name] = stand_in.events[:], trainer.updates, trainer.batches
             means = {
-                name: {part: median(of_run[part] for of_run in runs) for part in runs[0]}
-                for name, runs in found.items()
+                name: {part: median(run[part] for run in runs) for part in runs[0]} for name, runs in found.items()
             }
             without = means["FR3E"]
-            for name, of_arm in means.items():
+            for name, mean in means.items():
                 table.add_row(
                     *(name, str(n), f"{without['generation'] / without['updates']:.2f}"),
-                    f"{of_arm['batch'] / without['batch']:.2f}",
-                    f"{of_arm['batch'] / max(without['generation'], without['updates']):.2f}",
-                    "" if name == "GRPO" else f"{of_arm['waited']:.2f} s",
+                    f"{mean['batch'] / without['batch']:.2f}",
+                    f"{mean['batch'] / max(without['generation'], without['updates']):.2f}",
+                    "" if name == "GRPO" else f"{mean['waited']:.2f} s",
                 )
             table.add_section()
     if state.is_main_process:

@@ -71,8 +71,8 @@ def main(argv: list[str]) -> None:
         with usage_errors("wrong arguments", "See --help.", ValueError, TypeError):
             task, policy = task_of(options)
             trainers = {
-                name: make_trainer(SETTINGS | settings | of_trainer, policy, task, Path(output_dir), seed=0)
-                for name, of_trainer in (TRAINERS | {"FR3E": TRAINERS["FR3E"] | options.settings}).items()
+                name: make_trainer(SETTINGS | settings | own, policy, task, Path(output_dir), seed=0)
+                for name, own in (TRAINERS | {"FR3E": TRAINERS["FR3E"] | options.settings}).items()
                 if name in ("FR3E", *options.trainers)
             }
             config = trainers["FR3E"].args

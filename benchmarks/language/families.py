@@ -157,15 +157,15 @@ def share_right(completions: list[Any], solution: list[str], **kwargs: Any) -> l
     A solution has the kinds and their numbers: `pens:12 rulers:3 folders:8 erasers:40`.
     """
     rewards = []
-    for completion, of_one in zip(completions, solution, strict=True):
+    for completion, answer in zip(completions, solution, strict=True):
         text = completion if isinstance(completion, str) else completion[-1]["content"]
-        right = dict(pair.split(":") for pair in of_one.split())
-        told: dict[str, str] = {}
+        right = dict(pair.split(":") for pair in answer.split())
+        counted: dict[str, str] = {}
         for line in text.splitlines():
             numbers = re.findall(r"-?\d+(?:\.\d+)?", line)
             if numbers:
-                told.setdefault(line.split(":")[0].strip(), numbers[-1])
-        rewards.append(sum(told.get(things) == n for things, n in right.items()) / len(right))
+                counted.setdefault(line.split(":")[0].strip(), numbers[-1])
+        rewards.append(sum(counted.get(things) == n for things, n in right.items()) / len(right))
     return rewards
 
 

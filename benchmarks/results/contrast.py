@@ -7,7 +7,7 @@ Two completions of a prompt teach something if their rewards differ. FR3E genera
 they differ less often, as rows of a tree share a beginning. Both are taken at the start, in the first tenth of the
 runs' batches. Their product says how many pairs that differ there are in as many tokens, as a multiple of GRPO's.
 
-The gain is told for the whole runs, and for the tokens of GRPO's first ten batches: language models had few.
+The gain is given for the whole runs, and for the tokens of GRPO's first ten batches: language models had few.
 """
 
 from statistics import fmean
@@ -49,7 +49,7 @@ def rows_of_a_token(run: dict[str, Any]) -> float:
 def early_difference(results: Results, arm: str, reference: str) -> Interval:
     """By how much an arm is ahead in pass@1 when it has spent the tokens of the other's first ten batches."""
     values = []
-    for run, other in zip(results.of_arm(arm), results.of_arm(reference), strict=True):
+    for run, other in zip(results.runs_of(arm), results.runs_of(reference), strict=True):
         spent = interpolate(curve(other, "batches"), curve(other, other["cost"]), FEW_BATCHES)
         values.append(rates_at(run, run["cost"], spent) - rates_at(other, other["cost"], spent))
     return interval_of(values, DIFFERENCE_OF_SHARES)
@@ -57,17 +57,16 @@ def early_difference(results: Results, arm: str, reference: str) -> Interval:
 
 def table() -> Table:
     rows = []
-    for name, (grpo, tree) in ARMS.items():
+    for name, arms in ARMS.items():
         kept = read_kept(RUNS / f"{name}.jsonl.gz")
-        of_grpo, of_tree = (
-            [fmean(map(measure, kept.of_arm(arm))) for measure in (start, differing, rows_of_a_token)]
-            for arm in (grpo, tree)
+        grpo, tree = (
+            [fmean(map(measure, kept.runs_of(arm))) for measure in (start, differing, rows_of_a_token)] for arm in arms
         )
-        more_rows = of_tree[2] / of_grpo[2]
-        contrast = of_tree[1] / of_grpo[1] * more_rows
-        told = [short(f"{value:.2f}") for value in (*of_grpo[:2], of_tree[1], more_rows, contrast)]
-        gains = (difference(kept, tree, grpo), early_difference(kept, tree, grpo))
-        rows.append((contrast, [f"`{name}`", *told, *map(difference_text, gains)]))
+        more_rows = tree[2] / grpo[2]
+        contrast = tree[1] / grpo[1] * more_rows
+        cells = [short(f"{value:.2f}") for value in (*grpo[:2], tree[1], more_rows, contrast)]
+        gains = (difference(kept, *reversed(arms)), early_difference(kept, *reversed(arms)))
+        rows.append((contrast, [f"`{name}`", *cells, *map(difference_text, gains)]))
     header = [
         "",
         "pass@1 at the start",

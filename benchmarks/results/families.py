@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,7 +22,7 @@ from matplotlib.ticker import EngFormatter
 
 from fr3e_trl.commands.statistics import Interval
 
-from ..estimates import difference, mean_rates, of_arm, rates, rates_at, reward_bounds
+from ..estimates import arm_interval, difference, mean_rates, rates, rates_at, reward_bounds
 from ..kept import read_kept
 from ..outcomes import TUNED, Results
 from ..pooled import GRPO, ahead, best_of, means_of, paired
@@ -116,23 +117,23 @@ def difference_text(interval: Interval) -> str:
     return bold_beyond(signed_range(interval), interval)
 
 
-def bold_beyond(told: str, interval: Interval) -> str:
-    """What is told of a difference, bold where its interval leaves out 0."""
-    told = short(told)
-    return f"**{told}**" if interval.low > 0 or interval.high < 0 else told
+def bold_beyond(text: str, interval: Interval) -> str:
+    """The text of a difference, bold where its interval leaves out 0."""
+    text = short(text)
+    return f"**{text}**" if interval.low > 0 or interval.high < 0 else text
 
 
 def speed_cells(results: Results, arm: str, reference: str) -> list[str]:
-    """Tokens and seconds that an arm spent until ¾ of the way, as ratios to another's that ran beside it."""
-    level = results.levels()["¾"]
+    """Tokens and seconds that an arm spent until 75% of the improvement, as ratios to another's that ran beside it."""
+    level = results.levels()["75%"]
     cells = [short(speed(results, arm, reference, cost, level)) for cost in ("generated_tokens", "seconds")]
-    beside = [run["revision"] for name in (arm, reference) for run in results.of_arm(name)]
+    beside = [run["revision"] for name in (arm, reference) for run in results.runs_of(name)]
     return cells if all(revision == beside[0] for revision in beside) else [cells[0], NOT_BESIDE]
 
 
 def family_table(name: str, results: Results, best: str, beside: Results | None) -> Table:
     """
-    Each arm of a family: pass@1 along the run, and what it spent until ¾ of the way, beside `grpo_4`.
+    Each arm of a family: pass@1 along the run, and what it spent until 75% of the improvement, beside `grpo_4`.
 
     Args:
         name (`str`), results ([`Results`]):
@@ -146,10 +147,10 @@ def family_table(name: str, results: Results, best: str, beside: Results | None)
     for arm in results.arms:
         tokens, seconds = speed_cells(results, arm, "grpo_4")
         if seconds == NOT_BESIDE and beside is not None and arm in beside.arms:
-            seconds = f"{speed_cells(beside, arm, 'grpo_4')[1]}, {len(beside.of_arm(arm))} seeds"
-        mean = short(number(of_arm(results, arm, mean_rates, bounds)))
+            seconds = f"{speed_cells(beside, arm, 'grpo_4')[1]}, {len(beside.runs_of(arm))} seeds"
+        mean = short(number(arm_interval(results, arm, mean_rates, bounds)))
         rows.append([f"`{arm}`", mean, difference_cell(results, arm, best), tokens, seconds])
-    return Table([f"`{name}`", "mean pass@1", f"− `{best}`", "tokens to ¾", "seconds to ¾"], rows)
+    return Table([f"`{name}`", "mean pass@1", f"− `{best}`", "tokens to 75%", "seconds to 75%"], rows)
 
 
 def prior_table(families: dict[str, Results]) -> Table:
@@ -173,7 +174,7 @@ def difficulty_table(results: Results) -> Table:
 
     rows = [row("before training", [run["evaluations"][0] for run in results.runs])]
     for arm in results.arms:
-        rows.append(row(f"`{arm}` in the end", [run["evaluations"][-1] for run in results.of_arm(arm)]))
+        rows.append(row(f"`{arm}` in the end", [run["evaluations"][-1] for run in results.runs_of(arm)]))
     return Table(["pass@1 on `lengths`", "easiest quarter", "hardest quarter", "entropy in nats"], rows)
 
 
@@ -239,7 +240,7 @@ def halved_tables() -> list[Table]:
     rows = []
     for arm, other in HALVED:
         pairs = [paired(of[arm], of[other]) for of in families.values()]
-        pooled = [pair for of_one in pairs for pair in of_one]
+        pooled = list(chain.from_iterable(pairs))
         rows.append([f"`{arm}` − `{other}`", *map(interval_cell, pairs), f"{interval_cell(pooled)}, {ahead(pooled)}"])
     return [
         Table(["mean pass@1 along the run", *names], means),
@@ -254,32 +255,32 @@ def interval_cell(differences: list[float]) -> str:
 
 
 def chosen_rows_table(names: Iterable[str]) -> Table:
-    """What trees gain by the number of rows that is best for their task, as the other seeds tell it."""
+    """What trees gain by the number of rows that is best for their task, chosen on the other seeds."""
     rows = []
     for name in names:
         further, known = (means_of(RUNS / f"{prefix}{name}.jsonl.gz") for prefix in ("rows_", ""))
-        of_sizes = {size: of_arm for size, arm in TREES.items() if (of_arm := further.get(arm) or known.get(arm))}
-        seeds = sorted(set.intersection(*map(set, of_sizes.values())))
-        chosen = {seed: best_size(of_sizes, [other for other in seeds if other != seed]) for seed in seeds}
-        gains = {seed: of_sizes[size][seed] - of_sizes[4][seed] for seed, size in chosen.items()}
-        told = f"{fmean(gains.values()):+.3f}, {ahead(list(gains.values()))}"
-        sizes = [", ".join(map(str, of)) for of in (sorted(of_sizes), sorted(set(chosen.values())))]
-        rows.append([f"`{name}`", *sizes, short(told).replace("-", "−")])
+        by_size = {size: means for size, arm in TREES.items() if (means := further.get(arm) or known.get(arm))}
+        seeds = sorted(set.intersection(*map(set, by_size.values())))
+        chosen = {seed: best_size(by_size, [other for other in seeds if other != seed]) for seed in seeds}
+        gains = {seed: by_size[size][seed] - by_size[4][seed] for seed, size in chosen.items()}
+        gain = f"{fmean(gains.values()):+.3f}, {ahead(list(gains.values()))}"
+        sizes = [", ".join(map(str, of)) for of in (sorted(by_size), sorted(set(chosen.values())))]
+        rows.append([f"`{name}`", *sizes, short(gain).replace("-", "−")])
     return Table(["task", "rows to choose from", "chosen", "− `tree_4_tracker`"], rows)
 
 
-def best_size(of_sizes: dict[int, dict[int, float]], seeds: list[int]) -> int:
+def best_size(by_size: dict[int, dict[int, float]], seeds: list[int]) -> int:
     """The number of rows with the best mean over these seeds."""
-    return max(of_sizes, key=lambda size: fmean(of_sizes[size][seed] for seed in seeds))
+    return max(by_size, key=lambda size: fmean(by_size[size][seed] for seed in seeds))
 
 
-def added_cell(means: dict[int, float], of_other: dict[int, float]) -> str:
+def added_cell(means: dict[int, float], reference_means: dict[int, float]) -> str:
     """An arm's mean over its seeds, and what it is ahead of another with the same ones."""
     if not means:
         return ""
-    pairs = [mean - of_other[seed] for seed, mean in means.items()]
-    told = f"{fmean(means.values()):.3f}, {fmean(pairs):+.3f}, {ahead(pairs)}"
-    return short(told).replace("-", "−")
+    pairs = [mean - reference_means[seed] for seed, mean in means.items()]
+    text = f"{fmean(means.values()):.3f}, {fmean(pairs):+.3f}, {ahead(pairs)}"
+    return short(text).replace("-", "−")
 
 
 def draw(families: dict[str, Results], path: Path) -> None:
@@ -295,7 +296,7 @@ def draw(families: dict[str, Results], path: Path) -> None:
         amounts = [results.amount * i / num_evals for i in range(num_evals + 1)]
         for (arm, label), color in zip(SHOWN.items(), ("C0", "C2", "C1"), strict=True):
             points = [
-                of_arm(results, arm, partial(rates_at, cost=results.cost, amount=amount), reward_bounds(results))
+                arm_interval(results, arm, partial(rates_at, cost=results.cost, amount=amount), reward_bounds(results))
                 for amount in amounts
             ]
             means, lower, upper = zip(*((point.mean, point.low, point.high) for point in points), strict=True)

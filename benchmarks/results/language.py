@@ -93,8 +93,8 @@ def summary_table() -> Table:
     rows = []
     for name, (title, arm, other) in SUMMARY.items():
         results = read_kept(RUNS / f"{name}.jsonl.gz")
-        runs = results.of_arm(other)
-        both = (str(len(runs)), _told(start_of(runs)), *differences(results, arm, other))
+        runs = results.runs_of(other)
+        both = (str(len(runs)), _rate(start_of(runs)), *differences(results, arm, other))
         rows.append([title, *both, f"{seconds_of(results, arm) / seconds_of(results, other):.2f}"])
     header = ["", "seeds", "pass@1 before", "FR3E − GRPO along the run", "in the end", "seconds, of GRPO's"]
     return Table(header, rows)
@@ -107,7 +107,7 @@ def start_of(runs: list[dict[str, Any]]) -> float:
 
 def seconds_of(results: Results, arm: str) -> float:
     """Of training, in the mean over an arm's runs."""
-    return fmean(run["evaluations"][-1]["seconds"] for run in results.of_arm(arm))
+    return fmean(run["evaluations"][-1]["seconds"] for run in results.runs_of(arm))
 
 
 def arms_table(results: Results) -> Table:
@@ -118,15 +118,15 @@ def arms_table(results: Results) -> Table:
     header += ["their mean", "mean along the run", f"pass@{k} in the end", "seconds"]
     rows = []
     for arm in results.arms:
-        runs = results.of_arm(arm)
+        runs = results.runs_of(arm)
         ends = [final_rates(run).mean() for run in runs]
         means = [start_of(runs)]
         means += [fmean(rates_at(run, run["cost"], spent).mean() for run in runs) for spent in amounts]
         along = fmean(mean_rates(run).mean() for run in runs)
-        told = [", ".join(map(_told, ends)), *map(_told, (fmean(ends), along))]
-        told += [_told(fmean(final_rates(run, k).mean() for run in runs))]
+        cells = [", ".join(map(_rate, ends)), *map(_rate, (fmean(ends), along))]
+        cells += [_rate(fmean(final_rates(run, k).mean() for run in runs))]
         rate = f"{tuned(results.arms[arm], 'learning_rate'):.0e}".replace("e-0", "e-")
-        rows.append([f"`{arm}`", rate, *map(_told, means), *told, f"{seconds_of(results, arm):,.0f}"])
+        rows.append([f"`{arm}`", rate, *map(_rate, means), *cells, f"{seconds_of(results, arm):,.0f}"])
     return Table(header, rows)
 
 
@@ -138,12 +138,12 @@ def differences_table(results: Results, pairs: list[tuple[str, str]]) -> Table:
 
 def differences(results: Results, arm: str, other: str) -> list[str]:
     """Along the run and in the end, each with its interval."""
-    both = zip(results.of_arm(arm), results.of_arm(other), strict=True)
-    ends = interval_of([final_rates(run) - final_rates(of_other) for run, of_other in both], DIFFERENCE_OF_SHARES)
+    both = zip(results.runs_of(arm), results.runs_of(other), strict=True)
+    ends = interval_of([final_rates(run) - final_rates(beside) for run, beside in both], DIFFERENCE_OF_SHARES)
     return [difference_text(interval) for interval in (difference(results, arm, other), ends)]
 
 
-def _told(rate: float) -> str:
+def _rate(rate: float) -> str:
     return short(f"{rate:.3f}")
 
 

@@ -11,7 +11,7 @@ the number of its updates over the number on policy.
 import math
 from collections.abc import Iterable
 
-from ..estimates import difference, mean_rates, of_arm, reward_bounds
+from ..estimates import arm_interval, difference, mean_rates, reward_bounds
 from ..kept import read_kept
 from ..outcomes import Results, reached
 from ..statistics import ratio_interval
@@ -31,12 +31,12 @@ def seconds(results: Results, arm: str, generation: float) -> float:
 
 
 def ratio_cells(results: Results, arm: str) -> list[str]:
-    """Tokens, then seconds, that an arm spent until ¾ of the way, over those on policy."""
-    level = results.levels()["¾"]
+    """Tokens, then seconds, that an arm spent until 75% of the improvement, over those on policy."""
+    level = results.levels()["75%"]
     spent, on_policy = (
-        [reached(run, "generated_tokens", level) for run in results.of_arm(name)] for name in (arm, ON_POLICY)
+        [reached(run, "generated_tokens", level) for run in results.runs_of(name)] for name in (arm, ON_POLICY)
     )
-    counts = [sum(map(math.isfinite, of_arm)) for of_arm in (spent, on_policy)]
+    counts = [sum(map(math.isfinite, tokens)) for tokens in (spent, on_policy)]
     if counts != [len(spent), len(on_policy)]:
         return [f"{counts[0]} of {len(spent)} runs, on policy {counts[1]}", *[""] * len(GENERATION)]
     interval = ratio_interval(spent, on_policy)
@@ -45,17 +45,18 @@ def ratio_cells(results: Results, arm: str) -> list[str]:
 
 
 def table(tasks: Iterable[str] = TASKS) -> Table:
-    """Each task and arm: its point, mean pass@1, its difference from on policy, and what ¾ of the way took."""
+    """Each task and arm: its point, mean pass@1, its difference from on policy, and what reaching 75% took."""
     rows = []
     for name in tasks:
         results = read_kept(RUNS / f"stale_{name}.jsonl.gz")
         for arm in (ON_POLICY, *STALE):
             point = " · ".join(f"{tuned(results.arms[arm], axis):g}" for axis in ("learning_rate", "num_iterations"))
-            cells = [f"`{name}`", f"`{arm}`", point, number(of_arm(results, arm, mean_rates, reward_bounds(results)))]
+            mean = arm_interval(results, arm, mean_rates, reward_bounds(results))
+            cells = [f"`{name}`", f"`{arm}`", point, number(mean)]
             if arm != ON_POLICY:
                 cells += [difference_text(difference(results, arm, ON_POLICY)), *ratio_cells(results, arm)]
             rows.append([short(cell) for cell in cells] + [""] * (5 + len(GENERATION) + 1 - len(cells)))
-    header = ["task", "arm", "rate · updates", "mean pass@1", f"− `{ON_POLICY}`", "tokens to ¾"]
+    header = ["task", "arm", "rate · updates", "mean pass@1", f"− `{ON_POLICY}`", "tokens to 75%"]
     return Table([*header, *(f"seconds, generation {generation:g}" for generation in GENERATION)], rows)
 
 

@@ -13,7 +13,7 @@ from matplotlib import pyplot
 
 from fr3e_trl.commands.statistics import Interval
 
-from ..estimates import difference, mean_rates, of_arm, reward_bounds
+from ..estimates import arm_interval, difference, mean_rates, reward_bounds
 from ..kept import read_kept
 from ..outcomes import Results
 from ..pooled import GRPO, best_of, means_of
@@ -63,7 +63,7 @@ def table(families: dict[str, Results], shipped: dict[str, Results]) -> Table:
     for name, results in families.items():
         best = best_grpo(name)
         arms = [(shipped[name], SHIPPED), *((results, arm) for arm in (best, SHRUNK, FR3E))]
-        means = [short(number(of_arm(of, arm, mean_rates, reward_bounds(of))).split(" ")[0]) for of, arm in arms]
+        means = [short(number(arm_interval(of, arm, mean_rates, reward_bounds(of))).split(" ")[0]) for of, arm in arms]
         ahead = difference_text(difference(shipped[name], FR3E, SHIPPED))
         ahead_of_best = difference_text(difference(results, FR3E, best))
         rows.append([f"`{name}`", *means, ahead, tokens_cell(shipped[name]), ahead_of_best])
@@ -84,12 +84,12 @@ def tokens_cell(results: Results) -> str:
 
 def differences(shipped: dict[str, Results]) -> list[tuple[str, list[tuple[str, Interval]]]]:
     """FR3E less GRPO in mean pass@1 along the run: generated tasks, then SmolLM2."""
-    of_tasks = [(name, difference(results, FR3E, SHIPPED)) for name, results in shipped.items()]
-    of_language = [
+    tasks = [(name, difference(results, FR3E, SHIPPED)) for name, results in shipped.items()]
+    language = [
         (LANGUAGE[name], difference(read_kept(RUNS / f"{name}.jsonl.gz"), arm, other))
         for name, (_, arm, other) in SUMMARY.items()
     ]
-    return [("generated tasks", of_tasks), ("SmolLM2-135M", of_language)]
+    return [("generated tasks", tasks), ("SmolLM2-135M", language)]
 
 
 def draw(groups: list[tuple[str, list[tuple[str, Interval]]]], path: Path) -> None:

@@ -164,9 +164,9 @@ def test_prompts_that_make_whole_batches():
 def test_signal_of_a_batch():
     # Of four rows with one that differs 3 pairs of 6 do; of two alike none; one row makes no pair
     nan = math.nan
-    prompts = sampled_prompts([[1.0, 0, 0, 0], [1.0, 1, nan], [0.5], []], of_prompts=[[1.0, 0], [1.0], [nan], []])
+    prompts = sampled_prompts([[1.0, 0, 0, 0], [1.0, 1, nan], [0.5], []], prompt_rewards=[[1.0, 0], [1.0], [nan], []])
     assert prompts == pytest.approx({"reward": 2 / 3, "differing": (3 / 6 + 0) / 2})
-    assert all(map(math.isnan, sampled_prompts(rewards=[[nan]], of_prompts=[[nan]]).values()))
+    assert all(map(math.isnan, sampled_prompts(rewards=[[nan]], prompt_rewards=[[nan]]).values()))
     advantages, in_loss = torch.tensor([0.5, -0.5, 0, 0, 0.25, 0]), torch.tensor([1, 1, 0, 0, 1, 1]).bool()
     expected = {"signal": 3 / 6, "rejected": 2 / 6, "advantage_mean": 0.25 / 6}
     expected |= {"advantage_std": ((0.5 + 0.0625) / 6 - (0.25 / 6) ** 2) ** 0.5}

@@ -13,7 +13,7 @@ from simulated import GAINS, PROMPTS, expected, share, simulated, truth
 
 from benchmarks.arguments import CompareArguments
 from benchmarks.compare import plan_of
-from benchmarks.estimates import difference, final_rates, mean_rates, of_arm, verdict_of
+from benchmarks.estimates import arm_interval, difference, final_rates, mean_rates, verdict_of
 from benchmarks.outcomes import has_collapsed
 from benchmarks.report import costs, markdown, sections, verdict, write_report
 from benchmarks.statistics import DIFFERENCE_OF_SHARES, SHARE, mean_interval
@@ -36,11 +36,11 @@ def test_intervals_hold_the_truth(num_seeds):
     held = []
     for _ in range(NUM_DRAWN):
         results = simulated(generator, num_seeds, arms)
-        intervals = [of_arm(results, "fr3e", measure, SHARE) for measure in measures]
+        intervals = [arm_interval(results, "fr3e", measure, SHARE) for measure in measures]
         intervals += [difference(results, arm) for arm in ("fr3e", "shared")]
         for interval, (low, high) in zip(intervals, [SHARE] * 3 + [DIFFERENCE_OF_SHARES] * 2, strict=True):
             assert low <= interval.low <= interval.mean <= interval.high <= high
-        intervals.append(mean_interval([float(mean_rates(run).mean()) for run in results.of_arm("fr3e")]))
+        intervals.append(mean_interval([float(mean_rates(run).mean()) for run in results.runs_of("fr3e")]))
         held.append([interval.low <= value <= interval.high for interval, value in zip(intervals, true, strict=True)])
     *shares, of_seeds = np.mean(held, axis=0)
     # The standard deviation of a share is .015. With few seeds, the two parts of the chance, each with its own
@@ -104,9 +104,9 @@ def test_the_verdict_is_sure_where_its_interval_is_above_0():
     assert (found.leader, found.other, found.is_sure) == ("fr3e", "grpo", True)
     said = r"^\*\*`fr3e` is ahead of `grpo` by \+0\.\d{3} \(\+0\.\d{3} to \+0\.\d{3}\) in mean"
     assert re.search(said, ten, re.MULTILINE)
-    assert "No arm is surely ahead: `fr3e` is before `grpo` by +0." in two and "which may be chance" in two
-    assert "with one seed, by +0." in one and "no verdict" in one
-    assert "no other arm beside it" in alone
+    assert "No arm is clearly ahead: `fr3e` leads `grpo` by +0." in two and "which may be chance" in two
+    assert "by +0." in one and "no verdict" in one
+    assert "no other arm to compare it with" in alone
     # The reference is ahead of the next best where it is the best
     turned = verdict_of(compared(10, ("fr3e", "grpo")))
     assert (turned.leader, turned.other) == ("fr3e", "grpo")
@@ -130,8 +130,8 @@ def test_where_no_arm_improved_nothing_is_measured():
     for run in fallen.runs:
         for evaluation in run["evaluations"][1:]:
             evaluation["rewards"] = [[0.0] * len(rewards) for rewards in evaluation["rewards"]]
-    assert verdict(fallen).startswith("No arm improved. ") and "¾" not in costs(fallen)
-    assert speed(fallen, "fr3e", "grpo", "generated_tokens", fallen.levels()["¾"]) == "not measured"
+    assert verdict(fallen).startswith("No arm improved. ") and "75%" not in costs(fallen)
+    assert speed(fallen, "fr3e", "grpo", "generated_tokens", fallen.levels()["75%"]) == "not measured"
 
 
 def test_collapse():
@@ -152,7 +152,7 @@ def test_a_batch_size_is_told_in_its_column():
     results = compared(2, extra=grid)
     for arm, settings in results.arms.items():
         results.tokens_per_prompt[arm] = 1000.0
-        for run, num_prompts in itertools.product(results.of_arm(arm), (2, 6)):
+        for run, num_prompts in itertools.product(results.runs_of(arm), (2, 6)):
             point = {**run, "settings": {**settings, "num_prompts": num_prompts, "num_iterations": 1}}
             results.screening.append(point)
             results.tuning.append(point)
@@ -174,8 +174,8 @@ def test_what_is_out_of_the_ordinary_is_told(tmp_path):
     assert re.search(r"Runs begin at pass@1 of 0\.\d{4} to 0\.\d{4}: ", (tmp_path / "report.md").read_text())
     first["num_unscored"], first["rewards"] = 1, first["rewards"][1:]
     assert "intervals are over seeds alone" in report_of(results)
-    values = [float(np.mean(mean_rates(run))) for run in results.of_arm("grpo")]
-    assert of_arm(results, "grpo", mean_rates, SHARE) == mean_interval(values, SHARE)
+    values = [float(np.mean(mean_rates(run))) for run in results.runs_of("grpo")]
+    assert arm_interval(results, "grpo", mean_rates, SHARE) == mean_interval(values, SHARE)
 
 
 def test_plan():
