@@ -148,10 +148,10 @@ def refuse_unsupported_setup(trainer: TypedTrainer) -> None:
     if not trainer.use_vllm:
         check_generation_config(trainer)
     config = trainer.args
-    if isinstance(config, FR3EConfig) and config.max_staleness and trainer.tools:
+    if isinstance(config, FR3EConfig) and config.max_staleness and trainer.environment_factories is not None:
         raise NotImplementedError(
-            f"max_staleness={config.max_staleness} does not work with tools and environments, which would be called "
-            "while the policy trains. Set max_staleness=0."
+            f"max_staleness={config.max_staleness} does not work with environments, because a prompt is known only "
+            "once its environment is reset, which TRL does when a batch begins. Set max_staleness=0."
         )
     if trainer.environment_factories is not None and not trainer.tools:
         raise NotImplementedError(

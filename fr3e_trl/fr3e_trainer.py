@@ -684,10 +684,11 @@ class FR3ETrainer(resume.ExactResume):
             self._explorer.threshold = None
         if self.args.max_refills > 0:
             self._refill = Refill(self.train_dataset, self._epoch_order, self.args.max_refills)
-        if self._explorer is not None and isinstance(self.sampler, AheadSampler):
-            self.sampler.abort()
+        sampler = self.sampler.sampler if isinstance(self.sampler, ToolCallingSampler) else self.sampler
+        if self._explorer is not None and isinstance(sampler, AheadSampler):
+            sampler.abort()
             order = PromptStream(self._epoch_order) if self._refill is None else self._refill.prompts
-            self._overlap = Overlap(self, self.args, self._explorer, self.sampler, order, self._refill is not None)
+            self._overlap = Overlap(self, self.args, self._explorer, sampler, order, self._refill is not None)
 
     def _epoch_order(self) -> RepeatSampler:
         """Indices of the training set, each once an epoch, in the order that TRL's sampler gives them."""

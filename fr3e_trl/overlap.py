@@ -1,5 +1,7 @@
 """Generation and training at the same time: the next batch's rollouts are drawn while this one is trained on."""
 
+from dataclasses import replace
+
 from . import resume
 from .compat import TypedTrainer, sharding
 from .fr3e_config import FR3EConfig
@@ -63,6 +65,8 @@ class Overlap:
             own = {row // num_generations for row in sharding(trainer, self.num_prompts * num_generations).own}
             examples = {i: trainer.train_dataset[indices[i]] for i in sorted(own)}
             requests = self.explorer.requests_ahead(self.sampler, self.num_prompts, examples, next_step)
+            if trainer.tools:  # their first turns: tools are called when the batch begins, from the main thread
+                requests = [replace(request, branching=None) for request in requests]
             send_weights(trainer, self.explorer.stopwatch.part)
             self.sampler.begin(requests)
         except Exception as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from factory import letters, make_trainer
-from models import make_model
+from models import TINY, make_model
 from peft import LoraConfig
 from transformers import set_seed
 
@@ -36,9 +36,9 @@ SETTINGS = {
 }
 
 
-def make(cls=FR3ETrainer, **settings):
+def make(cls=FR3ETrainer, vocab_size=TINY["vocab_size"], **settings):
     """A trainer of a policy that is nearly uniform, as the stand-in for the server is."""
-    model = make_model()
+    model = make_model(vocab_size=vocab_size)
     model.lm_head.weight.data.div_(20)
     defaults = {"model": model, "reward_funcs": letters, "peft_config": LoraConfig(r=2, target_modules="all-linear")}
     return make_trainer(cls, **SETTINGS | defaults | settings)

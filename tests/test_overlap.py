@@ -10,9 +10,9 @@ import pytest
 from accelerate.utils import is_deepspeed_available
 from factory import digits
 from launches import launch
-from models import CPU, TINY, make_dataset, make_tokenizer
+from models import CPU, make_dataset, make_tokenizer
 from overlap_train import SETTINGS, make
-from tool_policy import look, make_tool_dataset, make_tool_policy, make_tool_tokenizer
+from tool_policy import WORDS, Walk, instead_of_look, look, make_tool_dataset, make_tool_tokenizer
 from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback, set_seed
 
@@ -32,10 +32,10 @@ def server():
         check_nothing_is_left(stand_in)
 
 
-def make_server(tokenizer=None):
+def make_server(kind=StandIn, tokenizer=None):
     tokenizer = tokenizer or make_tokenizer()
     tokenize = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
-    return StandIn(tokenize, TINY["vocab_size"], end=1, seconds_per_token=0.01)
+    return kind(tokenize, len(tokenizer), end=1, seconds_per_token=0.01)
 
 
 def check_nothing_is_left(server):
@@ -114,6 +114,53 @@ def test_generation_hides_behind_training(server):
     assert all(seconds >= 0 for seconds in waited)
 
 
+class CallingStandIn(StandIn):
+    """Draws what calls `look` in half of all turns, as likely as anything else."""
+
+    def draw(self, prefix, *seed):
+        token, logprobs = super().draw(prefix, *seed)
+        before, last = ["", *(WORDS[i] for i in prefix)][-2:]
+        if last == "<|assistant|>" and token % 2:
+            token = WORDS.index("<call>")
+        elif last == "<call>":
+            token = WORDS.index(str(token % 10))
+        elif "call>" in before + last:
+            token = WORDS.index("</call>" if before == "<call>" else "<eos>")
+        return token, logprobs
+
+
+@pytest.fixture
+def tools():
+    """Settings with tools, and the threads that called them."""
+    callers = []
+
+    @instead_of_look
+    def noted_look(key: str) -> str:
+        callers.append(threading.current_thread())
+        return look(key)
+
+    settings = {"tokenizer": make_tool_tokenizer(), "dataset": make_tool_dataset(), "vocab_size": len(WORDS)}
+    with make_server(CallingStandIn, settings["tokenizer"]) as stand_in:
+        stand_in.seconds_per_token = 0.002
+        yield settings | {"tools": [noted_look], "vllm_server_base_url": stand_in.url}, callers
+        check_nothing_is_left(stand_in)
+
+
+def test_tools_are_called_when_the_batch_begins(tools):
+    """By the main thread. The first turns alone are drawn ahead."""
+    settings, callers = tools
+    found = []
+    for max_staleness in (0, 2):
+        trainer = make(**settings, max_staleness=max_staleness)
+        set_seed(1)
+        trainer.train()
+        found.append(losses(trainer))
+    assert found[1] == [pytest.approx(step) for step in found[0]]
+    assert len(callers) > 20 and set(callers) == {threading.main_thread()}
+    hidden = [entry.get("fr3e/overlap/seconds_hidden") for entry in trainer.state.log_history[2:6:2]]
+    assert min(hidden) > 0.002
+
+
 @pytest.mark.parametrize(
     "recipe, options, backend",
     [
@@ -179,11 +226,10 @@ def test_what_does_not_go_with_it(server, arguments, told):
         make(vllm_server_base_url=server.url, max_staleness=2, **arguments)
 
 
-def test_tools():
-    tokenizer = make_tool_tokenizer()
-    policy = {"model": make_tool_policy(), "tokenizer": tokenizer, "dataset": make_tool_dataset(), "tools": [look]}
-    with make_server(tokenizer) as server, pytest.raises(NotImplementedError, match="tools and environments"):
-        make(vllm_server_base_url=server.url, max_staleness=2, **policy)
+def test_environments(tools):
+    settings = tools[0] | {"tools": None, "environment_factory": Walk}
+    with pytest.raises(NotImplementedError, match="does not work with environments"):
+        make(**settings, max_staleness=2)
 
 
 def test_another_order_of_the_data(server):
