@@ -309,7 +309,7 @@ class FR3ETrainer(resume.ExactResume):
                 if self.accelerator.num_processes == 1:  # others may not have failed
                     resume.save_before(self, failure)
                 raise failure from error
-            if isinstance(error, VLLMServerError | EnvironmentFailure) or error is explorer.refusal:
+            if isinstance(error, VLLMServerError | EnvironmentFailure) or error is explorer.example_error:
                 resume.save_before(self, error)
             raise
         finally:
@@ -376,7 +376,7 @@ class FR3ETrainer(resume.ExactResume):
         assert self._rollouts is not None
         # In a process where all rollouts were given up too: those of all processes are corrected together
         has_logps = any(row.rollout.logprobs is not None for row in self._rollouts.own)
-        return self._rollouts.handed_to_trl(
+        return self._rollouts.rollout_func_output(
             with_logps=self.use_vllm and (has_logps or self.vllm_importance_sampling_correction)
         )
 
@@ -491,7 +491,7 @@ class FR3ETrainer(resume.ExactResume):
         else:
             with self.stopwatch.part("rewards"):
                 rewards = self._checked_rewards(inputs, prompts, completions, completion_ids_list)
-            rollouts.take_rewards(rewards, self.reward_weights, self.trees)
+            rollouts.set_rewards(rewards, self.reward_weights, self.trees)
         return rollouts.rewards(self.accelerator.device, len(self.reward_funcs))
 
     def _checked_rewards(self, *args: Any) -> torch.Tensor:

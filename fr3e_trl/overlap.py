@@ -66,7 +66,7 @@ class Overlap:
             send_weights(trainer, self.explorer.stopwatch.part)
             self.sampler.begin(requests)
         except Exception as error:
-            if isinstance(error, VLLMServerError) or error is self.explorer.refusal:
+            if isinstance(error, VLLMServerError) or error is self.explorer.example_error:
                 resume.save_before(trainer, error)
             raise
 
