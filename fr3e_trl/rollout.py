@@ -294,9 +294,7 @@ class Explorer:
         for i, prompt, ids in zip(examples, tree_prompts, prompt_ids, strict=True):
             trees[i].prompt_ids, trees[i].budget = as_ids(ids), self.budget(ids)
             trees[i].multimodal = prompt if any(images) else None
-        return {
-            i: prompt_key(trees[i].prompt_ids, tree_images) for i, tree_images in zip(examples, images, strict=True)
-        }
+        return {i: prompt_key(trees[i].prompt_ids, pixels) for i, pixels in zip(examples, images, strict=True)}
 
     def _provide_tools(
         self,
@@ -439,9 +437,8 @@ def score_now(
         trainer.environments = [any_environment if turns is None else turns.environment for *_, turns in rows]
     num_logged = {name: len(values) for name, values in trainer._pending_metrics.items()}
     rewards = trainer._calculate_rewards([example for example, *_ in rows], prompts, completions, completion_lists)
-    for name, values in list(
-        trainer._pending_metrics.items()
-    ):  # TRL logs their mean, which is to be over rows, not calls
+    # TRL logs the mean of a metric's values. Repeating a call's value by its rows makes that a mean over rows
+    for name, values in list(trainer._pending_metrics.items()):
         values[num_logged.get(name, 0) :] *= num_own
         if not values:
             del trainer._pending_metrics[name]
