@@ -195,11 +195,11 @@ class FR3ETrainer(resume.ExactResume):
             checks.check_overrides(type(self), FR3ETrainer, args)
             checks.refuse_unsupported(args, rollout_func)
             checks.check_generation_kwargs(args)
-            checks.warn_of_single_prompt(args)
-            checks.warn_of_refill(args)
+            checks.warn_about_single_prompt(args)
+            checks.warn_about_refill(args)
             if train_dataset is not None:
                 checks.check_dataset(train_dataset, args, has_environments=environment_factory is not None)
-        with without_vllm(args), checks.classless_model(model, args):
+        with without_vllm(args), checks.explain_missing_architectures(model, args):
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -224,7 +224,7 @@ class FR3ETrainer(resume.ExactResume):
         images.take_no_empty_images(self)
         self.share_prefixes(bool(args.share_prefixes))
         if not args.is_plain_grpo:
-            self.eos_token_ids = checks.ends_of(self)
+            self.eos_token_ids = checks.eos_token_ids(self)
             if not self.use_vllm:
                 self.generation_config.eos_token_id = self.eos_token_ids
         self.sampler = make_sampler(self)
@@ -248,8 +248,8 @@ class FR3ETrainer(resume.ExactResume):
         if self.use_vllm:
             prompt_length = 0 if example is None else longest_prompt(self, [example])
             context = self.vllm_generation.checked_context(context, prompt_length, self.max_completion_length)
-            checks.warn_of_unscored_sampling(self.args)
-            checks.warn_of_timeouts(self.args)
+            checks.warn_about_unscored_sampling(self.args)
+            checks.warn_about_timeouts(self.args)
         budget = CompletionBudget(self.max_completion_length, context, self.processing_class)
         if sampler is not None:
             own = OwnSampler(sampler(self), self.use_vllm and self.vllm_importance_sampling_correction)
@@ -260,7 +260,7 @@ class FR3ETrainer(resume.ExactResume):
             self.sampler = ToolCallingSampler(
                 self._tool_loop, self.sampler, skip_mismatches=self.args.replay_mismatch == "skip"
             )
-        checks.warn_of_float32_generation(self)
+        checks.warn_about_float32_generation(self)
         self._explorer = Explorer(
             self,
             self.args.plan,
@@ -500,7 +500,7 @@ class FR3ETrainer(resume.ExactResume):
         compute = super()._calculate_rewards
 
         def computed() -> torch.Tensor:
-            with checks.named_reward_funcs(self.reward_func_names):
+            with checks.name_reward_func_in_errors(self.reward_func_names):
                 return compute(*args)
 
         num_rows, num_funcs = len(args[0]), len(self.reward_funcs)
