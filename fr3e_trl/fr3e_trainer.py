@@ -47,7 +47,7 @@ from .method.credit import CREDIT_RULES, credit_rows
 from .method.credit.prior import ValueTracker, track_values
 from .method.metrics import tree_metrics
 from .method.plan import Plan
-from .method.refill import PromptStream, Refill, hand_over
+from .method.refill import PromptStream, Refill, redistribute
 from .method.rows import Row
 from .method.sampling import Sampler
 from .method.tree import TokenIds, Tree
@@ -417,7 +417,7 @@ class FR3ETrainer(resume.ExactResume):
             rows = self._explored
         else:
             rows = self._refill.fill(partial(self._explore_drawn, examples, of_trees), num_prompts, num_rows)
-            hand_over(rows, sharding(self, num_rows), in_every_process, self.train_dataset)
+            redistribute(rows, sharding(self, num_rows), in_every_process, self.train_dataset)
         explorer.end_step()
         own_part = own_rows(self, rows)
         rollouts = StepRollouts(
