@@ -88,8 +88,8 @@ class ExactResume(TypedTrainer):
         """
         Train, as [`~transformers.Trainer.train`].
 
-        `resume_from_checkpoint=True` takes the last checkpoint that is complete: one that was being written when the
-        run was killed is passed over. A run that goes on from a checkpoint is the run that was not cut.
+        `resume_from_checkpoint=True` resumes from the last complete checkpoint and skips one that was being written
+        when the run was killed. A resumed run equals the run without interruption.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(str(self.args.output_dir))
