@@ -305,7 +305,7 @@ def test_a_stream_goes_on_exactly_within_its_first_pass(caplog):
     for step, is_exact in ((2, True), (4, False)):
         resumed = resume(step, **settings)
         assert resumed.state.global_step == 6
-        assert ("a stream, whose place" in caplog.text) == (not is_exact)
+        assert ("a stream, whose position" in caplog.text) == (not is_exact)
         if is_exact:
             assert_same_run(resumed, whole)
 
@@ -382,7 +382,7 @@ def test_a_reference_model_that_begins_anew_is_told_of(caplog):
     settings = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 2}
     train(**settings)
     resume(1, **settings)
-    assert caplog.text.count("A checkpoint has no reference model") == 1
+    assert caplog.text.count("Checkpoints do not hold the reference model") == 1
 
 
 def test_a_run_that_is_done_is_not_trained_further():
