@@ -542,7 +542,7 @@ class FR3ETrainer(resume.ExactResume):
             self._metrics["train"][name].append(value)  # TRL averages and logs them
         if self._refill is not None:
             score_leftovers(self, self._refill.leftovers, self.has_own_sampler)
-        for rollout in (rollout for tree in self.trees for state in tree.states for rollout in state.rollouts):
+        for rollout in (rollout for tree in self.trees for rollout in tree.rollouts):
             if rollout.dialogue is not None:  # environments are for the next rollouts
                 rollout.dialogue.environment, rollout.dialogue.snapshots = None, []
         return batch

@@ -87,9 +87,7 @@ class StepRollouts:
             if not score.is_broken:
                 row.rollout.score = replace(score, rewards=row_rewards, reward=total)
         for tree in trees:
-            for rollout in tree.states[0].rollouts:
-                if rollout.copy_of is not None:
-                    rollout.score = tree.bases[rollout.copy_of].score
+            tree.score_copies()
 
     def rewards(self, device: torch.device, num_funcs: int) -> torch.Tensor:
         """Rewards of all processes' rows. A copy's are NaN, so that means are over sampled rollouts only."""

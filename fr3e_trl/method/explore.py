@@ -403,9 +403,7 @@ class _Exploration:
             if not rollout.score.rewards:
                 rollout.length, rollout.num_written, rollout.score, rollout.differs = report
         for tree in self.trees:
-            for rollout in tree.states[0].rollouts:
-                if rollout.copy_of is not None:
-                    rollout.score = tree.bases[rollout.copy_of].score
+            tree.score_copies()
 
 
 def _rollout(sample: Sample) -> Rollout:

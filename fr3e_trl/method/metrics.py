@@ -24,7 +24,8 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
     anchors = [state for state in states if state.parent is not None]
     branches = [rollout for state in anchors for rollout in state.rollouts]
     state_outcomes = [_outcomes(state.rollouts) for state in states]
-    prompt_outcomes = [_outcomes([r for state in tree.states for r in state.rollouts]) for tree in trees]
+    prompt_outcomes = [_outcomes(tree.rollouts) for tree in trees]
+    rollouts = [rollout for tree in trees for rollout in tree.rollouts]
     failed = [tree for tree in trees if not any(rollout.score.reward > 0 for rollout in _sampled(tree))]
     num_generated = sum(_num_generated(tree) for tree in trees)
     metrics = {
@@ -58,10 +59,10 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
             any(rollout.score.reward > 0 for state in tree.states[1:] for rollout in state.rollouts) for tree in failed
         ),
         "fr3e/tokens/generated": num_generated,
-        "fr3e/tokens/per_row": num_generated / sum(r.copy_of is None for state in states for r in state.rollouts),
+        "fr3e/tokens/per_row": num_generated / sum(rollout.copy_of is None for rollout in rollouts),
         "fr3e/tokens/per_informative_row": num_generated / len(advantages) if len(advantages) else math.nan,
         "fr3e/rows/informative": len(advantages) / num_rows,
-        "fr3e/rows/copied": _mean(rollout.copy_of is not None for state in states for rollout in state.rollouts),
+        "fr3e/rows/copied": _mean(rollout.copy_of is not None for rollout in rollouts),
         "fr3e/advantage/mean": advantages.mean().item(),
         "fr3e/advantage/std": _mean(((advantages - advantages.mean()) ** 2).tolist()) ** 0.5,
     }
@@ -92,8 +93,7 @@ def _mean_over_tokens(trees: list[Tree]) -> float:
 
 def _num_generated(tree: Tree) -> int:
     """Number of tokens sampled for a tree, including base trajectories that are not rows."""
-    rollouts = {id(rollout): rollout for rollout in tree.bases}
-    rollouts |= {id(rollout): rollout for state in tree.states for rollout in state.rollouts}
+    rollouts = {id(rollout): rollout for rollout in [*tree.bases, *tree.rollouts]}
     return sum(rollout.num_written for rollout in rollouts.values())
 
 

@@ -95,7 +95,7 @@ def _whole_rollouts(num_rows: int, num_anchors: int, num_bases: int | None, min_
     if num_rollouts := _rollouts_if_even(num_rows, num_anchors, *others):
         return num_rollouts
     working = [str(anchors) for anchors in range(1, num_rows) if _rollouts_if_even(num_rows, anchors, *others)]
-    among = "num_anchors + 1 states" if num_bases is None else "num_anchors states beside num_base_trajectories"
+    among = "num_anchors + 1 states" if num_bases is None else "num_anchors states besides num_base_trajectories"
     given = "" if num_bases is None else f" and num_base_trajectories={num_bases}"
     message = (
         f"num_anchors={num_anchors} does not fit num_generations={num_rows}{given}: the rows of a prompt must "

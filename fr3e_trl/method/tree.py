@@ -200,6 +200,17 @@ class Tree:
     def __post_init__(self) -> None:
         self.prompt_ids = as_ids(self.prompt_ids)
 
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """The rollouts of all states, in order."""
+        return [rollout for state in self.states for rollout in state.rollouts]
+
+    def score_copies(self) -> None:
+        """Give each copy the score of its base trajectory."""
+        for rollout in self.states[0].rollouts:
+            if rollout.copy_of is not None:
+                rollout.score = self.bases[rollout.copy_of].score
+
     def branch(self, base: int, anchors: Mapping[int, float], num_written: Mapping[int, int] | None = None) -> None:
         """
         Add the chain of states on a base trajectory, given the entropy at each anchor's position and, if tools wrote

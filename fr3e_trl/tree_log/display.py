@@ -134,8 +134,8 @@ def _has_value(state: State) -> bool:
 
 def _outcomes(rollouts: list[Rollout], tree: Tree) -> list[str]:
     """The scores of rollouts, padded to equal width; `?` without a score."""
-    tree_rollouts = [*tree.bases, *(rollout for state in tree.states for rollout in state.rollouts)]
-    rewards = {rollout.score.reward for rollout in tree_rollouts if not math.isnan(rollout.score.reward)}
+    scores = [rollout.score.reward for rollout in [*tree.bases, *tree.rollouts]]
+    rewards = {reward for reward in scores if not math.isnan(reward)}
     symbols = {1.0: "✓", 0.0: "✗"} if rewards <= {0, 1} else {reward: f"{reward:.3g}" for reward in rewards}
     width = max(map(len, symbols.values()))
     return [symbols.get(rollout.score.reward, "?").rjust(width) for rollout in rollouts]

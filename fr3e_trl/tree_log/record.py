@@ -108,7 +108,7 @@ def _rollouts(tree: Tree) -> list[tuple[Rollout, TokenIds]]:
 def _plain(
     tree: Tree, rollouts: list[Rollout], row_by_id: dict[int, Row], texts: Iterator[list[str]], credit: str
 ) -> dict[str, Any]:
-    copies = Counter(r.copy_of for state in tree.states for r in state.rollouts if r.copy_of is not None)
+    copies = Counter(rollout.copy_of for rollout in tree.rollouts if rollout.copy_of is not None)
     num_copies = {id(tree.bases[b]): num for b, num in copies.items()}
     index = {id(rollout): i for i, rollout in enumerate(rollouts)}
     entropies = {id(base): values for base, values in zip(tree.bases, tree.entropies, strict=True)}

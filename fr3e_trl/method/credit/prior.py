@@ -307,7 +307,7 @@ def track_values(trees: Sequence[Tree], plan: Plan, tracker: ValueTracker) -> di
         "fr3e/prior/known": tracker.num_known(keys) / len(keys),
     }
     values = torch.tensor([tree.value for tree in trees], dtype=torch.float64)
-    rows = [(r.reward, i) for i, tree in enumerate(trees) for state in tree.states for r in state.rollouts]
+    rows = [(rollout.reward, i) for i, tree in enumerate(trees) for rollout in tree.rollouts]
     rewards, prompts = zip(*rows, strict=True)
     tracker.learn(keys, values, torch.tensor(rewards, dtype=torch.float64), torch.tensor(prompts))
     return metrics

@@ -68,11 +68,11 @@ def compared_rewards(trees: Sequence[Tree], plan: Plan) -> torch.Tensor:
     If the rewards of each function are normalized, their weighted sum is divided by the standard deviation over the
     batch, as in GRPO with `multi_objective_aggregation="normalize_then_sum"`.
     """
-    rollouts = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]
+    rollouts = [rollout for tree in trees for rollout in tree.rollouts]
     rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
     if plan.normalization == "none":
         return rewards
-    prompts = torch.tensor([i for i, tree in enumerate(trees) for state in tree.states for _ in state.rollouts])
+    prompts = torch.tensor([i for i, tree in enumerate(trees) for _ in tree.rollouts])
     if plan.normalization == "sum":
         return normalized_rewards(rewards.unsqueeze(1), prompts, len(trees)).squeeze(1)
     per_func = torch.tensor([rollout.score.rewards for rollout in rollouts], dtype=torch.float64)

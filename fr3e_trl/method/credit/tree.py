@@ -252,7 +252,7 @@ def path_std(paths: Paths) -> torch.Tensor:
 
 def _row_credit(stretches: Stretches, paths: Paths, trees: Sequence[Tree], plan: Plan) -> list[RowCredit]:
     """Stretches by row. Rows that teach nothing are rejected: copies and masked ones always, others if `reject`."""
-    rollouts = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]
+    rollouts = [rollout for tree in trees for rollout in tree.rollouts]
     negative = stretches.advantages < 0
     scaled = torch.where(negative, plan.negative_scale * stretches.advantages, stretches.advantages)
     by_row: list[list[tuple[int, float, float]]] = [[] for _ in rollouts]
