@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FR3EConfig", "FR3ETrainer", "Sample", "Sampler", "SamplingRequest"]
 
-# What other libraries warn of on every run, and nobody who trains can mend: TRL sets transformers' old names, and where
-# DeepSpeed and bitsandbytes are installed, they look for what a machine without a GPU has not
+# Warnings of other libraries that users cannot act on: TRL uses deprecated settings of transformers, and DeepSpeed and
+# bitsandbytes, if installed, look for a GPU
 _USELESS = ("Setting accelerator to CPU", "Failed to load CPU gemm_4bit_forward")
 
 
@@ -25,7 +25,7 @@ warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing\w*` is depreca
 for _name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
     logging.getLogger(_name).addFilter(_is_useful)
 
-# Imported when they are asked for: they take seconds, which `fr3e --help` need not
+# Imported on first access, because they take seconds, which `fr3e --help` does not need
 _MODULES = {
     "FR3EConfig": "fr3e_config",
     "FR3ETrainer": "fr3e_trainer",

@@ -19,13 +19,13 @@ from .tree_log.record import FOLDER, METRICS, PAGE, evaluated, is_number
 
 VALUE = "fr3e/value/S0"
 
-# The columns of a line: label, metric and format. TRL's `reward` and `entropy` are means over branches too
+# The columns of a line: label, metric and format. TRL's `reward` and `entropy` include branches
 COLUMNS = [("length", "completions/mean_length", ".0f"), ("tokens", "fr3e/tokens/generated", ",.0f")]
 KL = ("kl", "kl", ".3g")
 GRPO_COLUMNS = [("reward", "reward", ".3f"), *COLUMNS, ("entropy", "entropy", ".3f"), KL]
 FR3E_COLUMNS = [("reward", VALUE, ".3f"), *COLUMNS, ("entropy", "fr3e/entropy", ".3f"), KL]
 
-# A metric, when it is a problem, and what to do. Each is printed once per run
+# Metrics with a problematic range, and what to do. Each warning is printed once per run
 WARNINGS: dict[str, tuple[Callable[[float], bool], str]] = {
     "grad_norm": (
         lambda norm: not math.isfinite(norm),
@@ -38,7 +38,7 @@ WARNINGS: dict[str, tuple[Callable[[float], bool], str]] = {
     ),
     "fr3e/anchor/count": (
         lambda number: number == 0,
-        "there were no branches. Completions are too short, or no token is as uncertain as anchor_threshold: lower it, "
+        "there were no branches. Either completions are too short, or no entropy reaches anchor_threshold. Lower it, "
         "or use 'auto'.",
     ),
     "fr3e/rows/informative": (
@@ -50,7 +50,7 @@ WARNINGS: dict[str, tuple[Callable[[float], bool], str]] = {
 
 
 class Stopwatch:
-    """Seconds by part (`seconds`). Each moment counts for the innermost part that is running."""
+    """Measures `seconds` by part. Time counts for the innermost running part."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -58,11 +58,11 @@ class Stopwatch:
         self._since = 0.0
 
     def begin(self, part: str) -> None:
-        self._turn()
+        self._add_elapsed()
         self._running.append(part)
 
     def end(self) -> None:
-        self._turn()
+        self._add_elapsed()
         self._running.pop()
 
     @contextlib.contextmanager
@@ -73,7 +73,7 @@ class Stopwatch:
         finally:
             self.end()
 
-    def _turn(self) -> None:
+    def _add_elapsed(self) -> None:
         now = time.perf_counter()
         for part in self._running[-1:]:
             self.seconds[part] = self.seconds.get(part, 0.0) + now - self._since
@@ -84,8 +84,8 @@ class Console(ProgressCallback):
     """
     Prints one line per log instead of the dict of all metrics, which `log_history` and the reporters still get.
 
-    It takes the place of transformers' `ProgressCallback`, so `remove_callback(ProgressCallback)` removes it. With
-    `disable_tqdm=True`, there is none, and transformers prints the dict as for [`~trl.GRPOTrainer`].
+    It replaces transformers' `ProgressCallback`, so `remove_callback(ProgressCallback)` removes it. With
+    `disable_tqdm=True`, transformers prints the dict instead, as for [`~trl.GRPOTrainer`].
     """
 
     def __init__(self, config: FR3EConfig, stopwatch: Stopwatch):
@@ -96,40 +96,40 @@ class Console(ProgressCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         self.began, self.first_step, self.warned = time.monotonic(), state.global_step, set()
         self.stopwatch.seconds, self.stopwatch._running = {}, []
-        if sys.stderr.isatty():  # a log file would have each state of a bar
+        if sys.stderr.isatty():  # a log file would get every state of the bar
             super().on_train_begin(args, state, *_, **kwargs)
         if state.is_world_process_zero:
             if state.global_step >= state.max_steps:
-                self.print(f"All {state.max_steps} steps are done. Raise max_steps or num_train_epochs to go on.")
+                self.print(f"All {state.max_steps} steps are done. Raise max_steps or num_train_epochs to continue.")
             meaning = f"reward: mean over completions sampled from the prompt ({VALUE}). "
             hint = "For TRL's dict of all metrics, set disable_tqdm=True."
             self.print(hint if self.config.is_plain_grpo else meaning + hint)
 
     def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
-        self.stopwatch.begin("update")  # and what else is neither generation nor rewards
+        self.stopwatch.begin("update")  # everything except generation and rewards
 
-    def on_step_end(self, *given: Any, **kwargs: Any) -> None:
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.stopwatch.end()
         if self.training_bar is not None:
-            super().on_step_end(*given, **kwargs)
+            super().on_step_end(*args, **kwargs)
 
-    def on_prediction_step(self, *given: Any, **kwargs: Any) -> None:
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
         if sys.stderr.isatty():
-            super().on_prediction_step(*given, **kwargs)
+            super().on_prediction_step(*args, **kwargs)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
             return
         if "train_runtime" not in logs:
             parts = [f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"]
-            parts += parts_of(logs, FR3E_COLUMNS if not self.config.is_plain_grpo else GRPO_COLUMNS)
+            parts += line_parts(logs, FR3E_COLUMNS if not self.config.is_plain_grpo else GRPO_COLUMNS)
             steps, left = state.global_step - self.first_step, state.max_steps - state.global_step
             if "loss" in logs and steps > 0:
                 parts.append(f"{duration((time.monotonic() - self.began) / steps * left)} left")
             self.print("  ".join(parts))
         for name, (is_problem, remedy) in WARNINGS.items():
-            value, is_none_wanted = logs.get(name), name == "fr3e/anchor/count" and self.config.num_anchors == 0
-            if isinstance(value, float | int) and is_problem(value) and name not in self.warned and not is_none_wanted:
+            value, is_expected = logs.get(name), name == "fr3e/anchor/count" and self.config.num_anchors == 0
+            if isinstance(value, float | int) and is_problem(value) and name not in self.warned and not is_expected:
                 self.warned.add(name)
                 self.print(highlighted(f"warning: {name} = {value:.3g}: {remedy}"))
 
@@ -152,16 +152,16 @@ class Console(ProgressCallback):
         say(line, print if self.training_bar is None else self.training_bar.write)
 
 
-def take_over(trainer: TypedTrainer, console: Console, given: list[Any] | None) -> None:
-    """Put the console in the place of transformers' own `ProgressCallback`. Those `given` by the user stay."""
+def replace_progress_callback(trainer: TypedTrainer, console: Console, user_callbacks: list[Any] | None) -> None:
+    """Replace the `ProgressCallback` that transformers adds with the console. Those of the user stay."""
     callbacks = trainer.callback_handler.callbacks
-    places = [i for i, callback in enumerate(callbacks) if type(callback) is ProgressCallback]
-    if len(places) > sum(ProgressCallback in (callback, type(callback)) for callback in given or []):
-        callbacks[places[-1]] = console  # transformers adds its own after the user's
+    indices = [i for i, callback in enumerate(callbacks) if type(callback) is ProgressCallback]
+    if len(indices) > sum(ProgressCallback in (callback, type(callback)) for callback in user_callbacks or []):
+        callbacks[indices[-1]] = console  # transformers adds its own after the user's
 
 
-def parts_of(logs: dict[str, Any], columns: list[tuple[str, str, str]]) -> list[str]:
-    """What a line shows of a log: of a training step, of an evaluation, or whatever the user logged."""
+def line_parts(logs: dict[str, Any], columns: list[tuple[str, str, str]]) -> list[str]:
+    """The parts of a line for a log of a training step, of an evaluation, or of the user."""
     title = []
     if "eval_loss" in logs or "eval_reward" in logs:
         title, columns = [" of ".join(filter(None, ["evaluation", evaluated(logs)]))], GRPO_COLUMNS
@@ -176,11 +176,11 @@ def parts_of(logs: dict[str, Any], columns: list[tuple[str, str, str]]) -> list[
 
 def changes(log_history: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """
-    How rewards have changed during a run: in evaluation, from the first to the last, and while training.
+    How rewards changed during a run: from the first evaluation to the last, and during training.
 
-    The reward while training is the mean over a quarter of the logs, at most ten, at either end. The 95% interval of
-    the difference is estimated from how much neighbouring logs differ, because a slow trend hardly changes that. It
-    takes 16 logs, so that a normal distribution is close enough.
+    The training reward is the mean over the first and the last quarter of the logs, at most ten each. The 95% interval
+    of the difference is estimated from differences of neighbouring logs, which a slow trend hardly affects. It requires
+    16 logs, so that a normal distribution is close enough.
     """
     evaluations: dict[str, list[float]] = {}
     for entry in log_history:
@@ -194,13 +194,15 @@ def changes(log_history: list[dict[str, Any]]) -> list[tuple[str, str]]:
         n = min(max(len(values) // 4, 1), 10)
         first, last = fmean(values[:n]), fmean(values[-n:])
         noise = 1.96 * math.sqrt(fmean((b - a) ** 2 for a, b in pairwise(values)) / n)
-        told = f"{last - first:+.3f}" + (f" ± {noise:.3f}" if len(values) >= 16 else "")
-        rows.append(("reward", f"{first:.3f} → {last:.3f}: {told} (first and last {'log' if n == 1 else f'{n} logs'})"))
+        change = f"{last - first:+.3f}" + (f" ± {noise:.3f}" if len(values) >= 16 else "")
+        rows.append(
+            ("reward", f"{first:.3f} → {last:.3f}: {change} (first and last {'log' if n == 1 else f'{n} logs'})")
+        )
     return rows
 
 
 def say(line: str, write: Callable[[str], None] = print) -> None:
-    """Print a line, without letters that the encoding lacks, and to nowhere if a pipe is read no more."""
+    """Print a line, replacing characters that the encoding lacks, or nothing once a pipe is closed."""
     try:
         try:
             write(line)

@@ -1,7 +1,7 @@
 """
-What is relied on in TRL: the methods that are overridden, and how a trainer is set up.
+What the package relies on in TRL: the methods that it overrides, and how a trainer is set up.
 
-[`check_trl`] looks whether the installed TRL has these methods when a trainer is made. No version number is compared.
+[`check_trl`] checks these methods of the installed TRL in the constructor of a trainer, without comparing versions.
 `python tests/test_trl_contract.py` lists every name that the package relies on.
 """
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
     class TypedTrainer(GRPOTrainer):
-        """[`~trl.GRPOTrainer`], with the types that attributes have once it is made."""
+        """[`~trl.GRPOTrainer`], with the types of its attributes after the constructor."""
 
         args: GRPOConfig
         model: PreTrainedModel
         processing_class: PreTrainedTokenizerBase | ProcessorMixin
         tools: list[Any]
-        train_dataset: Dataset  # or another that is iterable, if it is not indexed
+        train_dataset: Dataset  # or an iterable one, if it is not indexed
         num_generations: int
         max_completion_length: int
         chat_template_kwargs: dict[str, Any]
         shuffle_dataset: bool
-        vllm_generation: Any  # `FR3EVLLMGeneration`, which has more than TRL's
-        has_own_sampler: bool  # of `FR3ETrainer` alone
-        # What TRL's constructor sets to `None` or to an empty list
+        vllm_generation: Any  # `FR3EVLLMGeneration`, a subclass of TRL's
+        has_own_sampler: bool  # only `FR3ETrainer`
+        # TRL's constructor sets these to `None` or to an empty list
         environments: Any
         environment_factories: Any
         _batch_environments: Any
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         _logs: dict[str, Any]
 
         @property
-        def scoring_temperature(self) -> float: ...  # of `FR3ETrainer` alone
+        def scoring_temperature(self) -> float: ...  # only `FR3ETrainer`
 else:
     TypedTrainer = GRPOTrainer
 
@@ -52,10 +52,10 @@ logger = logging.getLogger(__name__)
 
 Rows = TypeVar("Rows", bound=Sequence[Any] | torch.Tensor)
 
-# Losses that TRL divides by all tokens in the loss, of the batch or of a micro-batch. It divides the others by the rows
+# Losses that TRL divides by the tokens in the loss, of the batch or of a micro-batch. It divides others by the rows
 PER_TOKEN = ("dapo", "cispo", "vespo", "bnpo")
 
-# Methods that are overridden, and the arguments that the overrides take by name, in order
+# Overridden methods, and the arguments that the overrides take by name, in order
 OVERRIDDEN: Mapping[str, str] = {
     "_generate_and_score_completions": "inputs",
     "_generate": "prompts",
@@ -72,7 +72,7 @@ OVERRIDDEN: Mapping[str, str] = {
     "create_model_card": "model_name dataset_name tags",
 }
 
-# Others, and what is off where they are gone, or take other arguments
+# Overridden methods whose arguments may change, and the feature that is then off
 OPTIONAL: Mapping[str, tuple[str, str]] = {
     "_get_train_sampler": ("", "the order of the data in later epochs of a resumed run"),
     "_load_from_checkpoint": ("resume_from_checkpoint model", "resuming weights that are saved under other names"),
@@ -83,24 +83,24 @@ OPTIONAL: Mapping[str, tuple[str, str]] = {
 
 def check_trl(trainer: type[GRPOTrainer] = GRPOTrainer) -> None:
     """
-    Check that TRL's methods are where the overrides expect them. A warning says what is off for lack of one.
+    Check that TRL has the methods that the package overrides. A warning names features that are off without one.
 
     Raises:
-        ImportError: A method that nothing works without has moved, or takes other arguments.
+        ImportError: A required method is missing or takes other arguments.
     """
     for name, arguments in OVERRIDDEN.items():
-        if (what := _difference(trainer, name, arguments.split())) is not None:
+        if (problem := _difference(trainer, name, arguments.split())) is not None:
             raise ImportError(
-                f"TRL {trl.__version__} does not fit this version of fr3e_trl: GRPOTrainer.{name} {what}. Upgrade "
+                f"TRL {trl.__version__} does not fit this version of fr3e_trl: GRPOTrainer.{name} {problem}. Upgrade "
                 f"fr3e_trl, or install an earlier TRL: pip install 'trl<{trl.__version__}'."
             )
     for name, (arguments, feature) in OPTIONAL.items():
-        if (what := _difference(trainer, name, arguments.split())) is not None:
-            logger.warning("%s is off: GRPOTrainer.%s of TRL %s %s.", feature, name, trl.__version__, what)
+        if (problem := _difference(trainer, name, arguments.split())) is not None:
+            logger.warning("%s is off: GRPOTrainer.%s of TRL %s %s.", feature, name, trl.__version__, problem)
 
 
 def _difference(trainer: type[GRPOTrainer], name: str, expected: list[str]) -> str | None:
-    """How a method differs from what is expected of it, if it does."""
+    """How a method differs from its expected form, if it does."""
     method = getattr(trainer, name, None)
     if method is None:
         return "is gone"
@@ -111,17 +111,17 @@ def _difference(trainer: type[GRPOTrainer], name: str, expected: list[str]) -> s
 
 
 def model_source(model: "str | PreTrainedModel | PeftModel") -> str:
-    """The id or the directory that a model comes from, given as a trainer takes it. Empty if it was made here."""
+    """The id or directory of a trainer's `model` argument. Empty if it was not loaded from anywhere."""
     return model if isinstance(model, str) else str(getattr(model.config, "_name_or_path", ""))
 
 
 def model_name(model: "str | PreTrainedModel | PeftModel") -> str:
-    """What a model is called, given as a trainer takes it."""
+    """The name of a trainer's `model` argument."""
     return model_source(model).split("/")[-1]
 
 
 def tokenizer_of(trainer: TypedTrainer) -> PreTrainedTokenizerBase:
-    """The tokenizer, that of the processor if there is one."""
+    """The tokenizer, or the processor's tokenizer."""
     return trainer._tokenizer
 
 
@@ -131,22 +131,22 @@ def is_sharded(trainer: TypedTrainer) -> bool:
 
 
 def in_float32(trainer: TypedTrainer) -> bool:
-    """Whether two ways to compute the same agree to the rounding of float32."""
+    """Whether equivalent computations agree up to float32 rounding."""
     return trainer.model.dtype == torch.float32 and trainer.accelerator.mixed_precision == "no"
 
 
 def computed_in(trainer: TypedTrainer) -> torch.dtype:
-    """What the policy computes in."""
+    """The dtype that the policy computes in."""
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return mixed.get(trainer.accelerator.mixed_precision, trainer.model.dtype)
 
 
 def sharding(trainer: TypedTrainer, num_rows: int) -> RowSharding:
-    """How rows are dealt out to the processes."""
+    """The assignment of rows to processes."""
     return RowSharding(num_rows, trainer.accelerator.num_processes, trainer.accelerator.process_index)
 
 
 def own_rows(trainer: TypedTrainer, rows: Rows) -> Rows:
-    """This process's part of the rows of all."""
+    """This process's part of the rows of all processes."""
     own = sharding(trainer, len(rows)).own
     return rows[own.start : own.stop]  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Settings of FR3E, on top of those of GRPO: one table with each setting's default, help, and what it may be."""
+"""Settings of FR3E on top of those of GRPO: the default, help and allowed values of each."""
 
 import copy
 import functools
@@ -18,7 +18,7 @@ from .method.shape import Shape, default_num_anchors, share_rows
 
 logger = logging.getLogger(__name__)
 
-# The choices of the paper (arXiv 2507.07017), whatever the defaults have become
+# Settings of the paper (arXiv 2507.07017)
 PAPER: dict[str, Any] = {
     "num_generations": 16,
     "anchor_score": "entropy",
@@ -42,7 +42,7 @@ PAPER: dict[str, Any] = {
     "learning_rate": 1e-6,
 }
 
-# The choices of the authors' released run, without the mistakes of its code
+# Settings of the authors' released run, without the mistakes of its code
 RELEASED: dict[str, Any] = PAPER | {
     "num_generations": 80,
     "num_anchors": 4,
@@ -55,24 +55,24 @@ RELEASED: dict[str, Any] = PAPER | {
     "max_completion_length": 3072,
 }
 
-# A recipe takes one of these by the key `preset`
+# Values of a recipe's key `preset`
 PRESETS = {"paper": PAPER, "released": RELEASED}
 
-# The default weight of the prior. It won at equal generated tokens, see benchmarks/results/results.md
+# Default weight of the prior, which won at equal generated tokens, see benchmarks/results/results.md
 PRIOR_STRENGTH = 4.0
 
-# CISPO cuts importance weights at `epsilon_high` itself, not at 1 more. ScaleRL's choice (arXiv 2510.13786), and TRL's
+# CISPO clips importance weights at `epsilon_high` itself, not at 1 + `epsilon_high`. ScaleRL's value (arXiv 2510.13786)
 CISPO_CLIPPING = 5.0
 
-# The default credit rule is the first of these whose needs the other settings meet
+# The default credit rule is the first of these that the other settings allow
 CREDIT_DEFAULTS = ("tree", "rollout")
 
 
-# What a setting may be
+# Allowed values
 
 
 class Kind(NamedTuple):
-    """Values that are alike: a test of a value, what an error calls them, and one that works."""
+    """A kind of values: a test for membership, how an error describes it, and an example."""
 
     holds: Callable[[Any], bool]
     name: str
@@ -80,9 +80,9 @@ class Kind(NamedTuple):
 
 
 def number(
-    least: float = -math.inf, above: float = -math.inf, most: float = math.inf, example: str = "", of: Any = Real
+    least: float = -math.inf, above: float = -math.inf, most: float = math.inf, example: str = "", kind: Any = Real
 ) -> Kind:
-    """Finite numbers within bounds. `True` and `False` are none, though Python takes them for integers."""
+    """Finite numbers within bounds. Booleans are excluded, although Python counts them as integers."""
     bounds = [
         *([f" of at least {least}"] if least > -math.inf else []),
         *([f" above {above}"] if above > -math.inf else []),
@@ -90,20 +90,20 @@ def number(
     ]
     return Kind(
         lambda value: (
-            isinstance(value, of)
+            isinstance(value, kind)
             and not isinstance(value, bool)
             and least <= value <= most
             and above < value < math.inf  # so it is not NaN
         ),
-        "".join(["an integer" if of is Integral else "a finite number", *bounds]),
+        "".join(["an integer" if kind is Integral else "a finite number", *bounds]),
         example,
     )
 
 
-integer = functools.partial(number, of=Integral)
+integer = functools.partial(number, kind=Integral)
 
 
-def of_type(kind: type | tuple[type, ...], name: str, example: str = "") -> Kind:
+def instance(kind: type, name: str, example: str = "") -> Kind:
     return Kind(lambda value: isinstance(value, kind), name, example)
 
 
@@ -125,8 +125,8 @@ def either(values: Iterable[Any]) -> str:
     return " or ".join(map(repr, values))
 
 
-BOOLEAN = of_type(bool, "True or False")
-KWARGS = or_none(of_type(dict, "a dict", "{'top_k': 20}"))
+BOOLEAN = instance(bool, "True or False")
+KWARGS = or_none(instance(dict, "a dict", "{'top_k': 20}"))
 THRESHOLD = Kind(
     lambda value: value is None or value == "auto" or number(least=0).holds(value),
     "'auto', None, or a finite number of at least 0",
@@ -135,7 +135,7 @@ THRESHOLD = Kind(
 
 
 def setting(default: Any, help: str, choices: list[str] | None = None) -> Any:
-    """A field of [`FR3EConfig`]. Its annotation says what it may be, unless it is one of `choices`, or a boolean."""
+    """A field of [`FR3EConfig`]. Unless it is boolean or has `choices`, its annotation has the allowed values."""
     return field(default=default, metadata={"help": help} | ({} if choices is None else {"choices": choices}))
 
 
@@ -146,7 +146,7 @@ class FR3EConfig(GRPOConfig):
 
     `num_generations` keeps its meaning, the number of training rows per prompt. Of these, `num_base_trajectories` are
     sampled from the prompt, and the others branch from `num_anchors` uncertain tokens. The defaults differ from the
-    paper, whose settings [`~FR3EConfig.paper`] has. With `num_anchors=0` they are those of [`~trl.GRPOConfig`].
+    paper, whose settings are in [`~FR3EConfig.paper`]. With `num_anchors=0` they are those of [`~trl.GRPOConfig`].
 
     A setting that is `None` is chosen from the others. `fr3e train --help-all` prints how.
 
@@ -290,7 +290,7 @@ class FR3EConfig(GRPOConfig):
         "whole model with the adapter merged. `None`: for a LoRA policy, if the server was started with "
         "`--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.",
     )
-    vllm_adapter_dir: Annotated[str | None, or_none(of_type(str, "a text", "'outputs/adapter'"))] = setting(
+    vllm_adapter_dir: Annotated[str | None, or_none(instance(str, "a string", "'outputs/adapter'"))] = setting(
         default=None,
         help="Directory through which the adapter is sent. Trainer and server must both see it, and no other run may "
         "use it. `None`: `_vllm_adapter` in `output_dir`.",
@@ -385,25 +385,25 @@ class FR3EConfig(GRPOConfig):
         steps_per_generation: int = 1
         generation_batch_size: int = 8
         max_completion_length: int = 256
-        # Texts are read as JSON
+        # Strings are parsed as JSON
         generation_kwargs: dict[str, Any] | None = None
         chat_template_kwargs: dict[str, Any] | None = None
         model_init_kwargs: dict[str, Any] | None = None
 
-    # The class of the configuration that this one was made from, if that was GRPO's
+    # The class of the `GRPOConfig` that this configuration was made from, if any
     _grpo_class = cast("type[GRPOConfig] | None", None)  # without an annotation, which would make it a field
 
     def __post_init__(self) -> None:
-        self._read()
+        self._parse()
         _check(self._draft(), "given")
         super().__post_init__()
-        copy.copy(self).resolve()  # for its errors
+        copy.copy(self).resolve()  # to raise its errors early
 
     def resolve(self) -> Self:
         """
-        Choose a value for each setting that is `None`, from what the others are now, and check all settings.
+        Derive a value for each setting that is `None` from the current values of the others, and check all settings.
 
-        [`FR3ETrainer`] does this when it is made, so settings may be changed until then.
+        The constructor of [`FR3ETrainer`] does this, so settings may be changed until then.
 
         Returns:
             [`FR3EConfig`]: The configuration itself.
@@ -411,7 +411,7 @@ class FR3EConfig(GRPOConfig):
         Raises:
             ValueError: A setting is not allowed.
         """
-        self._read()
+        self._parse()
         draft = self._draft()
         _check(draft, "given")
         _choose(draft)
@@ -421,20 +421,20 @@ class FR3EConfig(GRPOConfig):
         self.__dict__["_resolved"] = {name: draft.__dict__[name] for name in OPEN}
         return self
 
-    def _read(self) -> None:
-        """Settings as other types than their own: of a command line, or a scaling as TRL takes it."""
+    def _parse(self) -> None:
+        """Convert a threshold from a command line, and booleans that TRL allows for `scale_rewards`."""
         threshold = self.__dict__["anchor_threshold"]
         if isinstance(threshold, str):
-            self.__dict__["anchor_threshold"] = _read_threshold(threshold)
+            self.__dict__["anchor_threshold"] = _parse_threshold(threshold)
         scaling = self.__dict__["scale_rewards"]
         if isinstance(scaling, bool):
             self.__dict__["scale_rewards"] = "group" if scaling else "none"
 
     def _draft(self) -> Self:
-        """A copy with what its author set, and `None` elsewhere, in which open settings can be given values."""
+        """A copy with the values that the user set and `None` elsewhere, in which open settings can be filled in."""
         draft = copy.copy(self)
         draft.__dict__["_resolved"] = {}
-        if self._grpo_class is not None:  # what stands at TRL's own default counts as left open
+        if self._grpo_class is not None:  # TRL's own defaults count as left open
             for name in ("scale_rewards", "epsilon_high"):
                 if getattr(draft, name) == GRPOConfig.__dataclass_fields__[name].default:
                     setattr(draft, name, None)
@@ -451,7 +451,7 @@ class FR3EConfig(GRPOConfig):
 
     @property
     def num_rollouts(self) -> int:
-        """Rollouts per anchor, M: G / (K + 1), or of the rows that base trajectories leave."""
+        """Rollouts per anchor, M: G / (K + 1), or (G - B) / K with B base trajectories."""
         return self._shape.num_rollouts
 
     @property
@@ -472,18 +472,18 @@ class FR3EConfig(GRPOConfig):
 
     @property
     def has_prior(self) -> bool:
-        """Whether baselines are shrunk towards a prior. `None` is a weight that the value tracker estimates."""
+        """Whether baselines are shrunk towards a prior. A weight of `None` is estimated by the value tracker."""
         return self._values.value_prior_strength != 0
 
     @property
     def normalizes_rewards(self) -> bool:
-        """Whether rewards are normalised over each prompt's rows. Their mean, 0, is then the prompt's prior."""
+        """Whether rewards are normalised over each prompt's rows. A prompt's prior is then their mean, 0."""
         by_group = self._values.scale_rewards == "group" and self.has_prior
         return self.multi_objective_aggregation == "normalize_then_sum" or by_group
 
     @property
     def is_plain_grpo(self) -> bool:
-        """Whether nothing of FR3E is on. `GRPOTrainer` then does all of the training."""
+        """Whether every part of FR3E is off, so that `GRPOTrainer` does all of the training."""
         config = self._values
         return (
             config.num_anchors == 0
@@ -495,12 +495,12 @@ class FR3EConfig(GRPOConfig):
 
     @property
     def updates_per_batch(self) -> float:
-        """Optimizer updates that a batch of rollouts is trained on for."""
+        """Number of optimizer updates per batch of rollouts."""
         return self.steps_per_generation * self.num_iterations / self.gradient_accumulation_steps
 
     @property
     def plan(self) -> Plan:
-        """The settings as the method takes them."""
+        """The settings in the form that the method uses."""
         config = self._values
         normalization = "none"
         if config.normalizes_rewards:
@@ -527,40 +527,40 @@ class FR3EConfig(GRPOConfig):
 
     def parts_off(self) -> list[str]:
         """
-        Say which main parts of the method are off and why, one line for each reason. No line means that all are on.
+        Which main parts of the method are off and why, one line for each reason. An empty list means that all are on.
 
         The parts are exploration, tree credit, the value tracker, and anchors by threshold.
         """
         config, given = self._values, self.__dict__
         if config.num_anchors == 0:
             return ["exploration is off because num_anchors=0. Leave num_anchors unset to turn it on."]
-        # Of each setting that stands in the way: its value, and one that does not
-        of_tree = _obstacles(config, "tree")
+        # For each part, the settings that turn it off: their values, and values that turn it on
+        tree_obstacles = _obstacles(config, "tree")
         if given["credit"] is not None:
-            of_tree = {"credit": (given["credit"], "tree")} | of_tree
-        of_tracker = {
+            tree_obstacles = {"credit": (given["credit"], "tree")} | tree_obstacles
+        tracker_obstacles = {
             name: (given[name], remedy)
             for name, remedy in (("value_tracker", True), ("value_prior_strength", None))
             if given[name] not in (None, remedy)
         }
-        of_threshold: dict[str, tuple[Any, Any]] = {}
+        threshold_obstacles: dict[str, tuple[Any, Any]] = {}
         if given["anchor_threshold"] is None:
-            of_threshold["anchor_threshold"] = (None, "auto" if config.credit == "tree" else 0.3)
+            threshold_obstacles["anchor_threshold"] = (None, "auto" if config.credit == "tree" else 0.3)
         if config.anchor_score != "entropy":
-            of_threshold["anchor_score"] = (config.anchor_score, "entropy")
+            threshold_obstacles["anchor_score"] = (config.anchor_score, "entropy")
         parts = (
-            ("tree credit", config.credit != "tree", of_tree),
-            ("value tracker", not config.value_tracker, of_tracker or of_tree),
-            ("anchors by threshold", config.anchor_threshold is None, of_threshold or of_tree),
+            ("tree credit", config.credit != "tree", tree_obstacles),
+            ("value tracker", not config.value_tracker, tracker_obstacles or tree_obstacles),
+            ("anchors by threshold", config.anchor_threshold is None, threshold_obstacles or tree_obstacles),
         )
         reasons: dict[tuple[Any, ...], list[str]] = {}
         for part, is_off, obstacles in parts:
             if is_off:
                 reasons.setdefault(tuple(obstacles.items()), []).append(part)
-        return [_told_off(parts_of, dict(obstacles)) for obstacles, parts_of in reasons.items()]
+        return [_reason_off(parts_off, dict(obstacles)) for obstacles, parts_off in reasons.items()]
 
     def warn(self) -> None:
-        """Log what a reader of the settings may not expect, once: the trainer does."""
+        """Log consequences of the settings that a user may not expect. The trainer calls this once."""
         if self.process_index != 0:
             return
         config = self._values
@@ -612,12 +612,12 @@ class FR3EConfig(GRPOConfig):
         """
         A `GRPOConfig` with FR3E's settings added, at their defaults.
 
-        What its author set stays. `scale_rewards` and `epsilon_high` that stand at TRL's own defaults count as not set,
-        and take FR3E's. The two share their settings: what is changed later in `args` is changed here too, and `args`
-        does not show what was derived here. The class is made of both, so that methods of a derived class stay.
+        Values that the user set are kept. `scale_rewards` and `epsilon_high` at TRL's defaults count as not set, and
+        get FR3E's. The two configurations share their settings: later changes to `args` apply here too, but `args`
+        does not show derived values. The class inherits from both, so that methods of a derived class keep working.
 
         Raises:
-            TypeError: `args` is no `GRPOConfig`.
+            TypeError: `args` is not a `GRPOConfig`.
             ValueError: A setting is not allowed.
         """
         if not isinstance(args, GRPOConfig):
@@ -633,15 +633,16 @@ class FR3EConfig(GRPOConfig):
 
 
 def _of_both(cls: Any, grpo_class: Any) -> Any:
-    """A configuration with FR3E's settings and the fields and methods of a class of GRPO's. It has no values yet."""
-    made = _class_of_both(cls, grpo_class)
-    return made.__new__(made)
+    """A configuration without values, with FR3E's settings and the fields and methods of `grpo_class`."""
+    combined = _combined_class(cls, grpo_class)
+    return combined.__new__(combined)
 
 
 @functools.cache
-def _class_of_both(cls: Any, grpo_class: Any) -> Any:
+def _combined_class(cls: Any, grpo_class: Any) -> Any:
+    # training_args.bin of a checkpoint refers to `_of_both` by its name
     bases = (cls,) if issubclass(cls, grpo_class) else (cls, grpo_class)
-    reduce = lambda config: (_of_both, (cls, grpo_class), config.__dict__)  # noqa: E731  # checkpoints hold it
+    reduce = lambda config: (_of_both, (cls, grpo_class), config.__dict__)  # noqa: E731
     return dataclass(type(grpo_class.__name__, bases, {"_grpo_class": grpo_class, "__reduce__": reduce}))
 
 
@@ -652,9 +653,9 @@ class _Open:
     """
     A setting that may be left open.
 
-    What its author set stays in the configuration's `__dict__`, so that `dataclasses.replace` and a saved file have
-    `None` where nothing was set. [`FR3EConfig.resolve`] puts the values that follow from the others beside these, and
-    whoever reads the setting then gets that value. To set it again takes the place of both.
+    The value that the user set stays in the configuration's `__dict__`, so that `dataclasses.replace` and a saved file
+    have `None` where nothing was set. [`FR3EConfig.resolve`] stores derived values separately, and reading the setting
+    returns them. Setting it again replaces both.
     """
 
     def __init__(self, name: str):
@@ -670,7 +671,7 @@ class _Open:
         settings = config.__dict__
         settings[self.name] = value
         if "_resolved" in settings:
-            derived = settings["_resolved"]  # not changed itself: copies share it
+            derived = settings["_resolved"]  # replaced, not changed, because copies share it
             settings["_resolved"] = {name: derived[name] for name in derived if name != self.name}
 
 
@@ -678,18 +679,12 @@ OPEN = (
     *("num_anchors", "num_base_trajectories", "anchor_threshold", "credit", "value_prior_strength", "value_tracker"),
     *("reject_degenerate_states", "share_prefixes", "epsilon_high", "scale_rewards"),
 )
-for _name in OPEN:  # not in the class body: `dataclass` would take them for defaults
+for _name in OPEN:  # not in the class body, where `dataclass` would use them as defaults
     setattr(FR3EConfig, _name, _Open(_name))
 
 
-def _fits(config: FR3EConfig, credit: str) -> bool:
-    rule = CREDIT_RULES[credit]
-    has_anchors = config.num_anchors != 0 or not rule.needs_anchors
-    return has_anchors and not _obstacles(config, credit)
-
-
 def _obstacles(config: FR3EConfig, credit: str) -> dict[str, tuple[Any, Any]]:
-    """Settings that do not go with a credit rule: their values, and values that do."""
+    """Settings that a credit rule does not allow: their values, and values that it allows."""
     requires = CREDIT_RULES[credit].requires
     return {
         name: (getattr(config, name), values[0])
@@ -699,20 +694,20 @@ def _obstacles(config: FR3EConfig, credit: str) -> dict[str, tuple[Any, Any]]:
 
 
 def _choose(config: FR3EConfig) -> None:
-    """Give each open setting of a draft its value. Each paragraph reads what those before it chose."""
-    # The prior: one while exploring, but none where scaling by the group compares the several rollouts of a state. It
-    # comes first, since with a prior an anchor can do with a single rollout
+    """Choose a value for each open setting of a draft. Each paragraph uses the choices of those before it."""
+    # The prior: on while exploring, unless scaling by the group compares several rollouts of each state. It comes first
+    # because with a prior one rollout per anchor is enough
     if config.value_prior_strength is None and not config.value_tracker:
         has_several = config.num_anchors is not None or default_num_anchors(config.num_generations) is not None
         by_group = config.scale_rewards == "group" and config.multi_objective_aggregation != "normalize_then_sum"
         if config.num_anchors == 0 or (by_group and has_several):
             config.value_prior_strength = 0.0
 
-    # The shape. From here on, `num_anchors` says whether there is exploration
+    # The shape. From here on, `num_anchors` decides whether exploration is on
     config.num_base_trajectories, config.num_anchors, _ = config._shape
     explores = config.num_anchors != 0
 
-    # Scaling and clipping: the paper's while exploring
+    # Scaling and clipping: the paper's settings while exploring
     if config.scale_rewards is None:
         config.scale_rewards = PAPER["scale_rewards"] if explores or config.has_prior else "group"
     if config.epsilon_high is None and explores:
@@ -722,38 +717,42 @@ def _choose(config: FR3EConfig) -> None:
     if config.share_prefixes is None:
         config.share_prefixes = explores
 
-    # Credit: the first rule that fits
+    # Credit: the first rule that the settings allow
     if config.credit is None:
-        config.credit = next(name for name in CREDIT_DEFAULTS if _fits(config, name))
+        config.credit = next(
+            name
+            for name in CREDIT_DEFAULTS
+            if (explores or not CREDIT_RULES[name].needs_anchors) and not _obstacles(config, name)
+        )
 
-    # The prior's weight: a value tracker estimates it under tree credit, where that won
+    # The prior's weight: estimated by a value tracker under tree credit, where that won
     is_open = config.value_prior_strength is None
     if config.value_tracker is None:
         config.value_tracker = is_open and config.credit == "tree"
     if is_open and not config.value_tracker:
         config.value_prior_strength = PRIOR_STRENGTH
 
-    # "auto" stays where the credit rule wants it. Elsewhere the highest scores become anchors
+    # "auto" needs a credit rule that wants a stopping rule. Without one, the highest scores become anchors
     wants_auto = CREDIT_RULES[config.credit].wants_stopping_rule and config.anchor_score == "entropy"
     if config.anchor_threshold == "auto" and not wants_auto:
         config.anchor_threshold = None
 
 
-# What is allowed, beside what a setting may be by itself
+# Checks of combinations of settings
 
 
 class Check(NamedTuple):
-    """The setting, what must hold of the settings, and what an error says that it must be."""
+    """The name of a setting, a condition on all settings, and what an error says that the setting must be."""
 
     name: str
     holds: Callable[[FR3EConfig], bool]
     allowed: str
 
 
-REAL, WHOLE = of_type(Real, "a number"), of_type(Integral, "an integer")
+REAL, WHOLE = instance(Real, "a number"), instance(Integral, "an integer")
 
-# GRPO's settings: what they may be, and what they may be unless nothing of FR3E is on, since plain GRPO is left what it
-# takes. TRL looks at some only after a batch was explored
+# GRPO's settings: what must hold always, and what must hold only if a part of FR3E is on, because plain GRPO accepts
+# whatever TRL does. TRL checks some of them only after a batch was explored
 GRPO: dict[str, tuple[Kind | None, Kind]] = {
     "num_generations": (integer(least=2, example="8"), integer(least=2, example="8")),
     "max_completion_length": (None, integer(least=1, example="512")),
@@ -778,7 +777,7 @@ GRPO: dict[str, tuple[Kind | None, Kind]] = {
     "reward_weights": (or_none(numbers(REAL, "numbers")), or_none(numbers(number(), "finite numbers"))),
 }
 
-# Of the settings as they were set
+# Checked before open settings are chosen
 CHECKS_GIVEN = (
     Check(
         "anchor_threshold",
@@ -793,12 +792,12 @@ CHECKS_GIVEN = (
     Check(
         "value_tracker",
         lambda config: not (config.value_tracker and config.normalizes_rewards),
-        "False with multi_objective_aggregation='normalize_then_sum' or scale_rewards='group'. A prompt's rewards "
-        "then have the mean 0 in every step, and nothing is left to remember",
+        "False with multi_objective_aggregation='normalize_then_sum' or scale_rewards='group', which make the mean of "
+        "a prompt's rewards 0 in every step, so that there is nothing to track",
     ),
 )
 
-# Once all have their values
+# Checked once all settings have a value
 CHECKS_RESOLVED = (
     Check(
         "max_refills",
@@ -808,7 +807,7 @@ CHECKS_RESOLVED = (
     Check(
         "max_staleness",
         lambda config: config.max_staleness == 0 or (config.use_vllm and config.vllm_mode == "server"),
-        "0 unless use_vllm=True and vllm_mode='server'. generate and a colocated engine run on the devices that train",
+        "0 unless use_vllm=True and vllm_mode='server', because other backends generate on the devices that train",
     ),
     Check(
         "max_staleness",
@@ -823,7 +822,7 @@ CHECKS_RESOLVED = (
     Check(
         "max_staleness",
         lambda config: config.max_staleness == 0 or config.vllm_importance_sampling_correction,
-        "0 with vllm_importance_sampling_correction=False: that correction is what makes up for the rollouts' age",
+        "0 with vllm_importance_sampling_correction=False, because only that correction accounts for old rollouts",
     ),
     Check(
         "max_staleness",
@@ -832,12 +831,12 @@ CHECKS_RESOLVED = (
     ),
 )
 
-# The same, unless nothing of FR3E is on
+# Checked then too, if a part of FR3E is on
 CHECKS_ACTIVE = (
     Check(
         "top_k",
         lambda config: config.top_k is None or config.top_k >= (-1 if config.use_vllm else 0),
-        "at least 0, which leaves all tokens (with vLLM -1 does too)",
+        "at least 0, which keeps all tokens (with vLLM, -1 does too)",
     ),
     Check(
         "num_generations",
@@ -848,38 +847,38 @@ CHECKS_ACTIVE = (
 
 
 def _is(name: str, kind: Kind) -> Check:
-    """The check of a setting by itself."""
+    """The check that a setting is of a kind."""
     works = f", for example {kind.example}" if kind.example else ""
     return Check(name, lambda config: kind.holds(getattr(config, name)), kind.name + works)
 
 
 def _own_checks() -> Iterator[Check]:
-    """Of FR3E's settings, what their fields say."""
+    """The checks in the fields of FR3E's settings."""
     for name in _own_fields():
-        annotation, choices = FR3EConfig.__annotations__[name], FR3EConfig.__dataclass_fields__[name].metadata
+        annotation, metadata = FR3EConfig.__annotations__[name], FR3EConfig.__dataclass_fields__[name].metadata
         is_optional = type(None) in get_args(annotation)
         if hasattr(annotation, "__metadata__"):
             yield _is(name, annotation.__metadata__[0])
         else:
-            kind = one_of(*choices["choices"]) if "choices" in choices else BOOLEAN
+            kind = one_of(*metadata["choices"]) if "choices" in metadata else BOOLEAN
             yield _is(name, or_none(kind) if is_optional else kind)
 
 
 def _credit_checks() -> Iterator[Check]:
-    """What each credit rule needs."""
+    """The requirements of each credit rule."""
     for credit, rule in CREDIT_RULES.items():
         remedy = f"with credit={credit!r}, or set credit='rollout'"
         if rule.needs_anchors:
             yield Check("num_anchors", functools.partial(_has_anchors, credit), f"above 0, for example None, {remedy}")
         for name, values in rule.requires.items():
-            yield Check(name, functools.partial(_takes, credit, name), f"{either(values)} {remedy}")
+            yield Check(name, functools.partial(_allows, credit, name), f"{either(values)} {remedy}")
 
 
 def _has_anchors(credit: str, config: FR3EConfig) -> bool:
     return config.credit != credit or config.num_anchors != 0
 
 
-def _takes(credit: str, name: str, config: FR3EConfig) -> bool:
+def _allows(credit: str, name: str, config: FR3EConfig) -> bool:
     return config.credit != credit or name not in _obstacles(config, credit)
 
 
@@ -887,8 +886,8 @@ def _own_fields() -> list[str]:
     return [field.name for field in fields(FR3EConfig) if field.name not in GRPOConfig.__dataclass_fields__]
 
 
-# When a check applies, and the checks. "given": before anything is chosen. "resolved": once all settings have their
-# values. "active": then too, unless nothing of FR3E is on
+# Checks by the time at which they apply. "given": before open settings are chosen. "resolved": once all settings have a
+# value. "active": then too, if a part of FR3E is on
 CHECKS: dict[str, tuple[Check, ...]] = {
     "given": (
         *(_is(name, kind._replace(example=active.example)) for name, (kind, active) in GRPO.items() if kind),
@@ -901,14 +900,14 @@ CHECKS: dict[str, tuple[Check, ...]] = {
 
 
 def _check(config: FR3EConfig, when: str) -> None:
-    """Raise a `ValueError` for the first check that fails. It names the setting, its value, and what works."""
+    """Raise a `ValueError` for the first check that fails, with the setting, its value, and what is allowed."""
     for name, holds, allowed in CHECKS[when]:
         if not holds(config):
             raise ValueError(f"{name}={getattr(config, name)!r} is not allowed: it must be {allowed}.")
 
 
-def _told_off(parts: list[str], obstacles: dict[str, tuple[Any, Any]]) -> str:
-    """The line that says why parts are off, and how to turn them on."""
+def _reason_off(parts: list[str], obstacles: dict[str, tuple[Any, Any]]) -> str:
+    """Why parts are off, and how to turn them on."""
     verb, pronoun = ("is", "it") if len(parts) == 1 and not parts[0].startswith("anchors") else ("are", "them")
     values = _and([f"{name}={value!r}" for name, (value, _) in obstacles.items()])
     remedies = _and([f"{name}={remedy!r}" for name, (_, remedy) in obstacles.items()])
@@ -920,8 +919,8 @@ def _and(texts: list[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _read_threshold(value: str) -> Any:
-    """A threshold, which a command line gives as text."""
+def _parse_threshold(value: str) -> Any:
+    """A threshold from a command line."""
     if value.lower() == "none":
         return None
     try:
@@ -931,7 +930,7 @@ def _read_threshold(value: str) -> Any:
 
 
 def with_preset(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a recipe, over those of the preset that its key `preset` names."""
+    """The settings of a recipe, which override those of the preset named by its key `preset`."""
     settings = dict(settings)
     preset = settings.pop("preset", None)
     if preset not in (None, *PRESETS):

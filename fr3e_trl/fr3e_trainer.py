@@ -1,4 +1,4 @@
-"""FR3E in the place of GRPO."""
+"""`FR3ETrainer`: FR3E as a subclass of `GRPOTrainer`."""
 
 import logging
 import math
@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler, nanstd
 
 from . import checks, images, model_card, policy_logps, prefix_sharing, resume
-from .callbacks import Console, Stopwatch, take_over
+from .callbacks import Console, Stopwatch, replace_progress_callback
 from .compat import (
     check_trl,
     is_sharded,
@@ -33,7 +33,7 @@ from .compat import (
     sharding,
     tokenizer_of,
 )
-from .credit_to_batch import mark_empty, mask_dropped, set_credit, upgrade_batch, weigh_dropped
+from .credit_to_batch import ignore_empty_micro_batch, mask_dropped, reweight_dropped, set_credit, upgrade_batch
 from .fr3e_config import FR3EConfig
 from .generation import decoding
 from .generation.ahead import AheadSampler
@@ -47,7 +47,7 @@ from .method.credit import CREDIT_RULES, credit_rows
 from .method.credit.prior import ValueTracker, track_values
 from .method.metrics import tree_metrics
 from .method.plan import Plan
-from .method.refill import PromptStream, Refill, hand_over
+from .method.refill import PromptStream, Refill, redistribute
 from .method.rows import Row
 from .method.sampling import Sampler
 from .method.tree import TokenIds, Tree
@@ -66,8 +66,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a batch must have that a subclass returns
-BATCH = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages")
+# Required keys of a batch that a subclass returns
+REQUIRED_KEYS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages")
 
 
 class FR3ETrainer(resume.ExactResume):
@@ -116,7 +116,7 @@ class FR3ETrainer(resume.ExactResume):
             Seconds that a run has spent on each part of a step.
 
     Raises:
-        NotImplementedError: Something that is asked for does not work with exploration.
+        NotImplementedError: A feature does not work with exploration.
         ValueError: A setting is not allowed, or the dataset is empty.
     """
 
@@ -138,28 +138,28 @@ class FR3ETrainer(resume.ExactResume):
     args: FR3EConfig
     reward_funcs: list[Any]
 
-    # What TRL's methods may meet before the constructor has set it
+    # Defaults for methods that TRL's constructor calls
     has_own_sampler = False
-    _shares_prefixes: bool | None = False  # None where it is not known yet
+    _shares_prefixes: bool | None = False  # None if not known yet
     _refill: Refill | None = None
     _value_tracker: ValueTracker | None = None
     _overlap: Overlap | None = None
-    _explorer: Explorer | None = None  # grows the trees of a step; None while TRL sets up, and for plain GRPO
+    _explorer: Explorer | None = None  # None during the constructor of TRL, and for plain GRPO
     _tool_loop: TRLToolLoop | None = None
     _tree_log: TreeLog | None = None
     _rollout_func: "RolloutFunc | None" = None
     _masks_truncated: bool = False
-    _head_temperature: float = 1.0  # that of TRL's log-probs
-    _batch_temperature: float = 1.0  # at which the batch that is trained on was sampled
-    _has_warned_of_advantages: bool = False
+    _head_temperature: float = 1.0  # temperature of TRL's log-probs
+    _batch_temperature: float = 1.0  # sampling temperature of the current batch
+    _has_warned_about_advantages: bool = False
 
-    # Within a step, and None or empty between steps
-    _inputs: Sequence[dict[str, Any]] = ()  # until trees are grown from them
+    # Set within a step, and None or empty between steps
+    _inputs: Sequence[dict[str, Any]] = ()  # until trees are grown
     _explored: list[Row]
     _rollouts: StepRollouts | None = None
     _old_logps: OldLogprobs | VLLMCorrection
-    _score_old_policy: Callable[..., Any] | None = None  # scores the old policy, once, in TRL's place
-    _loss_mask: torch.Tensor | None = None  # tokens in the loss of a micro-batch, until they are scored
+    _score_old_policy: Callable[..., Any] | None = None  # replaces TRL's scoring of the old policy, once
+    _loss_mask: torch.Tensor | None = None  # mask of tokens in the loss, until a micro-batch is scored
 
     def __init__(
         self,
@@ -195,11 +195,11 @@ class FR3ETrainer(resume.ExactResume):
             checks.check_overrides(type(self), FR3ETrainer, args)
             checks.refuse_unsupported(args, rollout_func)
             checks.check_generation_kwargs(args)
-            checks.warn_of_single_prompt(args)
-            checks.warn_of_refill(args)
+            checks.warn_about_single_prompt(args)
+            checks.warn_about_refill(args)
             if train_dataset is not None:
                 checks.check_dataset(train_dataset, args, has_environments=environment_factory is not None)
-        with without_vllm(args), checks.classless_model(model, args):
+        with without_vllm(args), checks.explain_missing_architectures(model, args):
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -220,24 +220,24 @@ class FR3ETrainer(resume.ExactResume):
         if args.use_vllm:
             set_up_vllm(self, args)
         self.stopwatch = Stopwatch()
-        take_over(self, Console(args, self.stopwatch), callbacks)
+        replace_progress_callback(self, Console(args, self.stopwatch), callbacks)
         images.take_no_empty_images(self)
         self.share_prefixes(bool(args.share_prefixes))
         if not args.is_plain_grpo:
-            self.eos_token_ids = checks.ends_of(self)
+            self.eos_token_ids = checks.eos_token_ids(self)
             if not self.use_vllm:
                 self.generation_config.eos_token_id = self.eos_token_ids
         self.sampler = make_sampler(self)
         self.has_own_sampler = sampler is not None
         if args.log_trees is not None:
             self._tree_log = TreeLog(args.log_trees, tokenizer_of(self), self.reward_func_names, self.accelerator)
-            # Before those that report, which end what they report to when training does
+            # Before callbacks that report, because these close their service when training ends
             self.callback_handler.callbacks.insert(0, self._tree_log)
         if not args.is_plain_grpo:
             self._set_up_exploration(sampler)
 
     def _set_up_exploration(self, sampler: "Callable[[FR3ETrainer], Sampler] | None") -> None:
-        """Check what TRL has set up, and make what only exploration needs."""
+        """Check what TRL has set up, and create everything that only exploration needs."""
         checks.check_model(self.model)
         checks.check_tokenizer(self)
         checks.refuse_unsupported_setup(self)
@@ -248,19 +248,19 @@ class FR3ETrainer(resume.ExactResume):
         if self.use_vllm:
             prompt_length = 0 if example is None else longest_prompt(self, [example])
             context = self.vllm_generation.checked_context(context, prompt_length, self.max_completion_length)
-            checks.warn_of_unscored_sampling(self.args)
-            checks.warn_of_timeouts(self.args)
+            checks.warn_about_unscored_sampling(self.args)
+            checks.warn_about_timeouts(self.args)
         budget = CompletionBudget(self.max_completion_length, context, self.processing_class)
         if sampler is not None:
             own = OwnSampler(sampler(self), self.use_vllm and self.vllm_importance_sampling_correction)
             self.sampler = InStepSampler(own) if is_sharded(self) else own
         if self.tools:
-            self._video_pad_token_id = None  # no tool returns a video: such a token is the policy's
+            self._video_pad_token_id = None  # tools return no videos, so such a token is the policy's
             self._tool_loop = TRLToolLoop(self, partial(checks.obstacle_to_tool_images, self), self.args.tool_timeout)
             self.sampler = ToolCallingSampler(
                 self._tool_loop, self.sampler, skip_mismatches=self.args.replay_mismatch == "skip"
             )
-        checks.warn_of_float32_generation(self)
+        checks.warn_about_float32_generation(self)
         self._explorer = Explorer(
             self,
             self.args.plan,
@@ -276,26 +276,26 @@ class FR3ETrainer(resume.ExactResume):
 
     @property
     def is_exploring(self) -> bool:
-        """Whether a step that is made now grows trees: in training, unless all of FR3E is off."""
+        """Whether a step grows trees: in training, unless every part of FR3E is off."""
         return self._explorer is not None and self.model.training
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """
-        The only change is that a training step's completions are the rows of trees, and its advantages their credit.
+        The only change is that a training step's completions are rows of trees, and their credit is its advantages.
 
-        TRL's step is entered once. It calls [`_generate`], which grows the trees, then scores the rows.
+        TRL's method is called once. It calls [`_generate`], which grows the trees, and then scores the rows.
         """
         explorer = self._explorer
         if explorer is not None:
-            self._take_up_settings()
+            self._apply_live_settings()
         if explorer is None or not self.is_exploring:
             if self._overlap is not None:
-                self._overlap.sampler.finish()  # before weights are sent, or the server is asked for something else
+                self._overlap.sampler.finish()  # before weights or other requests are sent to the server
             batch = super()._generate_and_score_completions(inputs)
             return prefix_sharing.numbered(batch) if self.model.training and self.shares_prefixes else batch
         try:
             if self._refill is not None:
-                inputs = self._drawn_inputs()
+                inputs = self._refill_inputs()
             explorer.check(inputs)
             self._inputs, self._explored = inputs, []
             batch = super()._generate_and_score_completions(inputs)
@@ -303,35 +303,35 @@ class FR3ETrainer(resume.ExactResume):
             return prefix_sharing.numbered(batch) if self.shares_prefixes else batch
         except Exception as error:
             if self._refill is not None:
-                self._refill.undo()  # a checkpoint that is saved now is of the step before
-            if self._inputs and self.environment_factories is not None:  # TRL resets these before it generates
+                self._refill.undo()  # a checkpoint saved now belongs to the previous step
+            if self._inputs and self.environment_factories is not None:  # the error is from resetting environments
                 failure = EnvironmentFailure(f"While rollouts were prepared: {type(error).__name__}: {error}")
                 if self.accelerator.num_processes == 1:  # others may not have failed
                     resume.save_before(self, failure)
                 raise failure from error
-            if isinstance(error, VLLMServerError | EnvironmentFailure) or error is explorer.refusal:
+            if isinstance(error, VLLMServerError | EnvironmentFailure) or error is explorer.example_error:
                 resume.save_before(self, error)
             raise
         finally:
             self._inputs, self._rollouts, self._explored, self._score_old_policy = (), None, [], None
 
-    def _take_up_settings(self) -> None:
-        """Take up what a script or a callback has set since the last step. A batch keeps its temperature."""
+    def _apply_live_settings(self) -> None:
+        """Apply settings that a script or a callback has changed. The current batch keeps its temperature."""
         self._live_settings.update()
         if self._tool_loop is not None:
             self._tool_loop.eos_token_id = self.eos_token_ids[0]
         if self.model.training:
             self._batch_temperature = self.temperature
 
-    def _drawn_inputs(self) -> list[dict[str, Any]]:
-        """The examples of this process's rows, where refill draws the prompts of a step."""
+    def _refill_inputs(self) -> list[dict[str, Any]]:
+        """The examples of this process's rows, with prompts that refill draws."""
         assert self._refill is not None
         num_rows = self.args.generation_batch_size
         indices = self._refill.begin(num_rows // self.num_generations)
         return [self.train_dataset[indices[row // self.num_generations]] for row in sharding(self, num_rows).own]
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """The only change is that micro-batches of a new batch have rows together that share prefixes."""
+        """The only change is that rows that share prefixes are put into the same micro-batch of a new batch."""
         decoding.drop_surplus_hooks(self.model)
         shares_prefixes = self.model.training and self.shares_prefixes
         last = self._buffered_inputs
@@ -343,40 +343,40 @@ class FR3ETrainer(resume.ExactResume):
             if self.is_exploring:
                 self._check_batch(self._buffered_inputs[0])
             if shares_prefixes:
-                prefix_sharing.keep_together(self._buffered_inputs)  # and `inputs`, which are one of them
+                prefix_sharing.keep_together(self._buffered_inputs)  # `inputs` is one of them
         return inputs
 
     def _check_batch(self, batch: dict[str, torch.Tensor]) -> None:
-        """Look at what a subclass has made of a batch."""
-        if lacking := [name for name in BATCH if name not in batch]:
+        """Check a batch that a subclass may have changed."""
+        if missing := [name for name in REQUIRED_KEYS if name not in batch]:
             raise ValueError(
-                f"{type(self).__name__}._generate_and_score_completions returned a batch without {lacking}. It must "
-                "return what super() does, with the values of some replaced."
+                f"{type(self).__name__}._generate_and_score_completions returned a batch without {missing}. It must "
+                "return the batch of super(), and may replace values in it."
             )
         is_by_row = CREDIT_RULES[self._plan.credit].by_token and batch["advantages"].dim() == 1
-        if is_by_row and not self._has_warned_of_advantages:
-            self._has_warned_of_advantages = True
+        if is_by_row and not self._has_warned_about_advantages:
+            self._has_warned_about_advantages = True
             logger.warning(
-                "Tree credit is gone: %s._generate_and_score_completions returned advantages of shape (B,) in the "
-                "place of (B, T). Each is taken for the advantage of its row. Set credit='rollout' to get (B,) from "
+                "Tree credit is lost: %s._generate_and_score_completions returned advantages of shape (B,) instead of "
+                "(B, T), which are used as the advantages of rows. Set credit='rollout' to get shape (B,) from "
                 "super().",
                 type(self).__name__,
             )
 
     @property
     def rollout_func(self) -> "RolloutFunc | None":
-        """What TRL generates by: trees in a training step, else what it was given."""
-        return self._hand_over if self.is_exploring else self._rollout_func
+        """In a training step, a function that returns the rows of trees, otherwise the user's `rollout_func`."""
+        return self._rollout_func_output if self.is_exploring else self._rollout_func
 
     @rollout_func.setter
     def rollout_func(self, rollout_func: "RolloutFunc | None") -> None:
         self._rollout_func = rollout_func
 
-    def _hand_over(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+    def _rollout_func_output(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         assert self._rollouts is not None
-        # In a process where all rollouts were given up too: those of all processes are corrected together
+        # Also if all rollouts of this process were abandoned, because the correction covers all processes together
         has_logps = any(row.rollout.logprobs is not None for row in self._rollouts.own)
-        return self._rollouts.handed_to_trl(
+        return self._rollouts.rollout_func_output(
             with_logps=self.use_vllm and (has_logps or self.vllm_importance_sampling_correction)
         )
 
@@ -385,52 +385,52 @@ class FR3ETrainer(resume.ExactResume):
         if not self.is_exploring:
             return super()._generate(prompts)
         if has_begun := self._overlap is not None and self._overlap.sampler.has_begun:
-            # The server keeps the weights that this batch was begun with. Newer ones are for the next
+            # The server keeps the weights with which this batch was begun. Newer ones are sent for the next batch
             loaded_step, self._last_loaded_step = self._last_loaded_step, self.state.global_step
         with awake_engine(self, self.stopwatch.part):
             rollouts = self._rollouts = self._grow_trees(prompts)
-        prompts[:] = rollouts.prompts  # TRL goes on with this list, and refill may have put others in
+        prompts[:] = rollouts.prompts  # TRL continues with this list, and refill may have replaced prompts
         prompt_ids, completion_ids, _, completions, logps, extra_fields, *_ = super()._generate(prompts)
         if has_begun:
             self._last_loaded_step = loaded_step
         images, tool_images = rollouts.images()
-        # TRL has logged the lengths of whole completions. In the loss a row has the tokens that it sampled itself
+        # TRL has logged the lengths of whole completions. Only a row's own tokens are in the loss
         masks = [row.loss_mask for row in rollouts.own]
         return prompt_ids, completion_ids, masks, completions, logps, extra_fields, images, tool_images
 
     def _grow_trees(self, prompts: list[Any]) -> StepRollouts:
-        """Grow trees from the prompts of a step, and have them for its batch."""
+        """Grow trees from the prompts of a step, and return the rows of its batch."""
         explorer, num_generations = self._explorer, self.num_generations
         assert explorer is not None
         explorer.begin_step(self.sampler, self._masks_truncated)
         num_rows = len(prompts) * self.accelerator.num_processes
         own = sharding(self, num_rows).own
-        # TRL repeats an example for its group, and deals out the repeats as it does the rows
+        # TRL repeats an example for each row of its group
         examples = {row // num_generations: example for row, example in zip(own, self._inputs, strict=True)}
         self._inputs = ()
-        of_trees: dict[int, list[Any]] = {i: [] for i in examples}
+        tree_prompts: dict[int, list[Any]] = {i: [] for i in examples}
         for row, prompt in zip(own, prompts, strict=True):
-            of_trees[row // num_generations].append(prompt)
+            tree_prompts[row // num_generations].append(prompt)
         num_prompts = num_rows // num_generations
         if self._refill is None:
-            self._explored = explorer.explore(num_prompts, examples, of_trees)
+            self._explored = explorer.explore(num_prompts, examples, tree_prompts)
             rows = self._explored
         else:
-            rows = self._refill.fill(partial(self._explore_drawn, examples, of_trees), num_prompts, num_rows)
-            hand_over(rows, sharding(self, num_rows), in_every_process, self.train_dataset)
+            rows = self._refill.fill(partial(self._explore_indices, examples, tree_prompts), num_prompts, num_rows)
+            redistribute(rows, sharding(self, num_rows), in_every_process, self.train_dataset)
         explorer.end_step()
         own_part = own_rows(self, rows)
         rollouts = StepRollouts(
             rows,
             own_part,
-            # TRL's own prompts, unless refill has put other rows among them, or one environment speaks for all rows
+            # TRL's prompts, unless refill has replaced rows, or a tree's rows share the prompt of one environment
             prompts
             if self._refill is None and self.environment_factories is None
             else [images.prompt_of(self, row.example) for row in own_part],
             is_scored=explorer.scores_early,
             tool_counts=self.sampler.take_counts() if isinstance(self.sampler, ToolCallingSampler) else (0, 0),
         )
-        if self.environment_factories is not None:  # for rewards, and for the tools that prompts are rendered with
+        if self.environment_factories is not None:  # for rewards, and for rendering prompts with tools
             self.environments = [None if turns is None else turns.environment for turns in rollouts.dialogues]
             names = [row.example.get("environment") for row in own_part]
             self._batch_environments = names if self._multi_environment else [None] * len(names)
@@ -438,10 +438,10 @@ class FR3ETrainer(resume.ExactResume):
         self._score_old_policy = self._old_logps.score_in_place_of_trl
         return rollouts
 
-    def _explore_drawn(
+    def _explore_indices(
         self, examples: dict[int, dict[str, Any]], prompts: dict[int, list[Any]], indices: list[int]
     ) -> list[Row]:
-        """Explore the prompts at `indices` of the training set, the first of which TRL has prepared."""
+        """Explore the prompts at `indices` of the training set. TRL has prepared those of the first call."""
         assert self._explorer is not None
         if not self._explored:
             self._explored += self._explorer.explore(len(indices), examples, prompts, indices)
@@ -455,7 +455,7 @@ class FR3ETrainer(resume.ExactResume):
     def _generate_single_turn(
         self, prompt_ids: list[Any], images: Any, *args: Any, **kwargs: Any
     ) -> tuple[list[list[int]], Any]:
-        """The only changes: the turns of dialogues in trees are the sampler's, and the model stays in its mode."""
+        """The only changes: a sampler draws the turns of dialogues in trees, and the model stays in its mode."""
         if self._tool_loop is not None and self._tool_loop.write_turns is not None:
             return self._tool_loop.write(prompt_ids, images), None
         with decoding.in_its_mode(self):
@@ -464,14 +464,14 @@ class FR3ETrainer(resume.ExactResume):
     def _tool_call_loop(
         self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, logprobs: Any, *args: Any
     ) -> tuple[Any, ...]:
-        """The only changes: tools of finished rows were called, and others are given up after `tool_timeout`."""
+        """The only changes: rows of trees have called their tools already, and other calls end after `tool_timeout`."""
         rollouts = self._rollouts
         if rollouts is not None:
-            # TRL logs the lengths of whole completions, by these masks
+            # TRL uses these masks to log the lengths of whole completions
             masks = [row.path_mask for row in rollouts.own]
             messages = [[] if turns is None else turns.messages for turns in rollouts.dialogues]
             return masks, messages, completion_ids, logprobs, *rollouts.tool_counts, []
-        if self._tool_loop is None or self._tool_loop.write_turns is None:  # those of trees are limited already
+        if self._tool_loop is None or self._tool_loop.write_turns is None:  # trees limit their own calls
             for dicts in (self._sync_tool_dicts, self._async_tool_dicts):
                 dicts[:] = [limited_tools(self, tools, self.args.tool_timeout) for tools in dicts]
         return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, logprobs, *args)
@@ -480,8 +480,8 @@ class FR3ETrainer(resume.ExactResume):
         self, inputs: list[dict[str, Any]], prompts: Any, completions: Any, completion_ids_list: Any
     ) -> torch.Tensor:
         """
-        The only changes: rows of trees keep their rewards, those of copies are dropped, and errors, or rewards that
-        cannot be trained on, are told of with the name of the reward function.
+        The only changes: rows of trees keep their rewards, those of copies are dropped, and errors and unusable rewards
+        are reported with the name of the reward function.
         """
         rollouts = self._rollouts
         if rollouts is None:
@@ -491,7 +491,7 @@ class FR3ETrainer(resume.ExactResume):
         else:
             with self.stopwatch.part("rewards"):
                 rewards = self._checked_rewards(inputs, prompts, completions, completion_ids_list)
-            rollouts.take_rewards(rewards, self.reward_weights, self.trees)
+            rollouts.set_rewards(rewards, self.reward_weights, self.trees)
         return rollouts.rewards(self.accelerator.device, len(self.reward_funcs))
 
     def _checked_rewards(self, *args: Any) -> torch.Tensor:
@@ -500,7 +500,7 @@ class FR3ETrainer(resume.ExactResume):
         compute = super()._calculate_rewards
 
         def computed() -> torch.Tensor:
-            with checks.named_reward_funcs(self.reward_func_names):
+            with checks.name_reward_func_in_errors(self.reward_func_names):
                 return compute(*args)
 
         num_rows, num_funcs = len(args[0]), len(self.reward_funcs)
@@ -510,12 +510,12 @@ class FR3ETrainer(resume.ExactResume):
 
     @property
     def _plan(self) -> Plan:
-        """How the trees of this trainer are credited, with the weights of rewards as they are now."""
+        """The plan, with the current reward weights."""
         assert self._explorer is not None
         return replace(self._explorer.plan, reward_weights=self.reward_weights.tolist())
 
     def _with_credit(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The batch of TRL's step, with the credit of its rows in the place of TRL's advantages."""
+        """Replace the advantages in the batch of TRL's step with the credit of its rows, and log metrics."""
         assert self._rollouts is not None and self._explorer is not None
         rows, plan = self._rollouts.rows, self._plan
         metrics: dict[str, float] = {}
@@ -530,26 +530,26 @@ class FR3ETrainer(resume.ExactResume):
             credit_rows(self._explored, self.trees, plan, self._value_tracker)
         set_credit(self, batch, rows, by_token=rule.by_token)
         if has_dropped:
-            weigh_dropped(self, batch)
+            reweight_dropped(self, batch)
         if self._tree_log is not None:
-            placed = {id(row) for row in rows}  # some may have found no place
-            shown = [replace(row, in_loss=row.in_loss and id(row) in placed) for row in self._explored]
-            self._tree_log.write(self.trees, shown, self.args, self.state.global_step + 1)
+            in_batch = {id(row) for row in rows}  # with refill, some may not fit
+            logged = [replace(row, in_loss=row.in_loss and id(row) in in_batch) for row in self._explored]
+            self._tree_log.write(self.trees, logged, self.args, self.state.global_step + 1)
         if self.multi_objective_aggregation == "sum_then_normalize":
-            # TRL knows no rewards of copies, and finds no deviation where a group has one other row
-            self._metrics["train"]["frac_reward_zero_std"][-1] = self._share_without_deviation(rows)
-        for name, value in (self._metrics_of_step(rows) | metrics).items():
+            # TRL lacks the rewards of copies, and finds no deviation in a group with a single other row
+            self._metrics["train"]["frac_reward_zero_std"][-1] = self._frac_reward_zero_std(rows)
+        for name, value in (self._step_metrics(rows) | metrics).items():
             self._metrics["train"][name].append(value)  # TRL averages and logs them
         if self._refill is not None:
             score_leftovers(self, self._refill.leftovers, self.has_own_sampler)
-        for rollout in (rollout for tree in self.trees for state in tree.states for rollout in state.rollouts):
+        for rollout in (rollout for tree in self.trees for rollout in tree.rollouts):
             if rollout.dialogue is not None:  # environments are for the next rollouts
                 rollout.dialogue.environment, rollout.dialogue.snapshots = None, []
         return batch
 
-    def _share_without_deviation(self, rows: list[Row]) -> float:
-        """The share of groups whose rewards, those of copies included, are all alike, as TRL counts them."""
-        rewards = torch.tensor([row.rollout.score.reward for row in rows], dtype=torch.float64)  # rounding is none
+    def _frac_reward_zero_std(self, rows: list[Row]) -> float:
+        """TRL's share of groups whose rewards are all equal, including the rewards of copies."""
+        rewards = torch.tensor([row.rollout.score.reward for row in rows], dtype=torch.float64)  # without rounding
         size = len(rows) if self.scale_rewards == "batch" else self.num_generations
         deviations = nanstd(rewards.view(-1, size), dim=1)
         return deviations.isclose(torch.zeros_like(deviations)).float().mean().item()
@@ -559,8 +559,8 @@ class FR3ETrainer(resume.ExactResume):
         """The trees of the last generation step, one for each prompt. Empty with `num_anchors=0`."""
         return [] if self._explorer is None else self._explorer.trees
 
-    def _metrics_of_step(self, rows: list[Row]) -> dict[str, float]:
-        """What to log of a step, but for TRL's metrics. The value tracker learns what its prompts were worth."""
+    def _step_metrics(self, rows: list[Row]) -> dict[str, float]:
+        """FR3E's metrics of a step. The value tracker learns the values of its prompts."""
         assert self._explorer is not None
         learned = torch.tensor([row.advantage for row in rows if row.teaches], dtype=torch.float64)
         metrics = tree_metrics(self.trees, learned, len(rows))
@@ -572,7 +572,7 @@ class FR3ETrainer(resume.ExactResume):
             metrics |= track_values(self.trees, self._plan, self._value_tracker)
         if self._overlap is not None:
             metrics |= self._overlap.metrics()
-        hit_rate = getattr(self.sampler, "hit_rate", None)  # of what was sampled last: the anchors' rollouts
+        hit_rate = getattr(self.sampler, "hit_rate", None)  # of the last requests, which are for the anchors' rollouts
         if hit_rate is not None and self.args.num_anchors:
             metrics["fr3e/prefix_cache/hit_rate"] = hit_rate
         return metrics
@@ -581,7 +581,7 @@ class FR3ETrainer(resume.ExactResume):
 
     @property
     def mask_truncated_completions(self) -> bool:
-        """Whether TRL masks all of a completion that is cut off. Not where tokens of it are still credited."""
+        """Whether TRL masks truncated completions. Not if the credit rule still credits some of their tokens."""
         rule = CREDIT_RULES[self._plan.credit] if self.is_exploring else None
         return self._masks_truncated and not (rule is not None and rule.leaves_out_truncated)
 
@@ -590,18 +590,18 @@ class FR3ETrainer(resume.ExactResume):
         self._masks_truncated = mask
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The only change is that nothing is computed of rows that have no token in the loss."""
+        """The only change is that rows without a token in the loss are skipped."""
         if not self.is_exploring:
             return super()._compute_loss(model, inputs)
         mask = self._loss_mask = inputs["completion_mask"] * inputs["tool_mask"]
         entropy_control = self.entropy_coef, self._last_world_entropy
         loss = super()._compute_loss(model, inputs)
         if self.use_adaptive_entropy and self.accelerator.sync_gradients and self._last_world_entropy == 0:
-            # No token of this update is in the loss, which TRL takes for an entropy of 0
+            # No token of this update is in the loss, which TRL treats as an entropy of 0
             self.entropy_coef, self._last_world_entropy = entropy_control
             self._metrics["train"]["entropy_coef"][-1] = self.entropy_coef
         if not mask.any():
-            mark_empty(self._metrics["train"], self.accelerator.sync_gradients)
+            ignore_empty_micro_batch(self._metrics["train"], self.accelerator.sync_gradients)
         return loss * inputs["row_shares"].mean() if "row_shares" in inputs else loss
 
     def _get_per_token_logps_and_entropies(
@@ -616,8 +616,8 @@ class FR3ETrainer(resume.ExactResume):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """
         The only changes: prefixes that rows share are forwarded once, rows without a token in the loss are skipped, the
-        first scores of a step, those of the old policy, may be known, distributions may be truncated, and have the
-        temperature of the batch, also where it is not that which the trainer was made with.
+        old policy's log-probs may be known already, distributions may be truncated, and the temperature is that of
+        the batch, which may differ from the trainer's first one.
         """
         rows = model, input_ids, attention_mask, logits_to_keep
         if self._score_old_policy is not None:
@@ -632,12 +632,12 @@ class FR3ETrainer(resume.ExactResume):
         if loss_mask is None:
             return score(*rows, *args, **kwargs)
         kept = loss_mask.any(1)
-        kept[0] |= ~kept.any()  # for the gradient of 0 that other processes wait for
-        of_kept = images.select_rows(images.images_in(kwargs), kept.nonzero().flatten().tolist())
+        kept[0] |= ~kept.any()  # for a gradient of 0, because other processes wait for one
+        kept_images = images.select_rows(images.images_in(kwargs), kept.nonzero().flatten().tolist())
         *scores, aux_loss = score(
-            model, input_ids[kept], attention_mask[kept], logits_to_keep, *args, **{**kwargs, **of_kept}
+            model, input_ids[kept], attention_mask[kept], logits_to_keep, *args, **{**kwargs, **kept_images}
         )
-        # 0 in rows that were skipped
+        # 0 in skipped rows
         logps, entropies = (
             None if x is None else x.new_zeros(loss_mask.shape).masked_scatter(kept.unsqueeze(1), x) for x in scores
         )
@@ -646,29 +646,29 @@ class FR3ETrainer(resume.ExactResume):
 
     @property
     def scoring_temperature(self) -> float:
-        """The temperature of log-probs: the one that the batch was sampled at, as long as it is trained on."""
+        """The temperature of log-probs: the sampling temperature of the current batch, except in evaluation."""
         is_evaluating = self._explorer is not None and not self.model.training
         return self.temperature if is_evaluating else self._batch_temperature
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether what rows have in common is forwarded once. All processes must ask for the first time together."""
+        """Whether shared prefixes are forwarded once. The first access must happen in all processes together."""
         if self._shares_prefixes is None:
             self._shares_prefixes = prefix_sharing.can_share(self)
         return self._shares_prefixes
 
     def share_prefixes(self, share: bool) -> None:
-        """Have what rows have in common forwarded once from now on, if the model allows it, or not."""
+        """Turn prefix sharing on, if the model supports it, or off."""
         self._shares_prefixes = None if share else False
 
-    # A run, and what of it a checkpoint holds
+    # A run and its checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
         Train, as [`~transformers.Trainer.train`].
 
-        `resume_from_checkpoint=True` takes the last checkpoint that is complete: one that was being written when the
-        run was killed is passed over. A run that goes on from a checkpoint is the run that was not cut.
+        `resume_from_checkpoint=True` resumes from the last complete checkpoint and skips one that was being written
+        when the run was killed. A resumed run equals the run without interruption.
         """
         try:
             with prefix_sharing.without_cudnn():
@@ -678,7 +678,7 @@ class FR3ETrainer(resume.ExactResume):
                 self._overlap.sampler.abort()
 
     def begin(self) -> None:
-        """Begin with nothing of an earlier run: no tracked values, no threshold, and prompts from the first one on."""
+        """Reset the state of an earlier run: tracked values, threshold and the order of prompts."""
         self._value_tracker = ValueTracker() if self.args.value_tracker else None
         if self._explorer is not None:
             self._explorer.threshold = None
@@ -696,7 +696,7 @@ class FR3ETrainer(resume.ExactResume):
         return RepeatSampler(indices, mini_repeat_count=1, shuffle=self.shuffle_dataset, seed=self.args.seed)
 
     def state_to_resume(self) -> dict[str, Any]:
-        """What the next step depends on, beside what TRL and transformers keep, in plain values and tensors."""
+        """State that the next step needs in addition to that of TRL and transformers, in plain values and tensors."""
         state: dict[str, Any] = {}
         if self._refill is not None:
             state |= self._refill.state(self.accelerator.num_processes, self.accelerator.process_index)
@@ -709,7 +709,7 @@ class FR3ETrainer(resume.ExactResume):
         return state
 
     def resume_from_state(self, state: dict[str, Any], has_changed: bool) -> None:
-        """Take up what [`state_to_resume`] returned, without rows left over if the settings have changed."""
+        """Restore what [`state_to_resume`] returned, without rows left over if the settings have changed."""
         for batch in self._buffered_inputs or []:
             upgrade_batch(self, batch)
         self._batch_temperature = state.get("batch_temperature", self._head_temperature)
@@ -717,11 +717,11 @@ class FR3ETrainer(resume.ExactResume):
             self._refill.resume(state, self.accelerator.num_processes)
             if has_changed:
                 self._refill.leftovers = []
-        elif self._refill is not None:  # the run had none: it drew the prompts of each batch, and no more
+        elif self._refill is not None:  # the earlier run had no refill, so it only drew the prompts of each batch
             args, num_examples = self.args, len(self.train_dataset)
             num_batches = self.state.global_step * args.gradient_accumulation_steps / args.steps_per_generation
             num_prompts = args.generation_batch_size // self.num_generations
-            # Of each epoch it left out what makes no whole batch
+            # TRL drops the incomplete batch at the end of an epoch
             epochs, rest = divmod(math.ceil(num_batches / self.num_iterations), num_examples // num_prompts)
             self._refill.prompts.go_to(epochs * num_examples + rest * num_prompts)
         if self._value_tracker is not None and "value_memory" in state:
@@ -729,7 +729,7 @@ class FR3ETrainer(resume.ExactResume):
         if self._explorer is not None and self.args.anchor_threshold == "auto":
             self._explorer.threshold = state.get("anchor_threshold")
 
-    # For samplers, and for whoever looks at rollouts
+    # For samplers and analyses of rollouts
 
     def generation_model(self) -> AbstractContextManager[Any]:
         """A context manager that yields the model to generate with, in generation mode as in TRL."""

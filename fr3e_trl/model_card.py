@@ -1,4 +1,4 @@
-"""The model card: TRL's, with a section on the run."""
+"""TRL's model card, with a section on the run."""
 
 import contextlib
 from dataclasses import fields
@@ -14,12 +14,12 @@ from .fr3e_config import FR3EConfig
 
 
 def on_hub(dataset_name: str | None) -> str | None:
-    """The name, unless it is a local path: the hub refuses cards with others than its own datasets."""
+    """The name, unless it is a local path, because the hub only accepts its own datasets."""
     return None if dataset_name is None or Path(dataset_name).exists() else dataset_name
 
 
 def complete(path: Path, trainer: TypedTrainer, dataset_name: str | None) -> None:
-    """Add to TRL's card at `path` what was trained, how, and with what result. `trainer.args` is an [`FR3EConfig`]."""
+    """Add the model, the settings and the results of the run to TRL's card at `path`."""
     args, state, card = trainer.args, trainer.state, ModelCard.load(path)
     assert isinstance(args, FR3EConfig) and args.generation_batch_size and args.num_generations
     own = [f for f in fields(FR3EConfig) if f.name not in GRPOConfig.__dataclass_fields__ and f.name != "log_trees"]
@@ -41,15 +41,15 @@ def complete(path: Path, trainer: TypedTrainer, dataset_name: str | None) -> Non
     table = "".join(f"| {name} | `{text}` |\n" for name, text in rows.items() if text)
     versions = "### Framework versions\n\n"
     section = f"### Training run\n\n| | |\n|---|---|\n{table}\n{versions}"
-    with contextlib.suppress(PackageNotFoundError):  # run from its folder
+    with contextlib.suppress(PackageNotFoundError):  # not installed
         section += f"- FR3E for TRL: {version('fr3e-trl')}\n"
     card.text = card.text.replace(versions, section)
-    # TRL names neither a base model that is a directory, nor where a model is that is not on the hub
+    # TRL leaves out base models in a directory, and the location of models that are not on the hub
     card.text = card.text.replace("[None](https://huggingface.co/None)", f"`{rows['base model']}`")
     card.text = card.text.replace('model="None"', f'model="{trainer.hub_model_id or args.output_dir}"')
     card.save(path)
 
 
 def shown(path: str) -> str:
-    """A path as it was given, without the folders of somebody's machine."""
+    """A relative path or an id as it is, or only the name of an absolute path."""
     return Path(path).name if Path(path).is_absolute() else path

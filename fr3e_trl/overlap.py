@@ -1,4 +1,4 @@
-"""Generation and training at the same time: the next batch's rollouts are drawn while this one is trained on."""
+"""Overlap: the next batch's rollouts are drawn while the current one is trained on."""
 
 from dataclasses import replace
 
@@ -14,24 +14,24 @@ from .rollout import Explorer
 
 class Overlap:
     """
-    Begins the rollouts of the next batch when `max_staleness` updates of this one are still to come.
+    Begins the rollouts of the next batch when `max_staleness` updates of the current one are left.
 
-    Rewards, credit, and all else that processes do together stay where they are. The next prompts are those that follow
-    in the order of the data. The sampler compares them with those that arrive.
+    Only sampling overlaps; rewards, credit and all collective calls happen at the usual time. The next prompts follow
+    from the order of the data, and the sampler compares its requests with the actual ones.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
-            A trainer that is set up.
+            Trainer after its setup.
         config ([`FR3EConfig`]):
             Its settings.
         explorer ([`Explorer`]):
             Turns examples into requests.
         sampler ([`AheadSampler`]):
-            Draws.
+            Draws the rollouts.
         order ([`PromptStream`]):
             The order of the data.
         is_shared (`bool`):
-            Whether each batch draws its prompts from `order`, as refill does, and not from TRL's dataloader.
+            Whether batches draw their prompts from `order`, as refill does, instead of TRL's dataloader.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class Overlap:
         self.num_updates = int(config.updates_per_batch)
 
     def due(self) -> int | None:
-        """The step that the next batch begins with, if its rollouts are to be begun now."""
+        """The first step of the next batch, if its rollouts should begin now."""
         state = self.trainer.state
         num_done = self.trainer._step // self.config.gradient_accumulation_steps % self.num_updates
-        num_to_come = self.num_updates - num_done
-        next_step = state.global_step + num_to_come
-        is_due = num_to_come <= self.config.max_staleness and next_step < state.max_steps
+        num_left = self.num_updates - num_done
+        next_step = state.global_step + num_left
+        is_due = num_left <= self.config.max_staleness and next_step < state.max_steps
         return next_step if is_due and not self.sampler.has_begun else None
 
     def begin(self, next_step: int) -> None:
-        """Send the weights and begin the rollouts of the batch that a step begins with. All processes call this."""
+        """Send the weights and begin the rollouts of the batch of `next_step`. All processes call this."""
         trainer, num_generations = self.trainer, self.trainer.num_generations
         try:
             indices = self._next_indices(next_step)
@@ -70,25 +70,25 @@ class Overlap:
             send_weights(trainer, self.explorer.stopwatch.part)
             self.sampler.begin(requests)
         except Exception as error:
-            if isinstance(error, VLLMServerError) or error is self.explorer.refusal:
+            if isinstance(error, VLLMServerError) or error is self.explorer.example_error:
                 resume.save_before(trainer, error)
             raise
 
     def _next_indices(self, next_step: int) -> list[int]:
-        """Places in the training set of the prompts of the batch that a step begins with."""
+        """Indices in the training set of the prompts of the batch of `next_step`."""
         if self.is_shared:
             return self.order.peek(self.num_prompts)
         num_examples = len(self.trainer.train_dataset)
-        # TRL leaves out what makes no whole batch at the end of an epoch
+        # TRL drops the incomplete batch at the end of an epoch
         epoch, number = divmod(next_step // self.num_updates, num_examples // self.num_prompts)
-        place = epoch * num_examples + number * self.num_prompts
-        if place < self.order.num_drawn:  # a dropped batch is begun again
+        start = epoch * num_examples + number * self.num_prompts
+        if start < self.order.num_drawn:  # a dropped batch is begun again
             self.order.go_to(0)
-        self.order.draw(place - self.order.num_drawn)
+        self.order.draw(start - self.order.num_drawn)
         return self.order.draw(self.num_prompts)
 
     def metrics(self) -> dict[str, float]:
-        """Of this step's rollouts: how long they were waited for, and how long they were drawn while it trained."""
+        """Seconds that training waited for this step's rollouts, and seconds of sampling that training hid."""
         return {
             "fr3e/overlap/seconds_waited": self.sampler.seconds_waited,
             "fr3e/overlap/seconds_hidden": self.sampler.seconds_hidden,

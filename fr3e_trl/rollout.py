@@ -1,4 +1,4 @@
-"""From the prompts of a step to trees of rollouts, and to the rows that TRL's step takes."""
+"""Grows trees of rollouts from the prompts of a step, and turns them into the rows that TRL's step expects."""
 
 import math
 from collections import Counter
@@ -35,19 +35,19 @@ R = TypeVar("R")
 @dataclass(eq=False)
 class StepRollouts:
     """
-    The rows of a step, in the form that TRL's step takes them.
+    The rows of a step, in the form that TRL's step expects.
 
     Args:
         rows (`list[Row]`):
             The rows of all processes.
         own (`list[Row]`):
-            This process's.
+            The rows of this process.
         prompts (`list`):
-            The prompt of each of these, with its images and with what its environment said.
+            The prompt of each row in `own`, with its images and its environment's first message.
         is_scored (`bool`):
-            Whether they were scored while the trees grew. If not, TRL scores them, all rows of a prompt in one call.
+            Whether rows were scored while the trees grew. If not, TRL scores them, all rows of a prompt in one call.
         tool_counts (`tuple[int, int]`):
-            Calls of tools that this process made, and how many of them failed.
+            Number of tool calls that this process made, and number of failed calls.
     """
 
     rows: list[Row]
@@ -60,11 +60,11 @@ class StepRollouts:
     def dialogues(self) -> list[Dialogue | None]:
         return [row.rollout.dialogue for row in self.own]
 
-    def handed_to_trl(self, with_logps: bool) -> dict[str, Any]:
-        """What a `rollout_func` returns: token ids of prompts and completions, and log-probs, `None` for a prefix's."""
+    def rollout_func_output(self, with_logps: bool) -> dict[str, Any]:
+        """What a `rollout_func` returns: prompt and completion ids, and log-probs, which are `None` in prefixes."""
         logps = None
         if with_logps:
-            logps = [[*[None] * len(row.prefix_ids), *_logps_of(row)] for row in self.own]
+            logps = [[*[None] * len(row.prefix_ids), *_sampling_logps(row)] for row in self.own]
         return {
             "prompt_ids": [row.prompt_ids.tolist() for row in self.own],
             "completion_ids": [row.completion_ids.tolist() for row in self.own],
@@ -72,39 +72,37 @@ class StepRollouts:
         }
 
     def images(self) -> tuple[list[list[Any]] | None, list[list[Any]]]:
-        """The images of each row, those of its prompt first, or `None` if there are none; and those of its tools."""
-        of_prompts = [images_of(prompt) for prompt in self.prompts]
-        check_all_or_none(list(map(len, of_prompts)))
-        of_tools = [[] if dialogue is None else images_of(dialogue.messages) for dialogue in self.dialogues]
-        images = [[*of_prompt, *of_tool] for of_prompt, of_tool in zip(of_prompts, of_tools, strict=True)]
-        return images if any(images) else None, of_tools
+        """Each row's images, the prompt's before the tools' (`None` if no row has any), and the tools' images alone."""
+        prompt_images = [images_of(prompt) for prompt in self.prompts]
+        check_all_or_none(list(map(len, prompt_images)))
+        tool_images = [[] if dialogue is None else images_of(dialogue.messages) for dialogue in self.dialogues]
+        images = [[*first, *later] for first, later in zip(prompt_images, tool_images, strict=True)]
+        return images if any(images) else None, tool_images
 
-    def take_rewards(self, rewards: torch.Tensor, weights: torch.Tensor, trees: Sequence[Tree]) -> None:
-        """Give the rows of all processes their rewards, of shape (rows, reward functions)."""
+    def set_rewards(self, rewards: torch.Tensor, weights: torch.Tensor, trees: Sequence[Tree]) -> None:
+        """Set the rewards of all processes' rows, given as (rows, reward functions). Broken rollouts have none."""
         totals = weighted_rewards(rewards, weights.to(rewards.device)).tolist()
-        for row, of_row, total in zip(self.rows, rewards.tolist(), totals, strict=True):
+        for row, row_rewards, total in zip(self.rows, rewards.tolist(), totals, strict=True):
             score = row.rollout.score
-            if not score.is_broken:  # which has no reward, whatever was said of it
-                row.rollout.score = replace(score, rewards=of_row, reward=total)
+            if not score.is_broken:
+                row.rollout.score = replace(score, rewards=row_rewards, reward=total)
         for tree in trees:
-            for rollout in tree.states[0].rollouts:
-                if rollout.copy_of is not None:
-                    rollout.score = tree.bases[rollout.copy_of].score
+            tree.score_copies()
 
     def rewards(self, device: torch.device, num_funcs: int) -> torch.Tensor:
-        """Rewards of the rows of all processes, NaN for a copy: means are over what was sampled."""
-        nothing = [math.nan] * num_funcs
-        rewards = [row.rollout.score.rewards if row.rollout.copy_of is None else nothing for row in self.rows]
+        """Rewards of all processes' rows. A copy's are NaN, so that means are over sampled rollouts only."""
+        missing = [math.nan] * num_funcs
+        rewards = [row.rollout.score.rewards if row.rollout.copy_of is None else missing for row in self.rows]
         return torch.tensor(rewards, device=device)
 
     def extra_logs(self) -> dict[str, list[Any]]:
-        """Columns that reward functions have logged while the trees grew."""
+        """Columns that reward functions logged while the trees grew."""
         scores = [row.rollout.score for row in self.own]
         return {name: [score.logs.get(name) for score in scores] for score in scores for name in score.logs}
 
 
-def _logps_of(row: Row) -> list[float] | list[None]:
-    """Log-probs of a row's own tokens. A rollout that was given up has none."""
+def _sampling_logps(row: Row) -> list[float] | list[None]:
+    """The sampler's log-probs of a row's own tokens, `None` for an abandoned rollout."""
     rollout = row.rollout
     return [None] * len(rollout.token_ids) if rollout.logprobs is None else rollout.logprobs.tolist()
 
@@ -116,29 +114,29 @@ class Explorer:
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
-            Has the policy, the tokenizer, the tools and the reward functions.
+            Provides the policy, the tokenizer, the tools and the reward functions.
         plan ([`Plan`]):
             How trees are grown.
         token_statistics (`TokenStatistics`):
-            Gives log-probs and entropies of completions under the policy.
+            Computes log-probs and entropies of completions under the policy.
         budget ([`CompletionBudget`]):
             How many tokens a prompt's completions may have.
         stopwatch ([`Stopwatch`]):
-            Measures generation and rewards.
+            Times generation and rewards.
         obstacle_to_images (`str`, *optional*):
-            Why images cannot be explored from, if there is a reason.
+            Why prompts with images cannot be explored, if they cannot.
         scores_early (`bool`):
-            Whether rewards are needed while trees grow: to select base trajectories, or to see what a refill lacks.
+            Whether rewards are needed while trees grow: to select base trajectories, or to count rows for a refill.
         threshold (`float`, *optional*):
-            Entropy above which base trajectories branch, where `anchor_threshold="auto"` and past steps give one.
+            Entropy above which base trajectories branch, if `anchor_threshold="auto"` and an earlier step set one.
 
     Attributes:
         trees (`list[Tree]`):
-            Those of this step, one for each prompt of all processes.
-        refusal (`Exception`, *optional*):
-            The error of this step that an example has caused, in all processes.
+            The trees of this step, one for each prompt of all processes.
+        example_error (`Exception`, *optional*):
+            The error that an example of this step caused, in all processes.
         ends (`Sequence[int]`):
-            Tokens that end a completion of this step, or pad it.
+            Tokens that end or pad a completion of this step.
     """
 
     trainer: TypedTrainer
@@ -150,20 +148,20 @@ class Explorer:
     scores_early: bool
     threshold: float | None = None
     trees: list[Tree] = field(default_factory=list)
-    refusal: Exception | None = None
+    example_error: Exception | None = None
     ends: Sequence[int] = ()
     _uncertainties: list[float] = field(default_factory=list)
-    _in_use: Counter[str | None] = field(default_factory=Counter)  # environments, by their names
+    _in_use: Counter[str | None] = field(default_factory=Counter)  # number of environments by name
 
     def begin_step(self, sampler: Sampler, masks_truncated: bool) -> None:
         """
-        Begin with no trees, and with the trainer's settings as they are now.
+        Begin a step without trees, using the trainer's current settings.
 
         Args:
             sampler ([`Sampler`]):
                 Draws the rollouts of this step.
             masks_truncated (`bool`):
-                Whether nothing is learned from completions that are cut off.
+                Whether completions that are cut off are masked.
         """
         self.sampler, self.masks_truncated = sampler, masks_truncated
         self.budget.max_completion_length = self.trainer.max_completion_length
@@ -171,23 +169,24 @@ class Explorer:
         self.trees, self._uncertainties = [], []
 
     def check(self, examples: list[dict[str, Any]]) -> None:
-        """Refuse examples that cannot be explored from. An error in one process is raised in all."""
-        self._refusable(lambda: self._check(examples))
+        """Refuse examples that cannot be explored. An error in one process is raised in all."""
+        self._noting_errors(lambda: self._check(examples))
 
     def _check(self, examples: list[dict[str, Any]]) -> None:
         check_images(examples, self.obstacle_to_images)
-        if self.trainer.environment_factories is None:  # these may bring the prompts
+        if self.trainer.environment_factories is None:  # an environment may provide the prompt
             check_prompts(examples)
 
-    def _refusable(self, function: Callable[[], R]) -> list[R]:
+    def _noting_errors(self, function: Callable[[], R]) -> list[R]:
+        """Call a function in every process. An error that it raises is one of the examples."""
         try:
             return in_every_process(function)
         except (NotImplementedError, ValueError) as error:
-            self.refusal = error
+            self.example_error = error
             raise
 
     def end_step(self) -> None:
-        """Move the threshold that is given step by step. All refills of a step count once."""
+        """Update an "auto" threshold, once per step however many refills it had."""
         if self.plan.anchor_threshold == "auto":
             self.threshold = next_threshold(self.threshold, self._uncertainties)
 
@@ -203,13 +202,14 @@ class Explorer:
 
         Args:
             num_prompts (`int`):
-                How many.
+                Number of prompts.
             examples (`dict[int, dict]`):
-                The dataset's examples of those that have rows in this process.
+                Examples of the dataset, for each prompt that has rows in this process.
             prompts (`dict[int, list]`, *optional*):
-                What TRL's step has made of them, for each of this process's rows. If `None`, that is done here.
+                Their prompts as TRL's step prepared them, one for each row of this process. If `None`, they are
+                prepared here.
             indices (`Sequence[int]`, *optional*):
-                Places of all of them in the dataset, if they were drawn from it.
+                Indices of all prompts in the dataset, if they were drawn from it.
 
         Returns:
             `list[Row]`: The rows of all processes. The trees are added to `trees`.
@@ -218,14 +218,13 @@ class Explorer:
         trees = [Tree(as_ids(), 0) for _ in range(num_prompts)]
         if prompts is None:
             self.check(list(examples.values()))
-        for keys in self._refusable(lambda: self._plant(trees, rows, examples, prompts)):
+        for keys in self._noting_errors(lambda: self._set_prompts(trees, rows, examples, prompts)):
             for i, key in keys.items():
                 if trees[i].key not in (None, key):
                     raise EnvironmentFailure(
-                        "An environment says one thing and another when it is reset for one example in several "
-                        "processes, and a prompt's rows lie in these. Have per_device_train_batch_size times "
-                        "steps_per_generation be a multiple of num_generations, or reset(**example) depend on nothing "
-                        "but the example's columns."
+                        "The rows of a prompt are spread over several processes, in which reset(**example) returned "
+                        "different observations. Make per_device_train_batch_size times steps_per_generation a "
+                        "multiple of num_generations, or let reset depend on nothing but the example's columns."
                     )
                 trees[i].key = key
         plan, seed = self._plan_and_seed(self.trainer.state.global_step)
@@ -249,51 +248,51 @@ class Explorer:
         self, sampler: Sampler, num_prompts: int, examples: dict[int, dict[str, Any]], step: int
     ) -> list[SamplingRequest]:
         """
-        What [`explore`] will ask its sampler for first, of a batch that a later step begins with.
+        The first requests that [`explore`] will send to its sampler, for the batch of a later step.
 
         Args:
             sampler ([`Sampler`]):
-                Will be asked.
+                Will get the requests.
             num_prompts (`int`), examples (`dict[int, dict]`):
-                As for [`explore`].
+                See [`explore`].
             step (`int`):
-                Which step that is.
+                The later step.
         """
         rows = sharding(self.trainer, num_prompts * self.plan.num_rows)
         trees = [Tree(as_ids(), 0) for _ in range(num_prompts)]
         self.check(list(examples.values()))
         self.sampler, self.budget.max_completion_length = sampler, self.trainer.max_completion_length
-        self._refusable(lambda: self._plant(trees, rows, examples, None))
+        self._noting_errors(lambda: self._set_prompts(trees, rows, examples, None))
         plan, seed = self._plan_and_seed(step)
         return base_requests(trees, plan, rows, AnchorFinder(plan, anchor_rule(plan, self.threshold), seed))
 
     def _plan_and_seed(self, step: int) -> tuple[Plan, tuple[int, int]]:
-        """How the trees of a step are grown, and what decides its random choices."""
+        """How the trees of a step are grown, and the seed of its random choices."""
         return replace(self.plan, temperature=self.trainer.temperature), (self.trainer.args.seed, step)
 
     # From examples to trees
 
-    def _plant(
+    def _set_prompts(
         self,
         trees: list[Tree],
         rows: RowSharding,
         examples: dict[int, dict[str, Any]],
         prompts: dict[int, list[Any]] | None,
     ) -> dict[int, int]:
-        """Give trees their prompts, and return what a value tracker knows each by."""
+        """Set the prompts of trees, and return each tree's key in a value tracker."""
         if isinstance(self.sampler, ToolCallingSampler):
             prompt_ids = self._provide_tools(self.sampler, rows, examples, prompts)
             check_prompts(list(examples.values()))
-            of_trees = [examples[i]["prompt"] for i in examples]
+            tree_prompts = [examples[i]["prompt"] for i in examples]
         else:
-            of_trees = [prompts[i][0] if prompts else prompt_of(self.trainer, examples[i]) for i in examples]
-            prompt_ids = tokenized(self.trainer, of_trees)
+            tree_prompts = [prompts[i][0] if prompts else prompt_of(self.trainer, examples[i]) for i in examples]
+            prompt_ids = tokenized(self.trainer, tree_prompts)
         check_tokens(self.trainer, (max(ids, default=-1) for ids in prompt_ids))
-        images = [images_of(prompt) for prompt in of_trees]
-        for i, prompt, ids in zip(examples, of_trees, prompt_ids, strict=True):
+        images = [images_of(prompt) for prompt in tree_prompts]
+        for i, prompt, ids in zip(examples, tree_prompts, prompt_ids, strict=True):
             trees[i].prompt_ids, trees[i].budget = as_ids(ids), self.budget(ids)
             trees[i].multimodal = prompt if any(images) else None
-        return {i: prompt_key(trees[i].prompt_ids, of_tree) for i, of_tree in zip(examples, images, strict=True)}
+        return {i: prompt_key(trees[i].prompt_ids, pixels) for i, pixels in zip(examples, images, strict=True)}
 
     def _provide_tools(
         self,
@@ -303,27 +302,26 @@ class Explorer:
         prompts: dict[int, list[Any]] | None,
     ) -> list[list[int]]:
         """
-        Provide the sampler with what rollouts call tools in. Where there are environments, each rollout has its own.
+        Give the sampler the instances in which rollouts call tools: one for each rollout if there are environments.
 
-        Examples get their prompts, with what the environments said.
+        The prompts that environments complete are written into the examples.
 
         Returns:
-            `list[list[int]]`: Token ids of the prompts of the examples.
+            `list[list[int]]`: Token ids of the examples' prompts.
         """
         trainer, num_trees = self.trainer, rows.num_rows // self.plan.num_rows
         has_environments = trainer.environment_factories is not None
         owners = [row // self.plan.num_rows for row in rows.own] if has_environments else list(examples)
-        is_thrown_away = has_environments and not self.plan.reuse_base
-        others = [i for i, _ in own_bases(num_trees, self.plan, rows)] if is_thrown_away else []
+        drops_bases = has_environments and not self.plan.reuse_base
+        others = [i for i, _ in own_bases(num_trees, self.plan, rows)] if drops_bases else []
         provided: list[tuple[int, Any, Instance]] = []
         try:
             if prompts is None:
                 others = [*owners, *others]
             else:
-                of_rows = [
-                    prompt for of_tree in prompts.values() for prompt in of_tree[: None if has_environments else 1]
-                ]
-                provided += zip(owners, of_rows, instances_of_trl(trainer, of_rows), strict=True)
+                per_tree = None if has_environments else 1
+                row_prompts = [prompt for tree_prompts in prompts.values() for prompt in tree_prompts[:per_tree]]
+                provided += zip(owners, row_prompts, instances_of_trl(trainer, row_prompts), strict=True)
                 self._in_use = Counter(trainer._batch_environments if has_environments else [])
             provided += zip(others, *new_instances(trainer, [examples[i] for i in others], self._in_use), strict=True)
         except Exception as error:
@@ -346,7 +344,7 @@ class Explorer:
         completion_ids: list[TokenIds],
         dialogues: list[Dialogue | None],
     ) -> list[Score]:
-        """What is known of completions of trees: their rewards, if these are needed now."""
+        """Scores of completions: rewards if they are needed now, and which completions are masked or broken."""
         num_funcs, has_credit = len(self.trainer.reward_funcs), not CREDIT_RULES[self.plan.credit].leaves_out_truncated
         rewards = torch.full((len(owners), num_funcs), math.nan)
         logs: list[dict[str, Any]] = [{} for _ in owners]
@@ -356,16 +354,16 @@ class Explorer:
                 rewards, logs = score_now(self.trainer, examples, prompt_ids, completion_ids, dialogues)
         totals = weighted_rewards(rewards, self.trainer.reward_weights.to(rewards.device)).tolist()
         scores = []
-        for k, (of_row, total, ids, dialogue) in enumerate(
-            zip(rewards.tolist(), totals, completion_ids, dialogues, strict=True)
+        for row_rewards, total, row_logs, ids, dialogue in zip(
+            rewards.tolist(), totals, logs, completion_ids, dialogues, strict=True
         ):
             is_broken = dialogue is not None and dialogue.is_broken
             is_cut = self.masks_truncated and ids[-1] not in self.ends
             scores.append(
                 Score(
-                    [math.nan] * num_funcs if is_broken else of_row,
+                    [math.nan] * num_funcs if is_broken else row_rewards,
                     math.nan if is_broken else total,
-                    logs[k],
+                    row_logs,
                     is_masked=is_cut and not has_credit,
                     is_left_out=is_cut and has_credit,
                     is_broken=is_broken,
@@ -375,7 +373,7 @@ class Explorer:
 
 
 def longest_prompt(trainer: TypedTrainer, examples: list[dict[str, Any]]) -> int:
-    """Tokens of the longest prompt of examples, without what environments say."""
+    """Tokens of the longest prompt of examples, without messages that environments add."""
     if trainer.environment_factories is not None:
         trainer._batch_environments = [
             example.get("environment") if trainer._multi_environment else None for example in examples
@@ -396,24 +394,24 @@ def score_now(
     dialogues: Sequence[Dialogue | None],
 ) -> tuple[torch.Tensor, list[dict[str, Any]]]:
     """
-    Score completions before the batch is whole. All processes call this together, each with its own, also with none.
+    Score completions before the batch is complete. A collective call: a process without completions takes part too.
 
-    TRL's computation of rewards gathers them, and so wants as many of each process: those that have fewer score one of
-    theirs again, or the end of a completion if they have none, and drop what is said of it.
+    TRL gathers rewards, which requires the same number from each process. A process with fewer completions pads them
+    with its last one, or with an empty completion if it has none, and discards the padding's scores.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
-            Has the reward functions.
+            Provides the reward functions.
         examples (`list[dict]`):
-            The dataset's example of each, with its prompt.
+            The example of each completion, with its prompt.
         prompt_ids, completion_ids (`list[TokenIds]`):
-            The tokens.
+            Token ids.
         dialogues (`Sequence[Dialogue | None]`):
-            The turns of each, if there are tools.
+            The turns of each completion, if there are tools.
 
     Returns:
-        `tuple[torch.Tensor, list[dict]]`: Rewards of this process's own, of shape (completions, reward functions), and
-        what reward functions logged of each.
+        `tuple[torch.Tensor, list[dict]]`: Rewards of this process, of shape (completions, reward functions), and what
+        reward functions logged for each completion.
     """
     num_own = len(examples)
     num_rows = max(gather_object([num_own]))
@@ -427,17 +425,18 @@ def score_now(
         rows = [(example, as_ids(prompt), as_ids(trainer.eos_token_ids[:1]), None)]
     rows += [rows[-1]] * (num_rows - len(rows))
     prompts = [prompt_of(trainer, example) for example, *_ in rows]
-    ids = [of_row.tolist() for _, _, of_row, _ in rows]
+    completion_lists = [ids.tolist() for _, _, ids, _ in rows]
     if any(dialogues):
         completions: list[Any] = [dialogue.messages for *_, dialogue in rows if dialogue is not None]
     else:
-        completions = decoded(trainer, prompts, [of_row.tolist() for _, of_row, _, _ in rows], ids)
-    if trainer.environments is not None:  # TRL passes these on. They are set anew when the batch is whole
+        completions = decoded(trainer, prompts, [ids.tolist() for _, ids, _, _ in rows], completion_lists)
+    if trainer.environments is not None:  # TRL passes these to reward functions. The complete batch sets them again
         any_environment = trainer.environments[0]
         trainer.environments = [any_environment if turns is None else turns.environment for *_, turns in rows]
     num_logged = {name: len(values) for name, values in trainer._pending_metrics.items()}
-    rewards = trainer._calculate_rewards([example for example, *_ in rows], prompts, completions, ids)
-    for name, values in list(trainer._pending_metrics.items()):  # TRL logs their mean: that over rows, not over calls
+    rewards = trainer._calculate_rewards([example for example, *_ in rows], prompts, completions, completion_lists)
+    # TRL logs the mean of a metric's values. Repeating a call's value by its rows makes that a mean over rows
+    for name, values in list(trainer._pending_metrics.items()):
         values[num_logged.get(name, 0) :] *= num_own
         if not values:
             del trainer._pending_metrics[name]
@@ -451,7 +450,7 @@ def score_now(
 def decoded(
     trainer: TypedTrainer, prompts: list[Any], prompt_ids: list[list[int]], completion_ids: list[list[int]]
 ) -> list[Any]:
-    """Completions as reward functions receive them, the same as those that TRL decodes."""
+    """Completions as TRL decodes them for reward functions."""
     texts = trainer.processing_class.batch_decode
     if not is_conversational({"prompt": prompts[0]}):
         return list(texts(completion_ids, skip_special_tokens=True))

@@ -93,7 +93,7 @@ def test_a_stopping_rule_decides_the_same_part_by_part(data):
     anchors, begin = [], 0
     while begin < len(entropies):
         end = begin + data.draw(st.integers(1, 8))
-        anchors += rule.further(entropies[begin:end], begin, num_anchors, anchors)
+        anchors += rule.new_anchors(entropies[begin:end], begin, num_anchors, anchors)
         begin = end
     assert anchors == rule.choose(entropies, None, eligible_positions(entropies, 99), num_anchors)
 

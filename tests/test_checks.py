@@ -13,7 +13,7 @@ from models import CPU, make_dataset, make_model, make_tokenizer
 from peft import LoraConfig
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
-from fr3e_trl.checks import warn_of_timeouts
+from fr3e_trl.checks import warn_about_timeouts
 
 
 def user(content):
@@ -25,7 +25,7 @@ def user(content):
     [
         ("1+1=", "", ["is ''", "not empty"]),
         (user("1+1="), [], [r"is []", "not empty"]),
-        ("1+1=", None, ["is None", "a text or a list of messages"]),
+        ("1+1=", None, ["is None", "a string or a list of messages"]),
         (user("1+1="), [{"role": "user"}], ["without a role or content", "{'role': 'user', 'content': '1+1='}"]),
         (user("1+1="), [{"role": "user", "content": None}], ["whose content is None", "'content': None"]),
         (user("1+1="), [5, 6, 7], ["without a role or content", "[5, 6, 7]"]),
@@ -72,7 +72,7 @@ def test_columns_of_images_among_examples_of_text():
 def test_processes_that_wait_for_a_server_wait_long_enough(settings, is_told, caplog):
     times = {"ddp_timeout": 1800, "vllm_request_timeout": 1800.0}
     args = {"vllm_mode": "server", "world_size": 2, "process_index": 0} | times
-    warn_of_timeouts(SimpleNamespace(**args | settings))
+    warn_about_timeouts(SimpleNamespace(**args | settings))
     assert ("Set ddp_timeout=7200" in caplog.text) == is_told
 
 
@@ -83,7 +83,7 @@ def test_processes_that_wait_for_a_server_wait_long_enough(settings, is_told, ca
         (lambda completions, **kwargs: 1.0, TypeError, "returned 1.0. It must return a list"),
         (lambda completions, **kwargs: torch.tensor(1.0), TypeError, "0-d tensor"),
         (lambda completions, **kwargs: [1e39] * len(completions), ValueError, "returned inf for completion 1 of"),
-        (lambda completions, **kwargs: [-1e20] * len(completions), ValueError, "between -1e+15 and 1e+15.*scale it"),
+        (lambda completions, **kwargs: [-1e20] * len(completions), ValueError, "between -1e+15 and 1e+15.*Scale it"),
     ],
 )
 def test_a_reward_function_that_returns_no_usable_rewards(reward, error, named):
@@ -109,10 +109,10 @@ def test_large_rewards_train():
         ({"num_return_sequences": 2}, "num_generations"),
         ({"num_beams": 2}, "independent samples"),
         ({"do_sample": False}, "independent samples"),
-        ({"min_length": 4}, "amid the completion"),
+        ({"min_length": 4}, "inside the completion"),
         ({"prompt_lookup_num_tokens": 3}, "Leave it out"),
-        ({"structured_outputs": {"regex": "[0-9]+"}}, "amid the completion"),
-        ({"logprobs": 5}, "a form of its own"),
+        ({"structured_outputs": {"regex": "[0-9]+"}}, "inside the completion"),
+        ({"logprobs": 5}, "its own format"),
         ({"stop_strings": ["\n"]}, "Set stop_token_ids"),
         ({"seed": 1}, "Set the trainer's seed"),
     ],

@@ -70,7 +70,7 @@ IMPOSSIBLE = {
     "at least 0": {"max_refills": [-1], "value_prior_strength": [-1.0], "negative_advantage_scale": [-0.5]}
     | {"beta": [-1, math.nan], "learning_rate": [-1, math.inf, None, "1e-6"]},
     "at least 0 and at most 4294967295": {"seed": [-1, 2**32, 1.5]},
-    "at least 0, which leaves all": {"top_k": [-1]},
+    "at least 0, which keeps all": {"top_k": [-1]},
     "at least 1": {"anchor_min_gap": [0], "num_base_trajectories": [0], "num_iterations": [0]},
     "at least 2": {"num_generations": [0, 1]},
     "above 0": {"epsilon": [0, math.inf], "epsilon_high": [-0.5], "temperature": [0.0, math.nan]}

@@ -538,7 +538,7 @@ def test_images_for_some_prompts_of_a_batch_are_refused_as_trl_cannot_take_them(
         return {"prompt": [{"role": "user", "content": text}], **columns}
 
     dataset = IterableDataset.from_generator(lambda: map(example, range(1, 9)))
-    with pytest.raises(ValueError, match=r"value is None|take images for all prompts or for none"):
+    with pytest.raises(ValueError, match=r"value is None|with images for all prompts or for none"):
         train("llava", dataset=dataset, shuffle_dataset=False)
     with pytest.raises(TypeError, match="NoneType"):
         train("llava", GRPOTrainer, dataset=dataset, shuffle_dataset=False)
@@ -547,9 +547,9 @@ def test_images_for_some_prompts_of_a_batch_are_refused_as_trl_cannot_take_them(
 @pytest.mark.parametrize(
     ("content", "columns", "named"),
     [
-        (None, {"image": make_image(0)}, "a text beside images"),
+        (None, {"image": make_image(0)}, "a string, but has images"),
         ("1+1=", {"image": None}, "remove_columns\\('image'\\)"),
-        ([{"type": "image"}], {}, "a place for an image, and no im"),
+        ([{"type": "image"}], {}, "a placeholder without an image"),
         ([{"type": "image", "image": make_image(0)}], {"images": ["x"]}, "in its messages and in a column 'images'"),
     ],
 )
@@ -561,7 +561,7 @@ def test_examples_whose_images_cannot_be_read(content, columns, named):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_tokenizer_takes_no_images(form):
-    with pytest.raises(NotImplementedError, match=r"takes text alone. Pass the model's processor"):
+    with pytest.raises(NotImplementedError, match=r"only takes text. Pass the model's processor"):
         factory.make_trainer(dataset=make_image_dataset(form=form))
 
 
@@ -594,6 +594,6 @@ def test_what_is_refused_with_more_than_there_is_here(monkeypatch):
     trainer._multi_environment, trainer.use_vllm, trainer.vllm_mode = False, True, "server"
     assert "vllm_mode='colocate'" in obstacle_to_images(trainer)
     monkeypatch.setattr(checks, "is_sharded", lambda trainer: True)
-    with pytest.raises(NotImplementedError, match="cannot explore from images here: the model is sharded"):
+    with pytest.raises(NotImplementedError, match="cannot explore prompts with images here: the model is sharded"):
         make_trainer("llava")
     make_trainer("llava", dataset=make_dataset(8, conversational=True))

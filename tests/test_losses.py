@@ -62,17 +62,17 @@ def logged_loss(trainer) -> float:
 
 
 # Of the policy term, which is -A a token when the ratio is 1: over all tokens (-2 * .5 + 6 * .25) / 8, and over rows
-OVER_TOKENS, OVER_ROWS = 0.0625, (-RIGHT - WRONG) / 2
+TOKEN_MEAN_METRICS, OVER_ROWS = 0.0625, (-RIGHT - WRONG) / 2
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 @pytest.mark.parametrize(
     ("loss_type", "expected"),
     [
-        ("dapo", [OVER_TOKENS, OVER_TOKENS]),
+        ("dapo", [TOKEN_MEAN_METRICS, TOKEN_MEAN_METRICS]),
         ("grpo", [OVER_ROWS, OVER_ROWS]),
         # A mean over the tokens of each micro-batch: of all, or of each row, and two micro-batches have none
-        ("bnpo", [OVER_TOKENS, OVER_ROWS]),
+        ("bnpo", [TOKEN_MEAN_METRICS, OVER_ROWS]),
         ("dr_grpo", [0.5 / (2 * 8), 0.5 / (2 * 8)]),  # the sum over tokens, divided by rows * max_completion_length
         ("luspo", [0.5 / 2, 0.5 / 2]),
         ("sapo", [(-RIGHT * 2 / 1.0 - WRONG * 2 / 1.05) / 2] * 2),  # sigmoid(0) * 4 / temperature, of 1.0 and 1.05
@@ -90,7 +90,7 @@ def test_rows_that_are_kept_dilute_the_loss():
     """Those of the prompt "2" have as many tokens, and no advantage."""
     trainer = make_trainer(reject_degenerate_states=False)
     trainer.train()
-    assert logged_loss(trainer) == pytest.approx(OVER_TOKENS / 2, abs=1e-6)
+    assert logged_loss(trainer) == pytest.approx(TOKEN_MEAN_METRICS / 2, abs=1e-6)
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
@@ -119,7 +119,7 @@ def test_entropy_bonus_and_kl_have_the_same_shares(loss_type, num_micro_batches)
 
     by_row = num_micro_batches > 1  # micro-batches of one row
     over_rows = loss_type == "grpo" or (loss_type == "bnpo" and by_row)
-    expected = OVER_ROWS if over_rows else OVER_TOKENS
+    expected = OVER_ROWS if over_rows else TOKEN_MEAN_METRICS
     # Two of four rows are in the loss, in two of four micro-batches
     share_of_kl = 0.5 if loss_type == "grpo" else 1.0
     share_of_bonus = 0.5 if by_row and loss_type != "bnpo" else 1.0

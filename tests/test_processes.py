@@ -153,7 +153,7 @@ def test_the_same_dialogues_give_the_same_training(kind, tmp_path):
     ("kind", "says"),
     [
         ("moody", "EnvironmentFailure: The environment MoodyWalk answered the same actions"),
-        ("dice", "EnvironmentFailure: An environment says one thing and another when it is reset for one example in"),
+        ("dice", "EnvironmentFailure: The rows of a prompt are spread over several processes, in which reset(**ex"),
     ],
 )
 def test_an_environment_that_cannot_be_the_same_in_two_processes_ends_all(kind, says, tmp_path):

@@ -397,7 +397,7 @@ class ByRow(Recorder):
 def test_advantages_of_rows_that_come_back_are_each_rows(settings, caplog):
     trainer = train(ByRow, reward_funcs=letters, max_steps=3, **settings)
     assert sorted(trainer.in_loss.tolist()) == trainer.shaped.tolist()
-    assert caplog.text.count("Tree credit is gone") == (settings.get("credit") != "rollout")
+    assert caplog.text.count("Tree credit is lost") == (settings.get("credit") != "rollout")
 
 
 class Below(GMPOTrainer, FR3ETrainer):

@@ -305,7 +305,7 @@ def test_a_stream_goes_on_exactly_within_its_first_pass(caplog):
     for step, is_exact in ((2, True), (4, False)):
         resumed = resume(step, **settings)
         assert resumed.state.global_step == 6
-        assert ("a stream, whose place" in caplog.text) == (not is_exact)
+        assert ("a stream, whose position" in caplog.text) == (not is_exact)
         if is_exact:
             assert_same_run(resumed, whole)
 
@@ -357,7 +357,7 @@ def test_settings_that_differ_from_the_checkpoints_are_told(saved, present, told
     messages = [message for message in caplog.messages if "other settings" in message]
     assert len(messages) == bool(told)
     for message in messages:
-        assert all(words in message for words in [*told, "From here on the present ones hold", "its optimizer"])
+        assert all(words in message for words in [*told, "The run continues with the current ones", "its optimizer"])
 
 
 @pytest.mark.parametrize("settings", [{"beta": 0.1}, {"temperature": 0.5}], ids=str)
@@ -374,7 +374,7 @@ def test_another_learning_rate_is_told_to_have_no_effect(caplog):
     train(**constant, max_steps=2)
     resumed = resume(2, **constant, max_steps=3, learning_rate=1e-5)
     assert resumed.state.log_history[-2]["learning_rate"] == 1e-2
-    assert "goes on with learning_rate=0.01" in caplog.text and "1e-05, has no effect" in caplog.text
+    assert "continues with learning_rate=0.01" in caplog.text and "1e-05, has no effect" in caplog.text
     assert "other settings" not in caplog.text
 
 
@@ -382,7 +382,7 @@ def test_a_reference_model_that_begins_anew_is_told_of(caplog):
     settings = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 2}
     train(**settings)
     resume(1, **settings)
-    assert caplog.text.count("A checkpoint has no reference model") == 1
+    assert caplog.text.count("Checkpoints do not hold the reference model") == 1
 
 
 def test_a_run_that_is_done_is_not_trained_further():

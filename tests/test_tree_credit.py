@@ -16,7 +16,7 @@ from transformers import set_seed
 from fr3e_trl import FR3EConfig
 from fr3e_trl.method.credit import credit_rows
 from fr3e_trl.method.credit.tree import TREE_LOSSES, paths_of
-from fr3e_trl.method.refill import row_from, state_of
+from fr3e_trl.method.refill import row_from, row_state
 from fr3e_trl.method.rows import RowSharding, rows_of, token_credit
 from fr3e_trl.method.tree import Rollout, Score, Tree
 from fr3e_trl.tree_log.display import render_tree
@@ -133,7 +133,7 @@ def test_a_tree_by_hand():
     text = render_tree(trees[0], make_tokenizer())
     assert "  advantages: +0.40 before S1, -0.72 before S2, -0.30 to the end" in text
     # And elsewhere
-    assert row_from(state_of(rows[0], with_tokens=False), None).rollout.credit == rows[0].rollout.credit
+    assert row_from(row_state(rows[0], with_tokens=False), None).rollout.credit == rows[0].rollout.credit
     halved = credited([make_tree(), other_tree()], negative_advantage_scale=0.5)
     assert halved[0].rollout.credit[1][2] == pytest.approx(-0.36) and halved[1].advantage == rows[1].advantage
 
@@ -264,4 +264,4 @@ def test_rows_of_older_checkpoints_have_no_credit_of_their_tokens():
     state |= {"temperature": 1.2, "advantage": 0.5, "in_loss": True, "is_left_over": True}
     row = row_from(state, [{"prompt": "1+1="}])
     assert row.rollout.credit == [(3, 1.0, 0.5)] and row.advantage == 0.5
-    assert row_from(state_of(row, with_tokens=False), [{}]).rollout.credit == row.rollout.credit
+    assert row_from(row_state(row, with_tokens=False), [{}]).rollout.credit == row.rollout.credit

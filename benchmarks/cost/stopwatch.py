@@ -56,10 +56,10 @@ class MethodStopwatch(Stopwatch):
         # Inside the loss, the forward pass is the loss's
         super().begin("loss" if part == "log-probs" and "loss" in self._running else part)
 
-    def _turn(self) -> None:
+    def _add_elapsed(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        super()._turn()
+        super()._add_elapsed()
 
     @contextlib.contextmanager
     def times(self, methods: list[tuple[type | ModuleType, str, str]]) -> Iterator[None]:

@@ -31,7 +31,7 @@ from ..fr3e_config import FR3EConfig
 from ..fr3e_trainer import FR3ETrainer
 from ..generation.vllm_weights import end_engine
 from ..resume import TRAINER_STATE_FILE, checkpoints, is_complete, last_complete_checkpoint
-from ..tree_log.callback import ends_no_run
+from ..tree_log.callback import never_raises
 from ..tree_log.record import METRICS, append_log, write_logs
 from .data import (
     FR3EScriptArguments,
@@ -98,7 +98,7 @@ class RunFiles(TrainerCallback):
         self.what = f"{directory}: {RESOLVED} or {METRICS}"
         self.has_begun = self.has_failed = False
 
-    @ends_no_run
+    @never_raises
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         if not self.has_begun and state.is_world_process_zero:
             self.has_begun = True
@@ -106,7 +106,7 @@ class RunFiles(TrainerCallback):
             if self.given is not None:
                 write_recipe(self.directory / RESOLVED, self.given)
 
-    @ends_no_run
+    @never_raises
     def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         if self.has_begun:
             append_log(self.directory / METRICS, state.log_history[-1])

@@ -156,7 +156,7 @@ class RequestQueue:
         """Take further tokens of a sample, whose values are lists, and ask for branches at the anchors among them."""
         (part,) = samples
         assert request.rule is not None
-        found = request.rule.further(part.entropies, len(sample.token_ids), share, anchors)
+        found = request.rule.new_anchors(part.entropies, len(sample.token_ids), share, anchors)
         sample.token_ids.extend(part.token_ids)
         sample.logprobs.extend(part.logprobs)
         sample.entropies.extend(part.entropies.tolist())

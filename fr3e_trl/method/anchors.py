@@ -1,22 +1,22 @@
 """
-First Return: which base trajectories to explore, and from where.
+First Return: which base trajectories to explore, and where to branch.
 
 A position is an index into a completion's token ids, from 0. Branching at position p keeps the prefix
-`completion_ids[:p]` and samples token p, and all that follow, anew: the uncertain choice is made again. Position 0 is
-the prompt's own state, and never an anchor. (The paper counts tokens from 1: its a_j is p + 1.)
+`completion_ids[:p]` and samples token p and all later tokens again, so that the uncertain choice is repeated. Position
+0 is the prompt's own state, and never an anchor. (The paper counts tokens from 1, so that its a_j is p + 1.)
 
 An anchor rule chooses positions. There are two kinds:
-    - A [`StoppingRule`] looks at no token from the position on. It decides while a trajectory grows, so that rollouts
-      may leave it then. A new one is a subclass with one method, and a line in `ANCHOR_RULES`.
+    - A [`StoppingRule`] decides without the token at the position and those after it, so that rollouts can branch off a
+      trajectory that still grows. A new one is a subclass with one method, and a line in `ANCHOR_RULES`.
     - A [`Ranking`] takes the highest scores of a finished trajectory.
 
-Numbers along a trajectory may be NumPy arrays, or tensors on the CPU. Shapes are written with L, the length of a
-completion, and arguments of these names are the same everywhere:
+Arguments may be NumPy arrays or tensors on the CPU. L is the length of a completion, and these names mean the same
+everywhere:
     - entropies, of shape (L,): entropy of the next-token distribution at each position, in nats
     - logprobs, of shape (L,): log-probability of each token, in nats
     - eligible, of shape (L,): boolean mask of the positions that may be chosen, see [`eligible_positions`]
-    - num_anchors: how many to choose at most
-    - min_gap: least distance of two anchors, in tokens
+    - num_anchors: maximum number of anchors to choose
+    - min_gap: minimum distance between two anchors, in tokens
 """
 
 import math
@@ -31,7 +31,7 @@ import numpy as np
 
 from .plan import Plan
 
-# What weight the steps before have in the threshold of the next one
+# Weight of earlier steps in the next threshold
 SMOOTHING = 0.7
 
 
@@ -39,23 +39,23 @@ class AnchorRule(Protocol):
     """Chooses the anchors of a trajectory."""
 
     def choose(self, entropies: Any, logprobs: Any, eligible: Any, num_anchors: int, seed: str) -> list[int]:
-        """Positions of a finished trajectory to become anchors, the best first. `seed` decides what is random."""
+        """The anchors of a finished trajectory, best first. `seed` determines random choices."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoppingRule:
-    """Chooses the first positions that [`is_uncertain`] names. What follows a position has no part in it."""
+    """Chooses the first positions for which [`is_uncertain`] holds, whatever follows them."""
 
     min_gap: int = 1
 
     def is_uncertain(self, entropies: Any, positions: Any) -> Any:
         """
-        Positions to branch from, if there is an anchor left.
+        Whether to branch at each position, if anchors are left.
 
         Args:
             entropies (`np.ndarray` or `torch.Tensor`):
-                Entropy before each token, in nats: along one trajectory, or one of each of several that grow.
+                Entropy before each token, in nats: along one trajectory, or of one token of each of several.
             positions (`np.ndarray` or `torch.Tensor`): Position of each token, of the same shape.
 
         Returns:
@@ -64,20 +64,20 @@ class StoppingRule:
         raise NotImplementedError
 
     def takes(self, position: int, anchors: Collection[int]) -> bool:
-        """Whether a position that is uncertain becomes an anchor after those before it."""
+        """Whether an uncertain position becomes an anchor, given the anchors before it."""
         return position > 0 and (not anchors or position - max(anchors) >= self.min_gap)
 
-    def further(
+    def new_anchors(
         self, entropies: Any, begin: int, num_anchors: int, anchors: Sequence[int] = (), eligible: Any = True
     ) -> list[int]:
         """
-        Anchors among further tokens of a trajectory that grows: their positions, in order.
+        New anchors among the latest tokens of a growing trajectory, in order.
 
         Args:
-            entropies, eligible (`np.ndarray` of shape (L,)): Of these tokens.
-            begin (`int`): Position of the first of them.
-            num_anchors (`int`): How many to choose at most, with those before.
-            anchors (`Sequence[int]`): Those before.
+            entropies, eligible (`np.ndarray` of shape (L,)): Of the latest tokens.
+            begin (`int`): Position of the first of these.
+            num_anchors (`int`): Maximum number of anchors, including earlier ones.
+            anchors (`Sequence[int]`): Earlier anchors.
         """
         found = list(anchors)
         uncertain = self.is_uncertain(entropies, np.arange(begin, begin + len(entropies)))
@@ -89,18 +89,18 @@ class StoppingRule:
         return found[len(anchors) :]
 
     def choose(self, entropies: Any, logprobs: Any, eligible: Any, num_anchors: int, seed: str = "") -> list[int]:
-        """See [`AnchorRule.choose`]. The anchors are in order."""
-        return self.further(np.asarray(entropies), 0, num_anchors, eligible=np.asarray(eligible))
+        """See [`AnchorRule.choose`]. Anchors are in order of position."""
+        return self.new_anchors(np.asarray(entropies), 0, num_anchors, eligible=np.asarray(eligible))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AboveThreshold(StoppingRule):
-    """The first positions whose entropy reaches a threshold in nats, but for those where nothing is uncertain."""
+    """The first positions whose entropy reaches a threshold in nats and is not 0."""
 
     threshold: float
 
     def is_uncertain(self, entropies: Any, positions: Any) -> Any:
-        # Where all entropies are alike they are the threshold, which follows them
+        # A threshold that follows entropies can reach 0
         return (entropies >= self.threshold) & (entropies > 0)
 
 
@@ -112,7 +112,7 @@ class Ranking:
     min_gap: int = 1
 
     def choose(self, entropies: Any, logprobs: Any, eligible: Any, num_anchors: int, seed: str) -> list[int]:
-        """See [`AnchorRule.choose`]. The best comes first."""
+        """See [`AnchorRule.choose`]."""
         return rank_anchors(self.scores(entropies, logprobs, seed), eligible, num_anchors, self.min_gap)
 
 
@@ -130,11 +130,10 @@ def at_random(entropies: Any, logprobs: Any, seed: str) -> Any:
 
 
 def _entropy_rule(threshold: float | None, min_gap: int) -> AnchorRule:
-    """The stopping rule, where there is a threshold."""
     return Ranking(by_entropy, min_gap) if threshold is None else AboveThreshold(threshold=threshold, min_gap=min_gap)
 
 
-# Anchor rules by the setting `anchor_score`, made of the threshold, which only entropies have, and the least gap
+# Anchor rules by the setting `anchor_score`, given the threshold, which only entropies have, and the minimum gap
 ANCHOR_RULES: dict[str, Callable[[float | None, int], AnchorRule]] = {
     "entropy": _entropy_rule,
     "surprisal": lambda threshold, min_gap: Ranking(by_surprisal, min_gap),
@@ -143,7 +142,7 @@ ANCHOR_RULES: dict[str, Callable[[float | None, int], AnchorRule]] = {
 
 
 def anchor_rule(plan: Plan, threshold: float | None = None) -> AnchorRule:
-    """The rule of a step, of which `threshold` stands for `anchor_threshold="auto"`."""
+    """The rule of a step. `threshold` is the current value of `anchor_threshold="auto"`."""
     if not isinstance(plan.anchor_threshold, str):
         threshold = plan.anchor_threshold
     return ANCHOR_RULES[plan.anchor_score](threshold, plan.anchor_min_gap)
@@ -155,14 +154,13 @@ def select_bases(rewards: list[float], selection: str, seed: str) -> list[int]:
 
     Args:
         rewards (`list[float]`):
-            Reward of each base trajectory, NaN where it is unscorable, or not scored yet: `"all"` does not look at it.
+            Reward of each base trajectory, NaN if it is unscorable. `"all"` ignores rewards.
         selection (`str`):
-            `"all"`; or `"mixed"`: one of the best-scored and one of the worst-scored when the scores differ, and one at
-            random when they do not.
-        seed (`str`): Decides among equals.
+            `"all"`; or `"mixed"`: one of the best and one of the worst if the rewards differ, otherwise a random one.
+        seed (`str`): Breaks ties.
 
     Returns:
-        `list[int]`: Indices of the chosen trajectories: in order, or the better before the worse.
+        `list[int]`: Indices of the chosen trajectories, in order, or the best before the worst.
     """
     if selection == "all":
         return list(range(len(rewards)))
@@ -180,8 +178,8 @@ def eligible_positions(entropies: Any, budget: int) -> np.ndarray:
     """
     Positions of a trajectory that may become anchors, a mask (L,).
 
-    Position 0 is never eligible, nor is a token of a tool, whose entropy is NaN, nor one that leaves nothing of the
-    budget, the longest completion allowed in tokens.
+    Not eligible are position 0, tokens of tools, whose entropy is NaN, and positions beyond the budget, the maximum
+    length of a completion in tokens.
     """
     eligible = ~np.isnan(np.asarray(entropies))
     eligible[:1] = eligible[max(budget, 0) :] = False
@@ -192,7 +190,7 @@ def rank_anchors(scores: Any, eligible: Any, num_anchors: int, min_gap: int = 1)
     """
     Positions with the highest `scores` (L,), best first, ties going to the earlier one.
 
-    A position closer than `min_gap` to a better anchor is not chosen, and fewer are if no more are eligible.
+    A position closer than `min_gap` to a better anchor is skipped. There may be fewer than `num_anchors`.
     """
     positions = np.flatnonzero(eligible)
     best_first = positions[np.argsort(-np.asarray(scores)[positions], kind="stable")]
@@ -207,10 +205,10 @@ def rank_anchors(scores: Any, eligible: Any, num_anchors: int, min_gap: int = 1)
 
 def uncertainty(entropies: Any, eligible: Any, num_anchors: int, min_gap: int = 1) -> float:
     """
-    How uncertain a trajectory is where it is to branch: the threshold at which it has as many anchors as it gets.
+    The highest threshold at which a trajectory has `num_anchors` anchors.
 
-    This is the entropy of the position that is `num_anchors`-th of the most uncertain ones, in nats; 0 if there are
-    fewer, and NaN for no anchors.
+    This is the entropy of its `num_anchors`-th most uncertain position, in nats; 0 if there are fewer positions, and
+    NaN without anchors.
     """
     if num_anchors == 0:
         return math.nan
@@ -223,26 +221,26 @@ def next_threshold(threshold: float | None, uncertainties: Sequence[float]) -> f
     The threshold of the next step: the median of this step's uncertainties, smoothed over steps.
 
     Args:
-        threshold (`float`, *optional*): That of this step, in nats.
+        threshold (`float`, *optional*): The threshold of this step, in nats.
         uncertainties (`Sequence[float]`):
-            How uncertain this step's base trajectories were, see [`uncertainty`], NaN for those without anchors.
+            The [`uncertainty`] of each base trajectory of this step, NaN for those without anchors.
     """
-    found = statistics.median(value for value in uncertainties if not math.isnan(value))
-    return found if threshold is None else SMOOTHING * threshold + (1 - SMOOTHING) * found
+    median = statistics.median(value for value in uncertainties if not math.isnan(value))
+    return median if threshold is None else SMOOTHING * threshold + (1 - SMOOTHING) * median
 
 
 def even_shares(num_anchors: int, num_bases: int) -> list[int]:
-    """Anchors of each base trajectory of a prompt where all are explored, the odd ones to the first."""
+    """Number of anchors of each base trajectory of a prompt if all are explored. The first get one more if needed."""
     share, odd = divmod(num_anchors, num_bases)
     return [share + (b < odd) for b in range(num_bases)]
 
 
 def share_anchors(ranked: list[list[int]], num_anchors: int) -> list[list[int]]:
     """
-    Divide a prompt's anchors among the chosen trajectories as evenly as they allow, the odd ones to the better.
+    Divide a prompt's anchors among the chosen trajectories as evenly as possible.
 
-    `ranked` has the anchors of each trajectory, the better one first, best first. What one cannot use goes to the
-    others. Returns those that each gets, sorted by position: fewer than `num_anchors` in all if they are too short.
+    `ranked` has each trajectory's candidates, best first, and better trajectories first, which get odd anchors. Anchors
+    that a trajectory has no candidates for go to the others. Returns each trajectory's anchors, sorted by position.
     """
     turns = [(turn, i) for i, anchors in enumerate(ranked) for turn in range(len(anchors))]
     counts = Counter(i for _, i in sorted(turns)[:num_anchors])

@@ -3,9 +3,9 @@ First Return, and Entropy-Eliciting Explore: the two stages in which trees of ro
 
 First Return samples base trajectories from each prompt. Explore branches new rollouts off them at their anchors.
 
-Each process samples, scores and looks for anchors in the rows that are dealt to it. Processes exchange how long and how
-good their rollouts are and where anchors might be, and tokens only of the base trajectories of prompts whose rows are
-dealt to several of them.
+Each process samples its own rows, scores them and finds candidates for anchors. Processes exchange the lengths and
+rewards of rollouts and these candidates. They exchange tokens only of base trajectories whose prompt has rows in
+several processes.
 """
 
 import hashlib
@@ -35,38 +35,38 @@ from .rows import RowSharding
 from .sampling import Branching, Sample, Sampler, SamplingRequest
 from .tree import Dialogue, Rollout, Score, State, TokenIds, Tree, as_ids
 
-# Scores completions: (index of each one's tree, their whole token ids, their turns) to scores.
+# Scores completions: (index of each one's tree, token ids of whole completions, dialogues) to scores.
 Scorer = Callable[[list[int], list[TokenIds], list[Dialogue | None]], list[Score]]
 
-# The policy's view of completions: (prompts, completions, messages of those prompts that have images) to log-probs and
-# entropies of their tokens, each (L,).
+# Scores tokens with the policy: (prompts, completions, messages of prompts with images) to log-probs and entropies of
+# each completion's tokens, (L,) each.
 TokenStatistics = Callable[[list[TokenIds], list[TokenIds], list[Any]], list[tuple[torch.Tensor, torch.Tensor]]]
 
-# Calls a function in every process, and returns what it returned in each.
+# Calls a function in every process, and returns the results of all processes.
 InEveryProcess = Callable[[Callable[[], Any]], list[Any]]
 
-# A base trajectory: the index of its tree, and which of the tree's it is
+# A base trajectory: the index of its tree, and its index in the tree
 Base = tuple[int, int]
 
-# A row: the index of its tree, its state, and which of the state's rollouts it is
+# A row: the index of its tree, its state, and its index among the state's rollouts
 Slot = tuple[int, State, int]
 
 
 class BaseReport(NamedTuple):
     """
-    What a process reports of a base trajectory.
+    A process's report on a base trajectory to the other processes.
 
     Args:
-        tree, base (`int`): Which it is.
+        tree, base (`int`): Indices of the tree, and of the base trajectory in it.
         rollout ([`Rollout`]):
-            Its length, and its score if it has one. Its tokens and turns only if other processes have rows that may
-            branch from it.
+            Its length, and its score if it has one. Tokens and turns are included only if other processes have rows
+            that may branch from it.
         anchors (`dict[int, float]`), num_written (`dict[int, int]`):
-            Positions that may become anchors, best first, with the entropies there and, where tools wrote some of the
-            tokens before, how many the policy wrote.
+            Candidates for anchors, best first: the entropy at each position and, if tools wrote some of the tokens
+            before it, the number of tokens before it that the policy wrote.
         mean_entropy, uncertainty (`float`):
-            Of the policy along it, in nats, and its part in the next threshold, see [`uncertainty`].
-        digest (`str`): Of its tokens and the prompt's, which random choices are seeded by.
+            The policy's mean entropy along it, in nats, and its [`uncertainty`], which the next threshold depends on.
+        digest (`str`): Hash of its tokens and the prompt's, used to seed random choices.
     """
 
     tree: int
@@ -80,7 +80,7 @@ class BaseReport(NamedTuple):
 
 
 class RowReport(NamedTuple):
-    """What a process reports of a row, see [`Rollout`]."""
+    """A process's report on a row to the other processes, see [`Rollout`]."""
 
     length: int
     num_written: int
@@ -100,29 +100,27 @@ def explore(
     threshold: float | None = None,
 ) -> list[float]:
     """
-    Grow `trees`, each to as many rollouts as a prompt has rows, all of them together in each stage.
+    Grow `trees` until each has as many rollouts as a prompt has rows. Each stage handles all trees together.
 
     Args:
         trees (`list[Tree]`):
-            One for each prompt of all processes, with nothing but its budget and, if this process has rows of it, its
-            prompt.
+            One tree for each prompt of all processes, with its budget and, if this process has rows of it, its prompt.
         plan ([`Plan`]): Settings.
         sampler (`Sampler`): Draws the rollouts.
         score (`Scorer`):
-            Scores this process's rows, each once, on its whole completion: all in one call, unless base trajectories
-            are selected by their scores, which are then scored before.
+            Scores the whole completions of this process's rows, all in one call, unless base trajectories are selected
+            by their scores and have to be scored first.
         token_statistics (`TokenStatistics`):
-            Gives the entropies at which to look for anchors, of base trajectories whose sampler did not.
+            Computes the entropies of base trajectories whose sampler did not return them.
         seed (`tuple[int, ...]`):
-            Decides, with the sampled tokens, every choice made at random: not the order or number of trees.
-        sharding ([`RowSharding`], *optional*): Which rows are this process's. If `None`, all are.
+            Seeds random choices together with the sampled tokens. They do not depend on the order or number of trees.
+        sharding ([`RowSharding`], *optional*): Assigns rows to processes. If `None`, this process has all rows.
         in_every_process (`InEveryProcess`): Calls a function in every process.
         threshold (`float`, *optional*):
-            What stands for `anchor_threshold="auto"`, in nats. If `None`, the highest entropies become anchors.
+            Current value of `anchor_threshold="auto"`, in nats. If `None`, the highest entropies become anchors.
 
     Returns:
-        `list[float]`: How uncertain each base trajectory was, see [`uncertainty`]: the same in every process. None
-        without anchors.
+        `list[float]`: The [`uncertainty`] of each base trajectory, the same in every process. Empty without anchors.
     """
     sharding = sharding or RowSharding(len(trees) * plan.num_rows)
     anchors = AnchorFinder(plan, anchor_rule(plan, threshold), seed)
@@ -136,7 +134,7 @@ def explore(
 
 def own_bases(num_trees: int, plan: Plan, sharding: RowSharding) -> list[Base]:
     """The base trajectories that a process samples."""
-    # The first rows of a group; more than it has rows only where they are thrown away
+    # They are the first rows of a group. There can be more than it has rows if they are dropped
     return [
         (i, b)
         for i in range(num_trees)
@@ -148,11 +146,11 @@ def own_bases(num_trees: int, plan: Plan, sharding: RowSharding) -> list[Base]:
 @dataclass(frozen=True)
 class AnchorFinder:
     """
-    Finds anchors in base trajectories. It goes from process to process with requests, so it holds plain values alone.
+    Finds anchors in base trajectories. It is sent between processes with requests, so it only holds plain values.
 
     Args:
         rule ([`AnchorRule`]): Chooses positions.
-        seed (`tuple[int, ...]`): Decides what is chosen at random.
+        seed (`tuple[int, ...]`): Seeds random choices.
     """
 
     plan: Plan
@@ -161,7 +159,7 @@ class AnchorFinder:
 
     @property
     def shares(self) -> list[int]:
-        """The most anchors of each of a prompt's base trajectories where all are explored alike."""
+        """The maximum number of anchors of each of a prompt's base trajectories if all are explored."""
         return even_shares(self.plan.shape.num_anchors, self.plan.shape.num_bases)
 
     @property
@@ -169,7 +167,7 @@ class AnchorFinder:
         return self.rule if isinstance(self.rule, StoppingRule) else None
 
     def __call__(self, request: SamplingRequest, samples: Sequence[Sample]) -> list[list[int]]:
-        """Anchors of all base trajectories of a prompt, as they are sampled."""
+        """Anchors of all base trajectories of a prompt, given their samples."""
         ranked = []
         for b, sample in enumerate(samples):
             digest = _digest(request.prefix_ids, as_ids(sample.token_ids))
@@ -179,30 +177,30 @@ class AnchorFinder:
         return self.share(ranked)
 
     def rank(self, b: int, digest: Any, entropies: np.ndarray, logprobs: np.ndarray, eligible: np.ndarray) -> list[int]:
-        """Positions of a base trajectory to become anchors, best first, no more than the prompt has."""
+        """Candidates for anchors of a base trajectory, best first, at most as many as the prompt has anchors."""
         seed = repr((self.seed, b, digest.digest()))
         return self.rule.choose(entropies, logprobs, eligible, self.plan.shape.num_anchors, seed)
 
     def share(self, ranked: list[list[int]]) -> list[list[int]]:
-        """Anchors of each of a prompt's base trajectories that are explored, in order, of those that it may have."""
+        """Anchors of each explored base trajectory of a prompt, in order of position, given its candidates."""
         if self.stopping_rule is None and not CREDIT_RULES[self.plan.credit].wants_stopping_rule:
             return share_anchors(ranked, self.plan.shape.num_anchors)
-        # What one cannot use goes to none, because how many rows a tree has must not depend on its tokens, and because
-        # rollouts that leave while it grows cannot know
+        # Unused shares do not go to other trajectories: a tree's number of rows must not depend on its tokens, and
+        # branches that are sampled while trajectories grow cannot wait for the others
         shares = even_shares(self.plan.shape.num_anchors, len(ranked))
         return [sorted(positions[:share]) for positions, share in zip(ranked, shares, strict=True)]
 
 
 def base_requests(trees: list[Tree], plan: Plan, sharding: RowSharding, anchors: AnchorFinder) -> list[SamplingRequest]:
     """
-    What a process asks its sampler for first: its base trajectories, with their branches if these depend on nothing but
-    the base trajectories.
+    A process's first requests to its sampler: its base trajectories, with their branches if these depend on nothing
+    but the base trajectories.
     """
     shape, requests = plan.shape, []
     for i, num_samples in Counter(i for i, _ in own_bases(len(trees), plan, sharding)).items():
         tree, branching = trees[i], None
-        is_alone = plan.reuse_base and plan.base_selection == "all" and not _straddles(i, plan, sharding)
-        if shape.num_anchors and is_alone:
+        can_branch = plan.reuse_base and plan.base_selection == "all" and not _spans_processes(i, plan, sharding)
+        if shape.num_anchors and can_branch:
             branching = Branching(shape.num_rollouts, anchors, anchors.shares, anchors.stopping_rule)
         requests.append(
             SamplingRequest(
@@ -219,7 +217,7 @@ def base_requests(trees: list[Tree], plan: Plan, sharding: RowSharding, anchors:
     return requests
 
 
-def _straddles(tree: int, plan: Plan, sharding: RowSharding) -> bool:
+def _spans_processes(tree: int, plan: Plan, sharding: RowSharding) -> bool:
     """Whether several processes have rows of a tree."""
     first = tree * plan.num_rows
     return sharding.owner(first) != sharding.owner(first + plan.num_rows - 1)
@@ -228,11 +226,11 @@ def _straddles(tree: int, plan: Plan, sharding: RowSharding) -> bool:
 @dataclass
 class _Exploration:
     """
-    A process's part in growing trees, with what [`explore`] takes. Its public methods are the stages, in order.
+    A process's part in growing trees, with the arguments of [`explore`]. Its public methods are the stages, in order.
 
     Attributes:
         drawn (`dict[Base, dict[int, list[Sample]]]`):
-            Rollouts that were drawn with their base trajectory: of each, by the position of the anchor.
+            Branches that were sampled together with each base trajectory, by the position of their anchor.
     """
 
     trees: list[Tree]
@@ -247,7 +245,7 @@ class _Exploration:
     # First Return
 
     def sample_bases(self) -> list[BaseReport]:
-        """Sample this process's base trajectories, and rank their positions."""
+        """Sample this process's base trajectories, and find candidates for anchors."""
         num_bases = self.plan.shape.num_bases
         for tree in self.trees:
             tree.bases = [Rollout() for _ in range(num_bases)]
@@ -268,20 +266,20 @@ class _Exploration:
         return [self._report(i, b, np.asarray(logprobs[i, b])) for i, b in bases]
 
     def _complete_statistics(self, bases: list[Base]) -> dict[Base, Any]:
-        """Compute the entropies that the sampler did not give, and return the log-probs of all `bases`, (L,) each."""
+        """Compute entropies that the sampler did not return, and return the log-probs of all `bases`, (L,) each."""
         trees = self.trees
         unknown = [(i, b) for i, b in bases if trees[i].entropies[b] is None]
-        # Also where none is: it may be a collective call
+        # Called even if there are none, because it may be a collective call
         statistics = self.token_statistics(
             [trees[i].prompt_ids for i, _ in unknown],
             [trees[i].bases[b].token_ids for i, b in unknown],
             [trees[i].multimodal for i, _ in unknown],
         )
-        logprobs_of: dict[Base, Any] = {(i, b): trees[i].bases[b].logprobs for i, b in bases}
+        base_logprobs: dict[Base, Any] = {(i, b): trees[i].bases[b].logprobs for i, b in bases}
         for (i, b), (logprobs, entropies) in zip(unknown, statistics, strict=True):
-            logprobs_of[i, b] = logprobs
+            base_logprobs[i, b] = logprobs
             trees[i].entropies[b] = entropies.masked_fill(~torch.from_numpy(trees[i].bases[b].written), math.nan)
-        return logprobs_of
+        return base_logprobs
 
     def _report(self, i: int, b: int, logprobs: np.ndarray) -> BaseReport:
         tree = self.trees[i]
@@ -292,7 +290,7 @@ class _Exploration:
         return BaseReport(
             tree=i,
             base=b,
-            rollout=_for_others(rollout, holds_tokens=_straddles(i, self.plan, self.sharding)),
+            rollout=_for_others(rollout, holds_tokens=_spans_processes(i, self.plan, self.sharding)),
             mean_entropy=entropies[rollout.written].mean().item(),
             anchors={position: entropies[position].item() for position in positions},
             num_written={p: int(rollout.written[:p].sum()) for p in positions if rollout.mask is not None},
@@ -303,37 +301,35 @@ class _Exploration:
     # Where to branch
 
     def place_rows(self, reports: list[BaseReport]) -> None:
-        """Record base trajectories, choose anchors, and give every row its place: the same in every process."""
+        """Record base trajectories, choose anchors, and assign rows to states, the same in every process."""
         by_tree: list[list[BaseReport]] = [[] for _ in self.trees]
         for report in sorted(reports, key=lambda report: report.base):
             by_tree[report.tree].append(report)
-        for tree, own_reports in zip(self.trees, by_tree, strict=True):
-            for report in own_reports:
+        for tree, tree_reports in zip(self.trees, by_tree, strict=True):
+            for report in tree_reports:
                 tree.mean_entropies[report.base] = report.mean_entropy
-                if (
-                    len(tree.bases[report.base].token_ids) == 0
-                ):  # of another process, with tokens if this has rows of it
-                    holds_tokens = len(tree.prompt_ids) > 0
-                    tree.bases[report.base] = report.rollout if holds_tokens else _for_others(report.rollout, False)
+                if len(tree.bases[report.base].token_ids) == 0:  # sampled by another process
+                    has_rows = len(tree.prompt_ids) > 0
+                    tree.bases[report.base] = report.rollout if has_rows else _for_others(report.rollout, False)
             if self.plan.reuse_base:
                 tree.states[0].rollouts = list(tree.bases)
             if self.plan.shape.num_anchors:
-                self._branch(tree, own_reports)
+                self._branch(tree, tree_reports)
             self._add_missing_rows(tree)
 
     def _branch(self, tree: Tree, reports: list[BaseReport]) -> None:
         """Add the states of a tree's anchors."""
-        # Seeded by the tree itself, so that a prompt's anchors do not depend on what shares its batch
+        # Seeded by the tree itself, so that a prompt's anchors do not depend on the rest of the batch
         seed = repr((self.anchors.seed, [report.digest for report in reports]))
         rewards = [report.rollout.score.reward for report in reports]
         chosen = select_bases(rewards, self.plan.base_selection, seed)
-        shared = self.anchors.share([list(reports[b].anchors) for b in chosen])
-        for b, positions in zip(chosen, shared, strict=True):
+        anchor_positions = self.anchors.share([list(reports[b].anchors) for b in chosen])
+        for b, positions in zip(chosen, anchor_positions, strict=True):
             anchors = {position: reports[b].anchors[position] for position in positions}
             tree.branch(b, anchors, reports[b].num_written)
 
     def _add_missing_rows(self, tree: Tree) -> None:
-        """Add rollouts that are to be sampled. Those of anchors without a position are S_0's."""
+        """Add the rollouts to sample. Those of anchors that were not found belong to S_0."""
         num_rollouts = self.plan.shape.num_rollouts
         if CREDIT_RULES[self.plan.credit].copies_missing_branches:
             num_found = Counter(state.base for state in tree.states)
@@ -348,7 +344,7 @@ class _Exploration:
     # Entropy-Eliciting Explore
 
     def sample_branches(self) -> list[RowReport]:
-        """Sample and score what is missing of this process's rows."""
+        """Sample the missing rows of this process, and score its rows."""
         own = self._slots()[self.sharding.own.start : self.sharding.own.stop]
         for i, state, k in own:
             samples = [] if state.base is None else self.drawn.get((i, state.base), {}).get(state.position, [])
@@ -358,9 +354,9 @@ class _Exploration:
         rows = [(i, state, state.rollouts[k]) for i, state, k in own]
         for i, state, rollout in rows:
             if state.base is not None:
-                there = self.trees[i].bases[state.base].token_ids[state.position]
-                rollout.differs = bool(rollout.token_ids[0] != there)
-        # Copies too, which have their original's score: reward functions that look at whole groups get whole groups
+                base_token = self.trees[i].bases[state.base].token_ids[state.position]
+                rollout.differs = bool(rollout.token_ids[0] != base_token)
+        # Including copies, although they get their original's score, because some reward functions need whole groups
         self._score([row for row in rows if not row[2].score.rewards])
         return [RowReport(r.length, r.num_written, replace(r.score, logs={}), r.differs) for _, _, r in rows]
 
@@ -394,22 +390,20 @@ class _Exploration:
         )
 
     def _score(self, rollouts: list[tuple[int, State, Rollout]]) -> None:
-        """Score rollouts, given with their tree's index and their state."""
+        """Score rollouts, given the index of the tree and the state of each."""
         completions = [np.concatenate([state.prefix_ids, rollout.token_ids]) for _, state, rollout in rollouts]
         scores = self.scorer([i for i, _, _ in rollouts], completions, [rollout.dialogue for _, _, rollout in rollouts])
         for (_, _, rollout), score in zip(rollouts, scores, strict=True):
             rollout.score = score
 
     def record(self, reports: list[RowReport]) -> None:
-        """Record the rows of other processes, and what copies scored."""
+        """Record the rows of other processes, and the scores of copies."""
         for (_, state, k), report in zip(self._slots(), reports, strict=True):
             rollout = state.rollouts[k]
             if not rollout.score.rewards:
                 rollout.length, rollout.num_written, rollout.score, rollout.differs = report
         for tree in self.trees:
-            for rollout in tree.states[0].rollouts:
-                if rollout.copy_of is not None:
-                    rollout.score = tree.bases[rollout.copy_of].score
+            tree.score_copies()
 
 
 def _rollout(sample: Sample) -> Rollout:
@@ -417,7 +411,7 @@ def _rollout(sample: Sample) -> Rollout:
 
 
 def _for_others(rollout: Rollout, holds_tokens: bool) -> Rollout:
-    """A rollout as other processes know it."""
+    """A copy of a rollout for other processes."""
     score = replace(rollout.score, logs={})
     if not holds_tokens:
         return Rollout(score=score, length=rollout.length, num_written=rollout.num_written)
@@ -426,5 +420,5 @@ def _for_others(rollout: Rollout, holds_tokens: bool) -> Rollout:
 
 
 def _digest(prompt_ids: TokenIds, token_ids: TokenIds) -> Any:
-    """Of a base trajectory and its prompt."""
+    """Hash of a base trajectory and its prompt."""
     return hashlib.blake2b(prompt_ids.tobytes() + b"|" + token_ids.tobytes(), digest_size=8)

@@ -1,4 +1,4 @@
-"""What a generation step logs, beside GRPO's own metrics."""
+"""Metrics of a generation step, in addition to GRPO's."""
 
 import math
 from collections.abc import Iterable
@@ -10,21 +10,22 @@ from .tree import Rollout, Tree
 
 def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> dict[str, float]:
     """
-    Metrics of what was explored in a step.
+    Metrics of the exploration of a step.
 
-    A completion is right when its reward is above 0. A metric of which a step has no instance, such as the share of
-    failed prompts that were rescued when none failed, is left out.
+    A completion counts as right if its reward is above 0. A metric that does not exist in a step, such as the share of
+    rescued prompts among failed ones when none failed, is left out.
 
     Args:
         trees (`list[Tree]`): The step's trees, after credit.
         advantages (`torch.Tensor` of shape (R,)): Modulated advantages of the rows in the loss.
-        num_rows (`int`): Rows of the batch.
+        num_rows (`int`): Number of rows of the batch.
     """
     states = [state for tree in trees for state in tree.states]
     anchors = [state for state in states if state.parent is not None]
     branches = [rollout for state in anchors for rollout in state.rollouts]
-    outcomes = [_outcomes(state.rollouts) for state in states]
-    of_prompts = [_outcomes([r for state in tree.states for r in state.rollouts]) for tree in trees]
+    state_outcomes = [_outcomes(state.rollouts) for state in states]
+    prompt_outcomes = [_outcomes(tree.rollouts) for tree in trees]
+    rollouts = [rollout for tree in trees for rollout in tree.rollouts]
     failed = [tree for tree in trees if not any(rollout.score.reward > 0 for rollout in _sampled(tree))]
     num_generated = sum(_num_generated(tree) for tree in trees)
     metrics = {
@@ -49,19 +50,19 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
         ),
         "fr3e/anchor/count": len(anchors) / len(trees),
         "fr3e/branches/distinct": _mean(branch.differs for branch in branches if branch.differs is not None),
-        "fr3e/states/all_right": _mean(of_state == {True} for of_state in outcomes),
-        "fr3e/states/all_wrong": _mean(of_state == {False} for of_state in outcomes),
+        "fr3e/states/all_right": _mean(outcomes == {True} for outcomes in state_outcomes),
+        "fr3e/states/all_wrong": _mean(outcomes == {False} for outcomes in state_outcomes),
         "fr3e/states/rejected": _mean(state.rejected for state in states),
-        "fr3e/prompts/all_right": _mean(of_prompt == {True} for of_prompt in of_prompts),
-        "fr3e/prompts/all_wrong": _mean(of_prompt == {False} for of_prompt in of_prompts),
+        "fr3e/prompts/all_right": _mean(outcomes == {True} for outcomes in prompt_outcomes),
+        "fr3e/prompts/all_wrong": _mean(outcomes == {False} for outcomes in prompt_outcomes),
         "fr3e/prompts/rescued": _mean(
             any(rollout.score.reward > 0 for state in tree.states[1:] for rollout in state.rollouts) for tree in failed
         ),
         "fr3e/tokens/generated": num_generated,
-        "fr3e/tokens/per_row": num_generated / sum(r.copy_of is None for state in states for r in state.rollouts),
+        "fr3e/tokens/per_row": num_generated / sum(rollout.copy_of is None for rollout in rollouts),
         "fr3e/tokens/per_informative_row": num_generated / len(advantages) if len(advantages) else math.nan,
         "fr3e/rows/informative": len(advantages) / num_rows,
-        "fr3e/rows/copied": _mean(rollout.copy_of is not None for state in states for rollout in state.rollouts),
+        "fr3e/rows/copied": _mean(rollout.copy_of is not None for rollout in rollouts),
         "fr3e/advantage/mean": advantages.mean().item(),
         "fr3e/advantage/std": _mean(((advantages - advantages.mean()) ** 2).tolist()) ** 0.5,
     }
@@ -70,35 +71,34 @@ def tree_metrics(trees: list[Tree], advantages: torch.Tensor, num_rows: int) -> 
 
 def _sampled(tree: Tree) -> list[Rollout]:
     """
-    Completions that were sampled from the prompt, those that are cut off too. Rows that S_0 got because a base
-    trajectory was too short for an anchor are left out: they would count short ones more.
+    Completions sampled from the prompt, including truncated ones. Rows that S_0 got in place of missing branches of
+    a short base trajectory are left out, because they would give short trajectories more weight.
     """
     bases = {id(base) for base in tree.bases}
     sampled = tree.states[0].rollouts
-    return [rollout for rollout in sampled if id(rollout) in bases] or sampled  # or the bases were thrown away
+    return [rollout for rollout in sampled if id(rollout) in bases] or sampled  # all, if base trajectories are dropped
 
 
 def _mean_over_tokens(trees: list[Tree]) -> float:
-    """Mean entropy over all tokens that the policy wrote of the base trajectories."""
-    of_bases = [
+    """Mean entropy over all tokens of base trajectories that the policy wrote."""
+    means = [
         (mean, base.num_written)
         for tree in trees
         for mean, base in zip(tree.mean_entropies, tree.bases, strict=True)
         if not math.isnan(mean)
     ]
-    num_tokens = sum(number for _, number in of_bases)
-    return sum(mean * number for mean, number in of_bases) / num_tokens if num_tokens else math.nan
+    num_tokens = sum(number for _, number in means)
+    return sum(mean * number for mean, number in means) / num_tokens if num_tokens else math.nan
 
 
 def _num_generated(tree: Tree) -> int:
-    """Tokens that were sampled for a tree, base trajectories that were thrown away included."""
-    rollouts = {id(rollout): rollout for rollout in tree.bases}
-    rollouts |= {id(rollout): rollout for state in tree.states for rollout in state.rollouts}
+    """Number of tokens sampled for a tree, including base trajectories that are not rows."""
+    rollouts = {id(rollout): rollout for rollout in [*tree.bases, *tree.rollouts]}
     return sum(rollout.num_written for rollout in rollouts.values())
 
 
 def _outcomes(rollouts: Iterable[Rollout]) -> set[bool]:
-    """Whether scorable rollouts are right: all, none, or some of them."""
+    """The outcomes among scorable rollouts: `{True}` if all are right, `{False}` if none is."""
     rewards = (rollout.score.reward for rollout in rollouts)
     return {reward > 0 for reward in rewards if not math.isnan(reward)}
 

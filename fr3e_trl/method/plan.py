@@ -1,4 +1,4 @@
-"""The plan: what the method needs of the settings, in plain values."""
+"""The plan: the settings that the method needs, in plain values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,32 +12,32 @@ class Plan:
     How the prompts of a step are explored, and how their rows are credited.
 
     Args:
-        num_rows (`int`): G, rows of a prompt.
-        shape ([`Shape`]): How these are shared out.
+        num_rows (`int`): G, number of rows of a prompt.
+        shape ([`Shape`]): How these are divided.
         temperature (`float`): Sampling temperature of all rollouts.
         credit (`str`): Credit rule, by its name in `CREDIT_RULES`.
         anchor_score (`str`): What makes a position an anchor, by its name in `ANCHOR_RULES`.
         anchor_threshold (`float` or `"auto"`, *optional*):
-            Entropy in nats above which the first positions become anchors. `"auto"` is given step by step. With `None`
-            the positions with the highest scores become anchors.
-        anchor_min_gap (`int`): Least distance of two anchors of a trajectory, in tokens.
+            Minimum entropy of anchors, in nats. The first such positions become anchors. `"auto"` changes at each step.
+            With `None`, the positions with the highest scores become anchors.
+        anchor_min_gap (`int`): Minimum distance between two anchors of a trajectory, in tokens.
         base_selection (`str`):
             Base trajectories to explore: `"all"`, or `"mixed"` for one of the best and one of the worst.
         reuse_base (`bool`): Whether base trajectories are rows.
         prior_strength (`float`, *optional*):
-            κ, the weight of the prior in a baseline, in rollouts. With `None` the value tracker estimates it.
+            κ, the weight of the prior in a baseline, in rollouts. If `None`, the value tracker estimates it.
         modulation (`str`): Factor on the advantages of a state: `"none"`, `"exp"` or `"sharpened"`.
         scale (`str`):
-            What advantages are divided by: `"none"`, or the standard deviation of the rewards of the `"group"`, which
-            is a state, or of the `"batch"`.
+            What advantages are divided by: `"none"`, or the standard deviation of the rewards of a state (`"group"`) or
+            of the `"batch"`.
         length_normalized (`bool`):
-            Whether tree credit divides what a row earns by its number of tokens, as GRPO's mean over rows does
+            Whether tree credit divides a row's reward by its number of tokens, like GRPO's mean over rows
             (`loss_type="grpo"`, `"sapo"`). See [`~fr3e_trl.method.credit.tree`].
         normalization (`str`):
-            What becomes of rewards before they are compared. `"none"`; `"sum"`: their weighted sum is normalized over
-            the rows of each prompt; `"each"`: each function's rewards are, before they are summed.
+            How rewards are normalized over the rows of each prompt: `"none"`, their weighted `"sum"`, or `"each"`
+            function's rewards before they are summed.
         reward_weights (`Sequence[float]`, *optional*): Weight of each reward function. If `None`, 1 for each.
-        reject (`bool`): Whether rows that teach nothing leave the loss.
+        reject (`bool`): Whether rows that teach nothing are left out of the loss.
         negative_scale (`float`): Factor on negative advantages.
     """
 

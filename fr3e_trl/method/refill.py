@@ -1,4 +1,4 @@
-"""Refill: further prompts are explored, so that the batch is full of rows to learn from in spite of rejection."""
+"""Refill: explores further prompts, so that the batch is full of informative rows in spite of rejection."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -21,9 +21,9 @@ class Examples(Protocol):
 
 class PromptStream:
     """
-    Indices of the training set, epoch after epoch, of which `num_drawn` were drawn since the first epoch began.
+    Indices of the training set, epoch after epoch. `num_drawn` counts those drawn since the first epoch began.
 
-    `new_sampler` makes a sampler of indices, the same each time. It is iterated once for each epoch.
+    `new_sampler` returns the same sampler of indices each time. It is iterated once per epoch.
     """
 
     def __init__(self, new_sampler: Callable[[], Iterable[int]]):
@@ -31,7 +31,7 @@ class PromptStream:
         self.go_to(0)
 
     def go_to(self, num_drawn: int) -> None:
-        """Go on as after `num_drawn` draws."""
+        """Continue as if `num_drawn` indices had been drawn."""
         sampler = self._new_sampler()
         self._indices: Iterator[int] = chain.from_iterable(repeat(sampler))  # iterating a sampler begins an epoch
         self._peeked: list[int] = []
@@ -39,21 +39,21 @@ class PromptStream:
         self.draw(num_drawn)
 
     def draw(self, num_indices: int) -> list[int]:
-        """The next indices."""
+        """Draw the next indices."""
         self.num_drawn += num_indices
         drawn, self._peeked = self.peek(num_indices), self._peeked[num_indices:]
         return drawn
 
     def peek(self, num_indices: int) -> list[int]:
-        """The next indices, which stay the next."""
+        """The next indices, without drawing them."""
         self._peeked += islice(self._indices, max(num_indices - len(self._peeked), 0))
         return self._peeked[:num_indices]
 
 
 def num_to_draw(num_missing: int, num_informative: int, num_explored: int, limit: int) -> int:
     """
-    How many prompts to explore next, from 1 to `limit`: as many as it takes to get the `num_missing` rows of the batch,
-    if they give as many rows to learn from as the `num_explored` prompts of this step have given, `num_informative`.
+    How many prompts to explore next, from 1 to `limit`: enough for the `num_missing` rows of the batch, if their share
+    of informative rows is that of this step so far, `num_informative` rows from `num_explored` prompts.
     """
     if num_informative == 0:
         return limit
@@ -62,16 +62,16 @@ def num_to_draw(num_missing: int, num_informative: int, num_explored: int, limit
 
 def fill_batch(rows: list[Row], leftovers: list[Row], size: int) -> tuple[list[Row], list[Row], int]:
     """
-    Put a batch of `size` rows together.
+    Assemble a batch of `size` rows.
 
     Args:
-        rows (`list[Row]`): The step's own, at least `size`: those of its prompts, then those of further prompts.
-        leftovers (`list[Row]`): Informative rows left over from the step before.
+        rows (`list[Row]`): At least `size` rows of the step: those of its prompts, then those of further prompts.
+        leftovers (`list[Row]`): Informative rows left over from the previous step.
 
     Returns:
-        `tuple[list[Row], list[Row], int]`: The batch: the first `size` of `rows`, the rejected ones replaced by
-        informative ones from the rest and, where these do not suffice, from `leftovers`; then the informative ones of
-        this step that there was no place for; and how many of `leftovers` were used.
+        `tuple[list[Row], list[Row], int]`: The batch, which is the first `size` of `rows` with rejected ones replaced
+        by informative ones from the rest and, if these do not suffice, from `leftovers`; the informative rows of this
+        step that did not fit; and the number of `leftovers` that were used.
     """
     rest = [row for row in rows[size:] if row.teaches]
     spare = iter([*rest, *leftovers])
@@ -90,13 +90,13 @@ class Refill:
         new_sampler (`Callable`):
             See [`PromptStream`].
         max_rounds (`int`):
-            How many times in a step further prompts are drawn.
+            Maximum number of times per step that further prompts are drawn.
 
     Attributes:
         leftovers (`list[Row]`):
-            Rows to learn from that the last batch had no place for.
+            Informative rows that did not fit into the last batch.
         metrics (`dict[str, float]`):
-            What to log of the last batch.
+            Metrics of the last batch.
     """
 
     def __init__(self, train_dataset: Examples, new_sampler: Callable[[], Iterable[int]], max_rounds: int):
@@ -107,13 +107,13 @@ class Refill:
         self.metrics: dict[str, float] = {}
 
     def begin(self, num_prompts: int) -> list[int]:
-        """Draw the prompts of a step: their places in the training set."""
+        """Draw the prompts of a step, and return their indices in the training set."""
         self._num_drawn_before = self.prompts.num_drawn
         self._first = self.prompts.draw(num_prompts)
         return self._first
 
     def undo(self) -> None:
-        """Go back to where the step began, which has failed."""
+        """Return to the beginning of a step that failed."""
         self.prompts.go_to(self._num_drawn_before)
 
     def fill(self, explore: Callable[[list[int]], list[Row]], num_prompts: int, num_rows: int) -> list[Row]:
@@ -122,13 +122,13 @@ class Refill:
 
         Args:
             explore (`Callable`):
-                Explores the prompts at these indices, and returns the rows of all prompts of the step so far. It is
-                called first for those that [`begin`] has drawn.
+                Explores the prompts at given indices, and returns the rows of all prompts of the step so far. It is
+                first called with the indices that [`begin`] drew.
             num_prompts, num_rows (`int`):
-                Prompts of a step, and rows of its batch.
+                Number of prompts of a step, and of rows of its batch.
 
         Returns:
-            `list[Row]`: The batch. `leftovers` are then this step's, and `metrics` tells what to log of it.
+            `list[Row]`: The batch. `leftovers` and `metrics` are updated.
         """
         rows = explore(self._first)
         num_explored, num_rounds = num_prompts, 0
@@ -152,19 +152,18 @@ class Refill:
         return batch
 
     def state(self, num_processes: int, process: int) -> dict[str, Any]:
-        """For the checkpoint of a process, in plain values and tensors."""
+        """State for a process's checkpoint, in plain values and tensors."""
         return {
             "num_drawn": self.prompts.num_drawn,
             "num_processes": num_processes,
-            "leftovers": [state_of(row, with_tokens=row.holder == process) for row in self.leftovers],
+            "leftovers": [row_state(row, with_tokens=row.holder == process) for row in self.leftovers],
         }
 
     def resume(self, state: dict[str, Any], num_processes: int) -> None:
         """
-        Go on from what [`state`] returned.
+        Restore what [`state`] returned.
 
-        The rows left over are dropped if there are other processes to hold them, or the training set has become too
-        small to have their examples.
+        Rows left over are dropped if the number of processes has changed, or the training set lacks their examples.
         """
         self.prompts.go_to(state["num_drawn"])
         has_examples = all(row["index"] < len(self.train_dataset) for row in state["leftovers"])
@@ -172,18 +171,18 @@ class Refill:
             self.leftovers = [row_from(row, self.train_dataset) for row in state["leftovers"]]
 
 
-# What a row's state has of the row itself, of its rollout, and of that one's score, beside tokens
-OF_ROW = ("holder", "index", "advantage", "in_loss", "is_left_over")
-OF_ROLLOUT = ("length", "num_written", "credit")
-OF_SCORE = ("rewards", "reward", "is_masked", "is_left_out")
+# Attributes of a row, its rollout and its score that are in the row's state, in addition to tokens
+ROW_FIELDS = ("holder", "index", "advantage", "in_loss", "is_left_over")
+ROLLOUT_FIELDS = ("length", "num_written", "credit")
+SCORE_FIELDS = ("rewards", "reward", "is_masked", "is_left_out")
 
 
-def state_of(row: Row, with_tokens: bool = True) -> dict[str, Any]:
-    """A row in plain values and tensors, for a checkpoint or another process, without what reward functions logged."""
+def row_state(row: Row, with_tokens: bool = True) -> dict[str, Any]:
+    """A row in plain values and tensors, for a checkpoint or another process, without logs of reward functions."""
     state = {
-        **{name: getattr(row, name) for name in OF_ROW},
-        **{name: getattr(row.rollout, name) for name in OF_ROLLOUT},
-        **{name: getattr(row.rollout.score, name) for name in OF_SCORE},
+        **{name: getattr(row, name) for name in ROW_FIELDS},
+        **{name: getattr(row.rollout, name) for name in ROLLOUT_FIELDS},
+        **{name: getattr(row.rollout.score, name) for name in SCORE_FIELDS},
     }
     if not with_tokens:
         return state
@@ -194,19 +193,19 @@ def state_of(row: Row, with_tokens: bool = True) -> dict[str, Any]:
 
 
 def row_from(state: dict[str, Any], train_dataset: Examples) -> Row:
-    """The row that [`state_of`] made `state` of, or an earlier version: what it does not know is left out."""
-    # Checkpoints used to have no credit of tokens but under tree credit
+    """The row of a state that [`row_state`] made, in this version or an earlier one, which may lack some values."""
+    # Earlier checkpoints have the credit of tokens only under tree credit
     state = state | {"credit": state["credit"] or [(state["length"], 1.0, state["advantage"])]}
-    score = Score(**{name: state[name] for name in OF_SCORE if name in state})
-    rollout = Rollout(score=score, **{name: state[name] for name in OF_ROLLOUT})
-    row = Row(rollout, **{name: state[name] for name in OF_ROW})
+    score = Score(**{name: state[name] for name in SCORE_FIELDS if name in state})
+    rollout = Rollout(score=score, **{name: state[name] for name in ROLLOUT_FIELDS})
+    row = Row(rollout, **{name: state[name] for name in ROW_FIELDS})
     if "token_ids" in state:
-        _hold(row, state, train_dataset)
+        _load_tokens(row, state, train_dataset)
     return row
 
 
-def _hold(row: Row, state: dict[str, Any], train_dataset: Examples) -> None:
-    """Have a row hold its tokens."""
+def _load_tokens(row: Row, state: dict[str, Any], train_dataset: Examples) -> None:
+    """Load a row's tokens from its state."""
     row.rollout.token_ids = state["token_ids"].numpy()
     row.rollout.logprobs, row.rollout.mask = (
         None if state[name] is None else state[name].numpy() for name in ("logprobs", "mask")
@@ -216,25 +215,25 @@ def _hold(row: Row, state: dict[str, Any], train_dataset: Examples) -> None:
     row.example = train_dataset[state["index"]]
 
 
-def hand_over(
+def redistribute(
     batch: list[Row],
     sharding: RowSharding,
     in_every_process: Callable[[Callable[[], Any]], list[Any]],
     train_dataset: Examples,
 ) -> None:
     """
-    Give the rows of a batch, of which each process holds some, to the processes that `sharding` deals them to, in
-    place, where refill has moved them. They stay the rows of their trees, which may be credited anew.
+    Send rows that refill has moved to the processes that `sharding` assigns them to, in place. They stay the rows of
+    their trees, which may be credited again.
 
-    `in_every_process` calls a function in every process, and returns what it returned in each.
+    `in_every_process` calls a function in every process, and returns the results of all processes.
     """
     moving = {k: row for k, row in enumerate(batch) if row.holder != sharding.owner(k)}
     if not moving:
         return
     held = {k: row for k, row in moving.items() if row.holder == sharding.process}
-    of_processes = in_every_process(lambda: {k: state_of(row) for k, row in held.items()})
-    states = {k: state for of_process in of_processes for k, state in of_process.items()}
+    process_states = in_every_process(lambda: {k: row_state(row) for k, row in held.items()})
+    states = {k: state for held_states in process_states for k, state in held_states.items()}
     for k in moving:
         batch[k].holder = sharding.owner(k)
         if batch[k].holder == sharding.process:
-            _hold(batch[k], states[k], train_dataset)
+            _load_tokens(batch[k], states[k], train_dataset)

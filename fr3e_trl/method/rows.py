@@ -1,4 +1,4 @@
-"""A rollout as a row of the batch, and how rows are dealt out to processes."""
+"""Rows of a batch, and their assignment to processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,11 +14,11 @@ from .tree import Rollout, TokenIds, Tree, as_ids
 @dataclass(frozen=True)
 class RowSharding:
     """
-    Rows of a batch dealt out to processes, in order, as evenly as they divide, wherever that cuts a group.
+    Assigns consecutive rows of a batch to processes, as evenly as possible. A group may span several processes.
 
     Args:
-        num_rows (`int`): Rows of all processes.
-        num_processes, process (`int`): How many processes there are, and which of them this is.
+        num_rows (`int`): Number of rows of all processes.
+        num_processes, process (`int`): Number of processes, and the index of this one.
     """
 
     num_rows: int
@@ -32,7 +32,7 @@ class RowSharding:
         return range(start, end)
 
     def owner(self, row: int) -> int:
-        """The process that a row is dealt to."""
+        """The process that has a row."""
         return ((row + 1) * self.num_processes - 1) // self.num_rows
 
 
@@ -42,18 +42,18 @@ class Row:
     A rollout as a row of the batch.
 
     Args:
-        rollout ([`Rollout`]): The continuation, which is what the row has in the loss.
+        rollout ([`Rollout`]): The continuation. Only its tokens can be in the loss.
         holder (`int`): The process that holds its tokens, its example and its log-probabilities.
-        prompt_ids, prefix_ids (`TokenIds`): What it continues.
+        prompt_ids, prefix_ids (`TokenIds`): Tokens before the continuation.
         example (`dict`), index (`int`, *optional*):
-            The dataset's example that it belongs to, and its place where the prompts come from a [`PromptStream`].
-        advantage (`float`): The mean over its own tokens, see [`~fr3e_trl.method.credit.rule.RowCredit`].
-        in_loss (`bool`): Whether it is learned from, or rejected.
+            Its example of the dataset, and the example's index if the prompt comes from a [`PromptStream`].
+        advantage (`float`): Mean over its own tokens, see [`~fr3e_trl.method.credit.rule.RowCredit`].
+        in_loss (`bool`): Whether it is in the loss, or rejected.
         old_logprobs (`torch.Tensor` of shape (L,), *optional*):
-            For a row left over from an earlier step, the log-probabilities of its whole completion under the policy
-            that it was sampled from. If `None`, that policy is the one at the start of the step, or vLLM's correction
-            takes care of the difference.
-        is_left_over (`bool`): Whether it is a row left over from an earlier step.
+            For a row left over from an earlier step, log-probabilities of its whole completion under the policy that
+            sampled it. If `None`, that policy is the one at the start of the step, or vLLM's correction accounts for
+            the difference.
+        is_left_over (`bool`): Whether it is left over from an earlier step.
     """
 
     rollout: Rollout
@@ -69,23 +69,23 @@ class Row:
 
     @property
     def teaches(self) -> bool:
-        """Whether a token of it may be in the loss."""
+        """Whether any of its tokens may be in the loss."""
         return self.in_loss and not self.rollout.score.is_left_out
 
     @property
     def completion_ids(self) -> TokenIds:
-        """Of shape (L,): the prefix and the continuation."""
+        """The prefix and the continuation, (L,)."""
         return np.concatenate([self.prefix_ids, self.rollout.token_ids])
 
     @property
     def loss_mask(self) -> list[int]:
-        """Of length L: 1 for each token that was sampled, 0 for those of the prefix and of tools, which are context."""
+        """1 for each token that was sampled, 0 for context: tokens of the prefix and of tools. Of length L."""
         own = [1] * self.rollout.length if self.rollout.mask is None else self.rollout.mask.astype(int).tolist()
         return [0] * len(self.prefix_ids) + own
 
     @property
     def path_mask(self) -> list[int]:
-        """Of length L: 1 for each token of the prefix and the continuation that the policy wrote, 0 for tools'."""
+        """1 for each token that the policy wrote, in the prefix too, 0 for tokens of tools. Of length L."""
         if self.rollout.dialogue is None:
             return [1] * len(self.prefix_ids) + self.loss_mask[len(self.prefix_ids) :]
         mask = np.zeros(len(self.prefix_ids) + self.rollout.length, int)
@@ -104,10 +104,9 @@ def rows_of(
     The rows of finished `trees`: the rollouts of their states, in order, those of S_0 first.
 
     Args:
-        sharding ([`RowSharding`]): Which process has sampled which of them.
-        examples (`dict[int, dict]`):
-            The dataset's example of each tree that has rows in this process, by the tree's index.
-        indices (`Sequence[int | None]`): Places of the examples of all trees in the dataset.
+        sharding ([`RowSharding`]): The process that sampled each row.
+        examples (`dict[int, dict]`): Example of each tree that has rows in this process, by the tree's index.
+        indices (`Sequence[int | None]`): Index of each tree's example in the dataset.
     """
     rows: list[Row] = []
     for i, tree in enumerate(trees):
@@ -123,8 +122,8 @@ def rows_of(
 
 def token_credit(rows: Sequence[Row], num_tokens: int) -> NDArray[np.float64]:
     """
-    Credit of the tokens of R rows that this process holds, padded to `num_tokens` C: an array (2, R, C) of how many
-    tokens each counts for, and its advantage; 0 for those of a prefix, and past a row's end.
+    Credit of the tokens of R rows that this process holds, padded to `num_tokens` C: an array (2, R, C) with the weight
+    and the advantage of each token, 0 in prefixes and in padding.
     """
     stretches: list[tuple[int, float, float]] = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""What is asked of a sampler, and what it returns: the interface between the method and generation."""
+"""Requests to samplers and their results: the interface between the method and generation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ from .tree import Dialogue, TokenIds, as_ids
 @dataclass(frozen=True)
 class Branching:
     """
-    Where rollouts branch off the samples of a request, for a sampler that draws them without being asked again.
+    Where rollouts branch off the samples of a request, for samplers that draw branches without a second request.
 
     Args:
-        num_rollouts (`int`): How many from each anchor.
-        anchors (`Callable`): Finds the anchors of each of a request's samples, whose entropies are known.
-        shares (`Sequence[int]`): The most anchors of each sample.
+        num_rollouts (`int`): Number of rollouts from each anchor.
+        anchors (`Callable`): Finds the anchors of each of a request's samples, given their entropies.
+        shares (`Sequence[int]`): Maximum number of anchors of each sample.
         rule ([`StoppingRule`], *optional*):
-            What decides anchors, if that is one: a rollout may then leave while its base trajectory still grows.
+            The stopping rule, if anchors are found by one. Branches may then leave a trajectory that still grows.
     """
 
     num_rollouts: int
@@ -79,12 +79,12 @@ class SamplingRequest:
 
     @property
     def rule(self) -> StoppingRule | None:
-        """What decides anchors while the samples grow, if there is such a rule."""
+        """The rule that finds anchors while the samples grow, if there is one."""
         return None if self.branching is None else self.branching.rule
 
     @property
     def num_sampled_before(self) -> int:
-        """How many of `prefix_ids` are a completion's first tokens."""
+        """Number of tokens of `prefix_ids` that belong to the completion."""
         return 0 if self.num_prompt_tokens is None else len(self.prefix_ids) - self.num_prompt_tokens
 
 
@@ -101,7 +101,7 @@ class Sample:
         entropies (`Sequence[float]` or `np.ndarray`, *optional*):
             Entropy of the policy before each token, in nats, at that temperature, if the backend knows it.
         branches (`dict[int, list[Sample]]`):
-            Branches that were drawn with it, by the number of its tokens that they begin with.
+            Branches that were drawn with it, by the position of their anchor.
         mask (`np.ndarray` of shape (L,), *optional*):
             Which tokens the policy wrote, as opposed to a tool. If `None`, all. The others have an entropy of NaN.
         dialogue ([`Dialogue`], *optional*): The turns of the whole completion, if there are tools.
@@ -117,18 +117,18 @@ class Sample:
 
 def anchors_of(request: SamplingRequest, samples: Sequence[Sample]) -> list[tuple[Sample, int]]:
     """
-    Where rollouts branch off the finished samples of a request: each sample, and its number of tokens that they begin
-    with. Nowhere if the request does not say, or the entropies are not known.
+    Where rollouts branch off the finished samples of a request: pairs of a sample and a position in it. Empty if the
+    request has no branching, or entropies are unknown.
     """
     branching = request.branching
     if branching is None or any(sample.entropies is None for sample in samples):
         return []
-    of_samples = zip(samples, branching.anchors(request, samples), strict=True)
-    return [(sample, position) for sample, positions in of_samples for position in positions]
+    anchors = zip(samples, branching.anchors(request, samples), strict=True)
+    return [(sample, position) for sample, positions in anchors for position in positions]
 
 
 def branch_request(request: SamplingRequest, sample: Sample, position: int) -> SamplingRequest:
-    """What branches off a sample of a request at a position."""
+    """The request for the rollouts that branch off a sample at a position."""
     branching = request.branching
     assert branching is not None
     return SamplingRequest(

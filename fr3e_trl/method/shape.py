@@ -1,13 +1,13 @@
-"""How the rows of a prompt are shared out: which are base trajectories, and how many branch from each anchor."""
+"""How the rows of a prompt are divided into base trajectories and rollouts of anchors."""
 
 import functools
 import math
 from typing import NamedTuple
 
-# What won at equal generated tokens: anchors of a base trajectory, where there is a prior and nothing was chosen
+# Default number of anchors per base trajectory with a prior, which won at equal generated tokens
 ANCHORS_PER_BASE = 3
 
-# Base trajectories of the authors' released run, which reuses none
+# Number of base trajectories of the authors' released run, which does not reuse them
 NUM_BASES_NOT_REUSED = 4
 
 
@@ -16,9 +16,9 @@ class Shape(NamedTuple):
     The rows of a prompt.
 
     Args:
-        num_bases (`int`): B, base trajectories.
-        num_anchors (`int`): K, anchors.
-        num_rollouts (`int`): M, rollouts of each anchor; without anchors, of the prompt.
+        num_bases (`int`): B, number of base trajectories.
+        num_anchors (`int`): K, number of anchors.
+        num_rollouts (`int`): M, number of rollouts of each anchor; without anchors, of the prompt.
     """
 
     num_bases: int
@@ -26,28 +26,28 @@ class Shape(NamedTuple):
     num_rollouts: int
 
 
-@functools.lru_cache(typed=True)  # it is asked for every row
+@functools.lru_cache(typed=True)  # called for every row
 def share_rows(
     num_rows: int, num_anchors: int | None, num_bases: int | None, reuse_base: bool, has_prior: bool
 ) -> Shape:
     """
-    Share out the G rows of a prompt: G = B + K · M if base trajectories are rows (`reuse_base`), else G = (K + 1) · M.
+    Divide the G rows of a prompt: G = B + K · M if base trajectories are rows (`reuse_base`), else G = (K + 1) · M.
 
     Args:
         num_rows (`int`): G.
         num_anchors (`int`, *optional*):
-            K. If `None`, it is chosen: with a prior and reused base trajectories all other rows branch, one from each
-            anchor; else it is that of [`default_num_anchors`].
+            K. If `None`, with a prior and reused base trajectories all other rows branch, one from each anchor;
+            otherwise see [`default_num_anchors`].
         num_bases (`int`, *optional*):
-            B. If `None`, it is chosen: a row of every four if K is chosen by the prior; else as many as each anchor has
-            rollouts, or 4 if they are not reused.
-        has_prior (`bool`): Whether a row alone in its state has something to be compared with.
+            B. If `None`, one of every four rows if all others branch, 4 if they are not reused, and otherwise the
+            number of rollouts of each anchor.
+        has_prior (`bool`): Whether a prior allows states with a single row.
 
     Returns:
-        `Shape`: B, K and M. Shared out again with its own B and K, a shape stays what it is.
+        `Shape`: B, K and M. The same call with these B and K returns the same shape.
 
     Raises:
-        ValueError: The rows do not divide evenly. The error names what does.
+        ValueError: The rows do not divide evenly. The error names values that work.
     """
     if num_bases is None and not reuse_base:
         num_bases = NUM_BASES_NOT_REUSED
@@ -78,8 +78,8 @@ def share_rows(
 
 def default_num_anchors(num_rows: int) -> int | None:
     """
-    Anchors where states must have several rollouts: the largest K up to 4 that leaves every state, the prompt too,
-    M >= 4 of them, else the largest that leaves M >= 2. `None` if none does.
+    Number of anchors if states need several rollouts: the largest K up to 4 with which each state, including the
+    prompt, has M >= 4 rollouts, else the largest with M >= 2. `None` if there is none.
     """
     for min_rollouts in (4, 2):
         for num_anchors in (4, 3, 2, 1):
@@ -90,12 +90,12 @@ def default_num_anchors(num_rows: int) -> int | None:
 
 
 def _whole_rollouts(num_rows: int, num_anchors: int, num_bases: int | None, min_rollouts: int) -> int:
-    """Rollouts of each anchor, of as many for the prompt too if `num_bases` is `None`, and no row left over."""
+    """Rollouts of each state if the rows divide evenly. The prompt is one of the states if `num_bases` is `None`."""
     others = (num_bases, min_rollouts)
     if num_rollouts := _rollouts_if_even(num_rows, num_anchors, *others):
         return num_rollouts
     working = [str(anchors) for anchors in range(1, num_rows) if _rollouts_if_even(num_rows, anchors, *others)]
-    among = "num_anchors + 1 states" if num_bases is None else "num_anchors states beside num_base_trajectories"
+    among = "num_anchors + 1 states" if num_bases is None else "num_anchors states besides num_base_trajectories"
     given = "" if num_bases is None else f" and num_base_trajectories={num_bases}"
     message = (
         f"num_anchors={num_anchors} does not fit num_generations={num_rows}{given}: the rows of a prompt must "
@@ -110,7 +110,7 @@ def _whole_rollouts(num_rows: int, num_anchors: int, num_bases: int | None, min_
 
 
 def _rollouts_if_even(num_rows: int, num_anchors: int, num_bases: int | None, min_rollouts: int) -> int:
-    """Rollouts of each anchor, 0 if they do not divide evenly, or are too few."""
+    """Rollouts of each state; 0 if the rows do not divide evenly, or there are too few."""
     num_states, rest = (num_anchors + 1, num_rows) if num_bases is None else (num_anchors, num_rows - num_bases)
     fits = num_anchors > 0 and rest % num_states == 0 and rest // num_states >= min_rollouts
     return rest // num_states if fits else 0

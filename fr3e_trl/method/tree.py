@@ -1,8 +1,8 @@
 """
-What was explored of a prompt: a tree of rollouts.
+The tree of rollouts that was explored from a prompt.
 
-Where several processes train, each knows the shape, the lengths and the rewards of all trees, and holds the tokens of
-its own rows and of the base trajectories that these branch from. Tokens that it does not hold are an empty array.
+With several processes, each knows the shape, the lengths and the rewards of all trees, but only holds the tokens of its
+own rows and of the base trajectories that these branch from. Tokens held by other processes are an empty array.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,22 +23,22 @@ def as_ids(token_ids: Sequence[int] | TokenIds = ()) -> TokenIds:
 @dataclass(frozen=True)
 class Score:
     """
-    What the reward functions made of a completion.
+    The rewards of a completion.
 
     Args:
         rewards (`list[float]`):
-            Reward by each of them, NaN where it gave none.
+            Reward by each function, NaN if it returned none.
         reward (`float`):
-            Their weighted sum, NaN if none gave any: the completion is unscorable.
+            Their weighted sum, NaN for an unscorable completion, for which no function returned a reward.
         logs (`dict[str, Any]`):
-            What they logged of it, in the process that scored it.
+            What the functions logged, in the process that scored the completion.
         is_masked (`bool`):
-            Whether the completion was cut off and nothing is learned from its outcome: `mask_truncated_completions`,
-            where the credit rule leaves such rollouts out.
+            Whether `mask_truncated_completions` applies to the completion, and the credit rule ignores its outcome.
         is_left_out (`bool`):
-            The same where the rule counts its outcome: TRL leaves its tokens out of the loss.
+            Whether `mask_truncated_completions` applies, and the credit rule counts its outcome although TRL leaves its
+            tokens out of the loss.
         is_broken (`bool`):
-            Whether it could not go on from its prefix, see [`Dialogue`]: it has no reward.
+            Whether the replay of its prefix failed, see [`Dialogue`], so that it has no reward.
     """
 
     rewards: list[float]
@@ -52,17 +52,17 @@ class Score:
 @dataclass(eq=False)
 class Dialogue:
     """
-    A completion in which tools may have been called.
+    A completion with tools.
 
     Args:
-        messages (`list[dict]`): The completion's messages, the policy's and the tools'.
+        messages (`list[dict]`): The completion's messages, those of the policy and of tools.
         turns (`list[tuple[int, int]]`):
-            Where the policy wrote, in tokens of the completion: the first of each turn, and the one after its last.
+            The policy's turns, as token ranges of the completion: first token, and the one after the last.
         environment (`Any`, *optional*), snapshots (`list[Any]`):
-            The instance that it went through, in the process that sampled it, and copies of that before each turn, if
-            it can be copied.
+            Its environment, in the process that sampled it, and copies of the environment before each turn, if it can
+            be copied.
         is_broken (`bool`):
-            Whether it could not go on from its prefix, whose tools answered otherwise when they were asked again.
+            Whether tools answered differently when the calls of its prefix were replayed.
     """
 
     messages: list[dict[str, Any]]
@@ -76,7 +76,7 @@ class Dialogue:
         return max(i for i, (start, _) in enumerate(self.turns) if start <= position)
 
     def without_environment(self) -> "Dialogue":
-        """As other processes know it."""
+        """A copy for other processes."""
         return replace(self, environment=None, snapshots=[])
 
 
@@ -86,22 +86,22 @@ class Rollout:
     A continuation of a state's prefix.
 
     Args:
-        token_ids (`TokenIds`): Its tokens, at least one, without the prefix: what was sampled, and what tools answered.
+        token_ids (`TokenIds`): Its tokens without the prefix, at least one, including answers of tools.
         logprobs (`np.ndarray` of shape (L,), *optional*):
-            Their log-probabilities, if the sampler gave them, see [`~fr3e_trl.method.sampling.Sample`].
-        score ([`Score`]): What its whole completion scored, prefix included.
-        length (`int`): How many tokens there are. Taken from `token_ids` where these are held.
+            Their log-probabilities, if the sampler returned them, see [`~fr3e_trl.method.sampling.Sample`].
+        score ([`Score`]): Score of the whole completion, including the prefix.
+        length (`int`): Number of tokens. Taken from `token_ids` if this process holds them.
         credit (`list[tuple[int, float, float]]`):
-            Its tokens by stretches of equal credit, in order: how many there are, how many each counts for, and the
-            advantage of each. Nothing before it is credited.
-        mask (`np.ndarray` of shape (L,), *optional*): Which tokens the policy wrote, and no tool. If `None`, all.
-        num_written (`int`): How many these are; 0 of a copy.
-        dialogue ([`Dialogue`], *optional*): Its whole completion's turns, where there are tools.
+            Stretches of its tokens with equal credit, in order: number of tokens, weight and advantage of each token.
+            The prefix is not included.
+        mask (`np.ndarray` of shape (L,), *optional*): Tokens that the policy wrote, not tools. If `None`, all.
+        num_written (`int`): Number of tokens that the policy wrote; 0 for a copy.
+        dialogue ([`Dialogue`], *optional*): The turns of the whole completion, if there are tools.
         copy_of (`int`, *optional*):
-            The base trajectory that it is again, in the place of a branch that had no anchor there. It was not sampled
-            anew, and is not learned from.
+            For a copy, which replaces a branch whose anchor was not found: index of the base trajectory. A copy was not
+            sampled, and is not in the loss.
         differs (`bool`, *optional*):
-            Of a branch: whether it begins with another token than the base trajectory has there.
+            For a branch: whether its first token differs from the base trajectory's token there.
     """
 
     token_ids: TokenIds = field(default_factory=as_ids)
@@ -127,31 +127,30 @@ class Rollout:
 
     @property
     def written(self) -> NDArray[np.bool_]:
-        """Which of its tokens the policy wrote, (L,)."""
+        """Mask of the tokens that the policy wrote, (L,)."""
         return np.ones(len(self.token_ids), bool) if self.mask is None else self.mask
 
     @property
     def reward(self) -> float:
-        """What it is compared by. NaN if it is unscorable or masked, or a copy: its original counts for that."""
+        """The reward for comparisons. NaN if it is unscorable or masked, or a copy, for which the original counts."""
         return float("nan") if self.copy_of is not None or self.score.is_masked else self.score.reward
 
 
 @dataclass(eq=False)
 class State:
     """
-    A point to which exploration returns: the prompt and the first tokens of a base trajectory.
+    A point from which rollouts are sampled: the prompt and the first tokens of a base trajectory.
 
     Args:
         position (`int`), prefix_ids (`TokenIds`):
-            How many tokens of the base trajectory precede it, and these tokens. 0 for S_0, the prompt alone.
+            Number of tokens of the base trajectory before it, and these tokens. 0 for S_0, the prompt alone.
         parent, base (`int`, *optional*):
-            Indices, in the tree, of the state before it in its chain, and of the base trajectory that it lies on.
-            `None` for S_0.
+            Indices, in the tree, of the state before it in its chain, and of its base trajectory. `None` for S_0.
         entropy (`float`, *optional*): Entropy of the policy at the anchor, in nats. `None` for S_0.
-        rollouts (`list[Rollout]`): What was sampled from it.
+        rollouts (`list[Rollout]`): Rollouts from it.
         value, modulation (`float`), rejected (`bool`):
-            What the credit rule made of it, see [`~fr3e_trl.method.credit.rule.StateCredit`].
-        num_written (`int`): How many tokens of its prefix the policy wrote, and no tool. By default, all.
+            Its credit, see [`~fr3e_trl.method.credit.rule.StateCredit`].
+        num_written (`int`): Number of tokens of its prefix that the policy wrote, as opposed to tools. By default, all.
     """
 
     position: int = 0
@@ -173,19 +172,19 @@ class State:
 @dataclass(eq=False)
 class Tree:
     """
-    What was explored of one prompt, `prompt_ids`.
+    The tree that was explored from one prompt, `prompt_ids`.
 
     Args:
-        budget (`int`): Longest completion allowed, in tokens, prefix included.
-        bases (`list[Rollout]`): Base trajectories. They are S_0's first rollouts too, unless they were thrown away.
+        budget (`int`): Maximum length of a completion in tokens, including the prefix.
+        bases (`list[Rollout]`): Base trajectories. With `reuse_base`, they are S_0's first rollouts too.
         entropies (`list[torch.Tensor]`), mean_entropies (`list[float]`):
             Entropies along each base trajectory, of shape (L,), in nats, in the process that sampled it, and their
             means in every process. NaN at tokens that the policy did not write.
         states (`list[State]`): S_0, then the anchors' states, each after the one before it in its chain.
-        value (`float`): What the prompt turned out to be worth, by the credit rule, NaN if nothing is known.
-        key (`int`, *optional*): What the prompt is remembered by, in every process.
+        value (`float`): Value of the prompt by the credit rule, NaN if unknown.
+        key (`int`, *optional*): The value tracker's key of the prompt, in every process.
         multimodal (`list[dict]`, *optional*):
-            The prompt's messages, if there are images in them, in the processes that have rows of it.
+            The prompt's messages, if they contain images, in the processes that have rows of it.
     """
 
     prompt_ids: TokenIds
@@ -201,10 +200,21 @@ class Tree:
     def __post_init__(self) -> None:
         self.prompt_ids = as_ids(self.prompt_ids)
 
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """The rollouts of all states, in order."""
+        return [rollout for state in self.states for rollout in state.rollouts]
+
+    def score_copies(self) -> None:
+        """Give each copy the score of its base trajectory."""
+        for rollout in self.states[0].rollouts:
+            if rollout.copy_of is not None:
+                rollout.score = self.bases[rollout.copy_of].score
+
     def branch(self, base: int, anchors: Mapping[int, float], num_written: Mapping[int, int] | None = None) -> None:
         """
-        Add the chain of states on a base trajectory, given the entropies at the positions of its anchors and, where
-        tools wrote some of the tokens before these, how many the policy wrote.
+        Add the chain of states on a base trajectory, given the entropy at each anchor's position and, if tools wrote
+        tokens before it, the number of tokens before it that the policy wrote.
         """
         parent = 0
         for position, entropy in sorted(anchors.items()):
@@ -215,7 +225,7 @@ class Tree:
 
 
 def chains_of(trees: Sequence[Tree]) -> tuple[list[State], list[int | None]]:
-    """The states of a batch, and for each the index of the state before it in its chain; `None` for an S_0."""
+    """The states of a batch, and the index of each one's previous state in its chain, `None` for an S_0."""
     states: list[State] = []
     parents: list[int | None] = []
     for tree in trees:

@@ -1,1 +1,1 @@
-"""Trees that a run logs while it trains, and a page that shows them."""
+"""Logs of trees during training, and a page that shows them."""

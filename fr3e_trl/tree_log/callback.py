@@ -15,13 +15,13 @@ from ..method.rows import Row
 from ..method.tree import Tree
 from ..processes import in_every_process, on_main_process
 from .page import make_page
-from .record import FOLDER, METRICS, PAGE, append_log, merged, record_trees, set_aside, write_logs, write_step
+from .record import FOLDER, METRICS, PAGE, append_log, merge_records, record_trees, set_aside, write_logs, write_step
 
 logger = logging.getLogger(__name__)
 
 
-def ends_no_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Let a run continue when a callback cannot write `what` it writes. The first error is reported in a warning."""
+def never_raises(method: Callable[..., None]) -> Callable[..., None]:
+    """Let a run continue if a callback fails to write its logs (`what`). The first error is reported in a warning."""
 
     @functools.wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -44,18 +44,18 @@ class TreeLog(TrainerCallback):
     """
     Writes a run's trees and metrics, and the page that shows them. The trainer passes the trees.
 
-    No error here ends a run, such as a full disk: it is reported in one warning. The logs of an earlier run in the same
+    Errors, such as a full disk, do not end a run but are reported in one warning. Logs of an earlier run in the same
     directory are moved to `trees-1`, or the next number.
 
     Args:
         every (`int`):
-            Number of steps from one log of trees to the next.
+            Number of steps between logs of trees.
         tokenizer (`PreTrainedTokenizerBase`):
             Tokenizer of the policy.
         reward_funcs (`list[str]`):
             Names of the reward functions.
         accelerator ([`~accelerate.Accelerator`]):
-            The processes, of which the main one writes.
+            The accelerator, whose main process writes.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class TreeLog(TrainerCallback):
         self.tokenizer = tokenizer
         self.reward_funcs = reward_funcs
         self.accelerator = accelerator
-        self._last: int | None = None  # the step that was logged last
+        self._last: int | None = None  # the last step that was logged
         self._has_begun = False
         self.what = f"log_trees={every}: trees or metrics"
         self.has_failed = False
 
-    @ends_no_run
+    @never_raises
     def write(self, trees: list[Tree], rows: list[Row], args: FR3EConfig, step: int) -> None:
         """
-        Log the trees of a batch if it is the first in `every` steps, or of the run. All processes must call this.
+        Log the trees of a batch if it is the first in `every` steps or of the run. All processes must call this.
 
         Args:
             trees (`list[Tree]`), rows (`list[Row]`):
@@ -86,24 +86,24 @@ class TreeLog(TrainerCallback):
         if self._last is not None and (step - 1) // self.every == (self._last - 1) // self.every:
             return
         self._last = step
-        # Each process has the tokens of its own rows only
-        of_processes = in_every_process(lambda: record_trees(trees, rows, self.tokenizer, args.plan.credit))
+        # Each process only has the tokens of its own rows
+        records = in_every_process(lambda: record_trees(trees, rows, self.tokenizer, args.plan.credit))
         record = {
             "step": step,
             "num_trees": len(trees),
             "reward_funcs": self.reward_funcs,
             "credit": args.credit,
-            "trees": merged(of_processes),
+            "trees": merge_records(records),
         }
         on_main_process(self.accelerator, lambda: write_step(Path(args.output_dir), record))
 
-    @ends_no_run
+    @never_raises
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         self._last, self._has_begun = None, True
         if not state.is_world_process_zero:
             return
         run = Path(str(args.output_dir))
-        # Steps after this run's checkpoint are of an earlier run that had come further
+        # Steps after this run's checkpoint belong to an earlier run that got further
         folder = set_aside(run, state.global_step)
         if folder is not None:
             logger.warning(
@@ -111,18 +111,18 @@ class TreeLog(TrainerCallback):
             )
         write_logs(run / FOLDER / METRICS, state.log_history)
 
-    @ends_no_run
+    @never_raises
     def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        # An evaluation before training does not belong to the run. Its directory may hold an earlier run
+        # An evaluation before training does not belong to the run, whose directory may still have an earlier run's logs
         if state.is_world_process_zero and self._has_begun:
             append_log(Path(str(args.output_dir)) / FOLDER / METRICS, state.log_history[-1])
 
-    @ends_no_run
+    @never_raises
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             make_page(Path(str(args.output_dir)), Path(str(args.output_dir)) / PAGE)
 
-    @ends_no_run
+    @never_raises
     def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         self.on_save(args, state)
         if state.is_world_process_zero:
@@ -138,5 +138,5 @@ def report(page: Path, report_to: str | list[str] | None) -> None:
             service = importlib.import_module(name)
             service.log_artifact(str(page), name="trees", type="trees")
             service.log({"trees": service.Html(page.read_text(), inject=False)})
-        except Exception as error:  # a finished training must not end with it
+        except Exception as error:  # must not fail a finished training
             logger.warning("%s was not logged to %s: %s: %s", page, name, type(error).__name__, error)

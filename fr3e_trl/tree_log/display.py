@@ -11,13 +11,13 @@ from ..method.tree import Rollout, State, TokenIds, Tree
 WIDTH = 100  # columns of a line
 SEGMENT = 160  # characters shown between two anchors
 
-# What decoders write where the bytes of a token make no character
+# Written by decoders if the bytes of a token are not a whole character
 FRAGMENT = "\ufffd"
 
-# Tokens of the longest character. More bytes than that are shown as they are
+# Maximum number of tokens of a character. Longer sequences are shown as fragments
 MAX_FRAGMENTS = 8
 
-# Control characters, and the symbols that stand for them: those of C0, of C1, and marks that turn text around
+# Control characters of C0, C1 and text direction, and the symbols that replace them
 CONTROLS = {code: 0x2400 + code for code in range(32)} | {0x7F: 0x2421}
 CONTROLS |= dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], ord(FRAGMENT))
 
@@ -41,10 +41,10 @@ def render_tree(tree: Tree, tokenizer: PreTrainedTokenizerBase) -> str:
             Tokenizer of the policy.
 
     Returns:
-        `str`: The prompt and its rollouts, then each explored base trajectory. Its text has the anchors marked. Under
-        tree credit the advantages of the tokens between anchors follow. Each anchor has its entropy, V if it has
-        several rollouts, α, whether its state was rejected, and what its rollouts wrote and scored. A score is ✓ or ✗
-        if every reward of the tree is 1 or 0, otherwise the reward.
+        `str`: The prompt and its rollouts, then each explored base trajectory with its anchors marked, followed under
+        tree credit by the advantages of the tokens between anchors. Each anchor has its entropy, V if it has several
+        rollouts, α, whether its state was rejected, and the text and score of its rollouts. A score is ✓ or ✗ if every
+        reward of the tree is 1 or 0, otherwise the reward.
     """
     lines = ["PROMPT", *_wrap(_shorten(str(tokenizer.decode(tree.prompt_ids)), 4 * SEGMENT)), ""]
     lines += _state_lines(tree, 0, tokenizer)
@@ -76,7 +76,7 @@ def _base_lines(tree: Tree, base: int, tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def _credit(tree: Tree, base: int) -> str:
-    """Advantages of a base trajectory's stretches; nothing if it is one."""
+    """Advantages of a base trajectory's stretches; empty if there is only one."""
     if len(tree.bases[base].credit) < 2:
         return ""
     anchors = {state.position: (i, state) for i, state in enumerate(tree.states) if state.base == base}
@@ -120,7 +120,7 @@ def _origin(tree: Tree, state: State) -> str:
 
 
 def _value(tree: Tree, state: State) -> list[str]:
-    """V, and that of the state before it. One rollout's reward is no value."""
+    """V, and V of the state before it, of states with several rollouts."""
     if not _has_value(state):
         return []
     if state.parent is None or not _has_value(tree.states[state.parent]):
@@ -133,10 +133,10 @@ def _has_value(state: State) -> bool:
 
 
 def _outcomes(rollouts: list[Rollout], tree: Tree) -> list[str]:
-    """The scores of rollouts, padded to equal width, and `?` for a rollout without one."""
-    everything = [*tree.bases, *(rollout for state in tree.states for rollout in state.rollouts)]
-    scored = {rollout.score.reward for rollout in everything if not math.isnan(rollout.score.reward)}
-    symbols = {1.0: "✓", 0.0: "✗"} if scored <= {0, 1} else {reward: f"{reward:.3g}" for reward in scored}
+    """The scores of rollouts, padded to equal width; `?` without a score."""
+    scores = [rollout.score.reward for rollout in [*tree.bases, *tree.rollouts]]
+    rewards = {reward for reward in scores if not math.isnan(reward)}
+    symbols = {1.0: "✓", 0.0: "✗"} if rewards <= {0, 1} else {reward: f"{reward:.3g}" for reward in rewards}
     width = max(map(len, symbols.values()))
     return [symbols.get(rollout.score.reward, "?").rjust(width) for rollout in rollouts]
 
@@ -158,14 +158,14 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, sequences: list[tuple[TokenI
             For each sequence, the tokens before it, of shape (C,), and its own, of shape (L,).
 
     Returns:
-        `list[list[str]]`: L texts for each sequence. If several tokens make one character, the last of them has it,
-        even if the others are before the sequence.
+        `list[list[str]]`: L texts for each sequence. A character of several tokens belongs to the last of them, even
+        if the others are before the sequence.
     """
     token_ids = [(before.tolist(), ids.tolist()) for before, ids in sequences]
     singles = sorted({token for before, ids in token_ids for token in [*before[-1:], *ids]})
     alone = dict(zip(singles, _decode(tokenizer, [[token] for token in singles]), strict=True))
-    token_ids = [(_needed(tokenizer, before, alone), ids) for before, ids in token_ids]
-    # Some tokenizers decode a text's first token differently. So what a token adds depends on the one before
+    token_ids = [(_context(tokenizer, before, alone), ids) for before, ids in token_ids]
+    # Some tokenizers decode a text's first token differently, so what a token adds depends on the one before it
     pairs = sorted({pair for before, ids in token_ids for pair in pairwise([*before, *ids])})
     added = {
         (first, second): text[len(alone[first]) :]
@@ -174,7 +174,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, sequences: list[tuple[TokenI
     results = []
     for before, ids in token_ids:
         texts: list[str] = []
-        fragments: list[int] = []  # tokens of a character that is not whole yet
+        fragments: list[int] = []  # tokens of an incomplete character
         for previous, token in zip([None, *before, *ids], [*before, *ids], strict=False):
             if FRAGMENT in alone[token]:
                 fragments.append(token)
@@ -183,7 +183,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, sequences: list[tuple[TokenI
                 texts.append(text if is_whole else "")
                 fragments = [] if is_whole else fragments
                 continue
-            if fragments:  # they make no character
+            if fragments:  # not a character after all
                 (texts[-1],) = _decode(tokenizer, [fragments])
                 fragments = []
             texts.append(alone[token] if previous is None else added[previous, token])
@@ -193,8 +193,8 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, sequences: list[tuple[TokenI
     return results
 
 
-def _needed(tokenizer: PreTrainedTokenizerBase, before: list[int], alone: dict[int, str]) -> list[int]:
-    """The last tokens before a sequence, from one that is no part of a character on. `alone` learns their texts."""
+def _context(tokenizer: PreTrainedTokenizerBase, before: list[int], alone: dict[int, str]) -> list[int]:
+    """The last tokens before a sequence, starting with a whole character. Their texts are added to `alone`."""
     for start in reversed(range(len(before))):
         token = before[start]
         if token not in alone:
@@ -210,8 +210,8 @@ def _decode(tokenizer: PreTrainedTokenizerBase, sequences: list[list[int]]) -> l
 
 def _shorten(text: str, length: int) -> str:
     """
-    `text` on one line, without control characters. If it is longer than `length`, its middle is cut, because its end
-    has the answer.
+    `text` on one line, without control characters. Beyond `length` characters its middle is cut, since the end has the
+    answer.
     """
     text = text.replace("\n", "↵").translate(CONTROLS)
     if len(text) <= length:

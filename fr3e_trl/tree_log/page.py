@@ -1,10 +1,11 @@
-"""One file that shows a run: its trees and its curves."""
+"""A self-contained page that shows the trees and curves of a run."""
 
 import base64
 import gzip
 import json
 import math
 import os
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import jinja2
 
 from .record import evaluated, is_number, logged_steps, read_metrics, read_step, write_whole
 
-MAX_TREES = 200  # of a page whose steps are not chosen
+MAX_TREES = 200  # of a page without given steps
 MAX_POINTS = 500  # of a curve
-MAX_PROMPT = 2000  # characters of a prompt that a search looks through
+MAX_PROMPT = 2000  # searchable characters of a prompt
 
-# Charts: title, metrics, and the metric that is the spread around the first. Curves of a chart are comparable: TRL's
-# `reward` and `entropy`, which also are over rows that start from chosen prefixes, only stand in where ours are not
+# Charts: title, metrics, and the metric of the spread around the first one. TRL's `reward` and `entropy` include rows
+# that start from selected prefixes, so they are only used if FR3E's metrics were not logged
 CHARTS: list[tuple[str, list[str], str | None]] = [
     ("Reward at the prompt", ["fr3e/value/S0 or reward", "eval_reward"], None),
     ("Prompts whose rows all did alike", ["fr3e/prompts/all_right", "fr3e/prompts/all_wrong"], None),
@@ -70,7 +71,7 @@ def _spread(run: Path) -> list[int]:
     steps = logged_steps(run)
     if not steps:
         return []
-    some = {steps[0], steps[len(steps) // 2], steps[-1]}  # with refill, steps have differently many
+    some = {steps[0], steps[len(steps) // 2], steps[-1]}  # with refill, the number of trees varies
     most = max(MAX_TREES // max(*(len(read_step(run, step)["trees"]) for step in some), 1), 2)
     if len(steps) <= most:
         return steps
@@ -78,7 +79,7 @@ def _spread(run: Path) -> list[int]:
 
 
 def _packed(tree: dict[str, Any]) -> str:
-    """A tree, packed. The page unpacks it when it is chosen."""
+    """A compressed tree. The page unpacks it when it is selected."""
     data = json.dumps(tree, separators=(",", ":")).encode()
     return base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode()
 
@@ -86,13 +87,13 @@ def _packed(tree: dict[str, Any]) -> str:
 def _summaries(trees: list[dict[str, Any]], step_of: list[int]) -> list[dict[str, Any]]:
     """The entries of the page's list of trees."""
     prompts = ["".join(tree["prompt"] or ["(in another process)"]) for tree in trees]
-    # What all prompts begin with does not tell them apart
+    # A common beginning of all prompts does not distinguish them
     common = _common_length(prompts) if len(set(prompts)) > 1 else 0
     first_of: dict[str, int] = {}  # the first tree of each prompt
     number_in_step: dict[int, int] = {}
     summaries = []
     for i, (tree, step, prompt) in enumerate(zip(trees, step_of, prompts, strict=True)):
-        is_known = tree["prompt"] is not None and not tree.get("has_images")  # images may tell two prompts apart
+        is_known = tree["prompt"] is not None and not tree.get("has_images")  # prompts may differ in their images
         number = number_in_step[step] = number_in_step.get(step, 0) + 1
         summaries.append(
             {
@@ -112,12 +113,12 @@ def _summaries(trees: list[dict[str, Any]], step_of: list[int]) -> list[dict[str
 
 
 def _advantages(tree: dict[str, Any]) -> list[float]:
-    of_rollouts = [[r["advantage"], *(advantage for _, _, advantage in r["credit"])] for r in tree["rollouts"]]
-    return [advantage for of_rollout in of_rollouts for advantage in of_rollout if advantage is not None]
+    advantages = [[r["advantage"], *(advantage for _, _, advantage in r["credit"])] for r in tree["rollouts"]]
+    return [advantage for advantage in chain.from_iterable(advantages) if advantage is not None]
 
 
 def _common_length(texts: list[str]) -> int:
-    """How many characters all of `texts` begin with, such as a system prompt, up to a word that is whole in all."""
+    """Length of the common beginning of all `texts`, such as a system prompt, up to the end of a word."""
     first, last = min(texts), max(texts)
     common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return max(first.rfind(space, 0, common) for space in " \n") + 1
@@ -144,22 +145,23 @@ def charts(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _curves(log: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
-    """The first of some metrics that was logged: a curve, or one for each evaluation set."""
-    of_sets: dict[str | None, list[dict[str, Any]]] = {}
+    """The curve of the first metric that was logged, or one for each evaluation set."""
+    logs: dict[str | None, list[dict[str, Any]]] = {}  # by evaluation set
     for entry in log:
-        of_sets.setdefault(evaluated(entry), []).append(entry)
+        logs.setdefault(evaluated(entry), []).append(entry)
     for name in names:
-        found = {of_set: points for of_set, entries in of_sets.items() if (points := _points(entries, name))}
-        if found:
-            return [
-                {"name": name if of_set is None else f"{name} of {of_set}", "points": points}
-                for of_set, points in found.items()
-            ]
+        curves = [
+            {"name": name if dataset is None else f"{name} of {dataset}", "points": points}
+            for dataset, entries in logs.items()
+            if (points := _points(entries, name))
+        ]
+        if curves:
+            return curves
     return []
 
 
 def _points(log: list[dict[str, Any]], name: str) -> list[list[float]]:
-    """Steps and values of a metric. Beyond `MAX_POINTS`, each point is the mean over equally many entries."""
+    """Steps and values of a metric. Beyond `MAX_POINTS` entries, each point is the mean over several."""
     points = [(entry["step"], entry[name]) for entry in log if is_number(entry.get(name))]
     size = math.ceil(len(points) / MAX_POINTS) or 1
     windows = [points[start : start + size] for start in range(0, len(points), size)]

@@ -1,37 +1,37 @@
 """
-The trees of a run as plain values, as they are logged.
+The format of logged trees.
 
 The trees of a step are in `trees/step-N.json.gz` of the output directory. N is the first step that trains on them:
 
     step            N
-    num_trees       trees of that step; the first MAX_TREES are here
+    num_trees       number of trees of that step, of which the first MAX_TREES are logged
     reward_funcs    names of the reward functions
     credit          "rollout" or "tree"
     trees           for each:
         prompt          text of each of its tokens, in order
-        has_images      true if there are images in it
+        has_images      true if it contains images
         states          S_0, then the anchors', each with
-            base, position  the rollout that it lies on, and how many of that one's tokens precede it; null, 0 for S_0
+            base, position  its base trajectory, and how many of that one's tokens precede it; null and 0 for S_0
             parent          the state before it in its chain, null for S_0
             entropy         of the policy at the anchor, in nats; null for S_0
-            value, modulation, rejected     V, α, and whether nothing was learned from it
+            value, modulation, rejected     V, α, and whether it was left out of the loss
             rollouts        indices of its rollouts
-        bases           indices of the base trajectories, among S_0's rollouts unless they were thrown away
+        bases           indices of the base trajectories, which are among S_0's rollouts if they are reused
         rollouts        each with
-            tokens          text of each of its own tokens, without the state's prefix. If several tokens make one
-                            character, the last one has it, also where the others are in the prefix
-            entropies       entropy at each token of a base trajectory; null at tokens that a tool wrote
-            tools           stretches that a tool wrote: first token, and the one after the last
+            tokens          text of each of its own tokens, without the state's prefix. A character of several tokens
+                            belongs to the last of them, even if the others are in the prefix
+            entropies       entropy at each token of a base trajectory; null at tokens of tools
+            tools           stretches of tokens of tools: first token, and the one after the last
             length          number of its tokens
-            reward, rewards the weighted sum, and by reward function; null where it was not scored
-            advantage       null for a base trajectory that was thrown away; under tree credit the mean over its tokens
-            in_loss         whether this batch learned from it. With refill, a row may have had no place
-            copies          of a base trajectory: branches that it had no anchor for, and counts for as well
-            num_rows        under tree credit: how many rows it stands for, its copies included
-            differs         of a branch: whether its first token is another than the base trajectory's there
-            credit          stretches of its tokens: how many, what each counts for, its advantage
+            reward, rewards the weighted sum, and by reward function; null if it was not scored
+            advantage       null for a base trajectory that is not reused; under tree credit the mean over its tokens
+            in_loss         whether it was in this batch's loss. With refill, a row may not fit into the batch
+            copies          for a base trajectory: number of missing branches that it also counts for
+            num_rows        under tree credit: number of rows that it counts as, including its copies
+            differs         for a branch: whether its first token differs from the base trajectory's token there
+            credit          stretches of its tokens: number of tokens, weight and advantage of each
 
-Values that no process knows are null. `trees/metrics.jsonl` has the trainer's logs, one entry per line, each with its
+Unknown values are null. `trees/metrics.jsonl` has the trainer's logs, one entry per line, each with its
 `step`.
 """
 
@@ -64,27 +64,27 @@ def record_trees(
     trees: list[Tree], rows: list[Row], tokenizer: PreTrainedTokenizerBase, credit: str
 ) -> list[dict[str, Any]]:
     """
-    The first trees of a step in plain values, as far as this process knows them.
+    The first trees of a step in plain values, which are `None` if another process has them.
 
     Args:
         trees (`list[Tree]`):
-            The step's trees, finished.
+            Finished trees of the step.
         rows (`list[Row]`):
             Their rows, with advantages.
         tokenizer (`PreTrainedTokenizerBase`):
             Tokenizer of the policy.
         credit (`str`):
-            The credit rule. Under `"tree"` a base trajectory stands for its copies too.
+            The credit rule. With `"tree"`, a base trajectory counts for its copies too.
     """
-    row_of = {id(row.rollout): row for row in rows}
+    row_by_id = {id(row.rollout): row for row in rows}
     trees = trees[:MAX_TREES]
-    rollouts = [_rollouts_of(tree) for tree in trees]
+    rollouts = [_rollouts(tree) for tree in trees]
     sequences: list[tuple[TokenIds, TokenIds]] = []
-    for tree, of_tree in zip(trees, rollouts, strict=True):
+    for tree, tree_rollouts in zip(trees, rollouts, strict=True):
         sequences.append((tree.prompt_ids[:0], tree.prompt_ids))
-        for rollout, prefix in of_tree:
-            before, row = [tree.prompt_ids, prefix], row_of.get(id(rollout))
-            if row is not None and len(row.prompt_ids):  # of one that refill has handed over, it alone has the prefix
+        for rollout, prefix in tree_rollouts:
+            before, row = [tree.prompt_ids, prefix], row_by_id.get(id(rollout))
+            if row is not None and len(row.prompt_ids):  # only the row has the prefix if refill has moved it here
                 before = [row.prompt_ids, row.prefix_ids]
             sequences.append((np.concatenate(before), rollout.token_ids))
     texts = iter(token_texts(tokenizer, sequences))
@@ -92,46 +92,48 @@ def record_trees(
         {
             "prompt": next(texts) or None,
             "has_images": True if tree.multimodal else None,
-            **_plain(tree, [r for r, _ in of_tree], row_of, texts, credit),
+            **_plain(tree, [r for r, _ in tree_rollouts], row_by_id, texts, credit),
         }
-        for tree, of_tree in zip(trees, rollouts, strict=True)
+        for tree, tree_rollouts in zip(trees, rollouts, strict=True)
     ]
 
 
-def _rollouts_of(tree: Tree) -> list[tuple[Rollout, TokenIds]]:
-    """The rollouts of a tree's states in order, then the base trajectories not among them, with their prefixes."""
-    of_states = [(r, state.prefix_ids) for state in tree.states for r in state.rollouts if r.copy_of is None]
-    kept = {id(rollout) for rollout, _ in of_states}
-    return of_states + [(base, base.token_ids[:0]) for base in tree.bases if id(base) not in kept]
+def _rollouts(tree: Tree) -> list[tuple[Rollout, TokenIds]]:
+    """The rollouts of a tree's states with their prefixes, then base trajectories that are not among them."""
+    rollouts = [(r, state.prefix_ids) for state in tree.states for r in state.rollouts if r.copy_of is None]
+    included = {id(rollout) for rollout, _ in rollouts}
+    return rollouts + [(base, base.token_ids[:0]) for base in tree.bases if id(base) not in included]
 
 
 def _plain(
-    tree: Tree, rollouts: list[Rollout], row_of: dict[int, Row], texts: Iterator[list[str]], credit: str
+    tree: Tree, rollouts: list[Rollout], row_by_id: dict[int, Row], texts: Iterator[list[str]], credit: str
 ) -> dict[str, Any]:
-    copies = Counter(r.copy_of for state in tree.states for r in state.rollouts if r.copy_of is not None)
-    copies_of = {id(tree.bases[b]): num for b, num in copies.items()}
-    number_of = {id(rollout): i for i, rollout in enumerate(rollouts)}
-    entropies = {id(base): of_base for base, of_base in zip(tree.bases, tree.entropies, strict=True)}
+    copies = Counter(rollout.copy_of for rollout in tree.rollouts if rollout.copy_of is not None)
+    num_copies = {id(tree.bases[b]): num for b, num in copies.items()}
+    index = {id(rollout): i for i, rollout in enumerate(rollouts)}
+    entropies = {id(base): values for base, values in zip(tree.bases, tree.entropies, strict=True)}
     return {
         "states": [
             {
-                "base": None if state.base is None else number_of[id(tree.bases[state.base])],
+                "base": None if state.base is None else index[id(tree.bases[state.base])],
                 "position": state.position,
                 "parent": state.parent,
                 "entropy": _rounded(state.entropy),
                 "value": _significant(state.value),
                 "modulation": _significant(state.modulation),
                 "rejected": state.rejected,
-                "rollouts": [number_of[id(rollout)] for rollout in state.rollouts if rollout.copy_of is None],
+                "rollouts": [index[id(rollout)] for rollout in state.rollouts if rollout.copy_of is None],
             }
             for state in tree.states
         ],
-        "bases": [number_of[id(base)] for base in tree.bases],
+        "bases": [index[id(base)] for base in tree.bases],
         "rollouts": [
-            _plain_rollout(rollout, row_of.get(id(rollout)), entropies.get(id(rollout)), next(texts))
-            | {"copies": num_copies, "num_rows": 1 + num_copies if credit == "tree" else None}
+            _plain_rollout(rollout, row_by_id.get(id(rollout)), entropies.get(id(rollout)), next(texts))
+            | {
+                "copies": num_copies.get(id(rollout), 0),
+                "num_rows": 1 + num_copies.get(id(rollout), 0) if credit == "tree" else None,
+            }
             for rollout in rollouts
-            for num_copies in [copies_of.get(id(rollout), 0)]
         ],
     }
 
@@ -165,15 +167,15 @@ def _significant(x: float) -> float | None:
     return float(f"{x:.4g}") if math.isfinite(x) else None
 
 
-def merged(records: list[Any]) -> Any:
-    """The records of several processes as one. A record has null where its process knows nothing."""
+def merge_records(records: list[Any]) -> Any:
+    """Merge the records of several processes. A record has `None` for values that its process does not have."""
     known = [record for record in records if record is not None]
     if not known:
         return None
     if isinstance(known[0], dict):
-        return {name: merged([record[name] for record in known]) for name in known[0]}
+        return {name: merge_records([record[name] for record in known]) for name in known[0]}
     if isinstance(known[0], list) and known[0] and isinstance(known[0][0], dict):
-        return [merged(list(of_processes)) for of_processes in zip(*known, strict=True)]
+        return [merge_records(list(records)) for records in zip(*known, strict=True)]
     return known[0]
 
 
@@ -188,7 +190,7 @@ def logged_steps(run: Path) -> list[int]:
 
 
 def write_step(run: Path, record: dict[str, Any]) -> None:
-    """Log a step's trees. A crash leaves the whole file or none."""
+    """Log a step's trees atomically."""
     path = step_path(run, record["step"])
     path.parent.mkdir(parents=True, exist_ok=True)
     data = json.dumps(record, separators=(",", ":")).encode()
@@ -227,25 +229,25 @@ def append_log(path: Path, log: dict[str, Any]) -> None:
 
 
 def _line(log: dict[str, Any]) -> str:
-    """An entry as JSON, with null for NaN and infinity, which JSON lacks."""
+    """An entry as JSON, with null for NaN and infinity."""
     finite = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in log.items()}
     return json.dumps(finite, default=str) + "\n"
 
 
 def is_number(value: Any) -> bool:
-    """Whether a logged value is a finite number. TRL logs `None` where there was no score."""
+    """Whether a logged value is a finite number. TRL logs `None` without a score."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def evaluated(entry: dict[str, Any]) -> str | None:
-    """The evaluation set of a log, if there are several. TRL's metrics, such as `eval_reward`, do not name it."""
+    """The evaluation set of a log entry, if there are several. TRL's `eval_reward`, for example, does not name it."""
     names = [re.fullmatch("eval_(.+)_runtime", name) for name in entry]
     return next((found[1] for found in names if found is not None), None)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """
-    The trainer's logs, without an unfinished line.
+    The trainer's logs, without an incomplete last line.
 
     Raises:
         ValueError: A line is damaged.
@@ -278,7 +280,7 @@ def set_aside(run: Path, step: int) -> Path | None:
         run (`Path`):
             Output directory.
         step (`int`):
-            The step that the run resumes from. At step 0, all logs are an earlier run's, and so is the page.
+            The step that the run resumes from. At step 0, all logs and the page belong to an earlier run.
 
     Returns:
         `Path`, *optional*: The folder, if there was anything to move.
@@ -299,4 +301,4 @@ def _has_metrics_after(run: Path, step: int) -> bool:
     try:
         return any(entry.get("step", 0) > step for entry in read_metrics(run))
     except ValueError:
-        return True  # they may be
+        return True  # unreadable, so possible

@@ -1,7 +1,8 @@
 """
-Credit: what each token learns from the rollouts of its tree.
+Credit: the advantage of each token, computed from the rollouts of its tree.
 
-`rule.py` says what a credit rule is. Each other file has one rule, but for `prior.py`: the baselines that they share.
+`rule.py` has the interface of credit rules and `prior.py` the priors that they share. The other files have one rule
+each.
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from ..plan import Plan
 from ..rows import Row
 from ..tree import Tree
-from .prior import ValueTracker, prior_of
+from .prior import ValueTracker, step_prior
 from .rollout import RolloutCredit
 from .rule import CreditRule
 from .tree import TreeCredit
@@ -23,15 +24,15 @@ CREDIT_RULES: dict[str, CreditRule] = {
 
 def credit_rows(rows: Sequence[Row], trees: Sequence[Tree], plan: Plan, tracker: ValueTracker | None = None) -> None:
     """
-    Credit the rows of a step: write what the plan's rule makes of `trees` into these and their rows.
+    Credit the rows of a step by the plan's rule, and store the result in `rows` and `trees`.
 
     Args:
         rows (`Sequence[Row]`): The rows of all of `trees`, in order.
         trees (`Sequence[Tree]`): Finished trees.
         plan ([`Plan`]): Settings.
-        tracker ([`ValueTracker`], *optional*): What prompts were worth in the steps before. It does not learn here.
+        tracker ([`ValueTracker`], *optional*): Values of prompts in earlier steps. It does not learn here.
     """
-    credit = CREDIT_RULES[plan.credit].credit(trees, plan, prior_of(trees, plan, tracker))
+    credit = CREDIT_RULES[plan.credit].credit(trees, plan, step_prior(trees, plan, tracker))
     for row, row_credit in zip(rows, credit.rows, strict=True):
         row.rollout.credit, row.advantage, row.in_loss = row_credit
     states = (state for tree in trees for state in tree.states)

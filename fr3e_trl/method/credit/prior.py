@@ -1,30 +1,31 @@
 """
-Baselines that credit rules share: what prompts are expected to be worth before their own rewards are looked at.
+Priors for the baselines of credit rules: the expected value of each prompt before its own rewards are used.
 
-[`Prior`] gives this for the prompts of a batch. By itself it is the mean over the others, which is noise for a few of
-them, and does not exist for one. A [`ValueTracker`] remembers prompts from step to step, so that it needs no crowd:
+[`Prior`] computes them for the prompts of a batch. By default a prompt's prior is the mean over the other prompts,
+which is noisy for a few prompts and does not exist for one. A [`ValueTracker`] remembers prompts from step to step, so
+that a small batch is enough:
 
     prior = level + slope · offset
 
-    - level: the mean over the batch's other prompts and, as if they were so many more, those of the steps before.
-    - offset: by how much the prompt was worth more than the level when it came before, in a mean in which each visit
-      weighs less than the one after it; 0 if it never came. What the policy learns moves the level, and with it all.
-    - slope: how much of its offset a prompt has kept, on average, when it came again: the slope of a regression
+    - level: the mean over the batch's other prompts and a number of prompts of earlier steps.
+    - offset: how much the prompt's value exceeded the level on earlier visits, a mean in which older visits weigh
+      less; 0 without an earlier visit. As the policy improves, the level moves, and the priors of all prompts with it.
+    - slope: the share of their offset that prompts keep until the next visit, on average: the slope of a regression
       through 0.
 
-The tracker also estimates κ, how much a prior weighs against rewards. Rewards of a prompt differ from its prior
-together, because the prior is wrong, and each by itself. With ρ the correlation of two of them about the prior, the
-best weight is that of James and Stein: the variance of a reward by itself over that of the prior's error,
+The tracker also estimates κ, the weight of a prior relative to rewards. The rewards of a prompt deviate from its prior
+jointly, because the prior is wrong, and independently. With ρ the correlation of two rewards about the prior, the best
+weight is that of James and Stein, the variance of the independent part over that of the prior's error:
 κ = (1 - ρ) / ρ.
 
-Nothing of a step is in its own priors, but that of a batch's other prompts, nor in its κ, so that no baseline depends
-on what it is for.
+The priors and the κ of a step depend on no rewards of that step, except those of the batch's other prompts. So no
+baseline depends on the reward that it is compared with.
 
 Notation used for tensor shapes:
     - P: prompts of a batch
     - R: their rows
     - S: states of a batch
-    - N: prompts that are known
+    - N: known prompts
 """
 
 import hashlib
@@ -38,23 +39,23 @@ import torch
 from ..plan import Plan
 from ..tree import TokenIds, Tree
 
-# Prompts that the level counts as, at most: on `chain` 32 and 64 were best, and 16 and 128 little worse
+# Maximum number of prompts that the level counts as. On `chain`, 32 and 64 were best, 16 and 128 slightly worse
 LEVEL_PROMPTS = 64
 
-# What a visit's weight in a prompt's offset becomes with the next visit: .75 was better than .5 and 1
+# Factor on the weight of earlier visits in a prompt's offset at each new visit. 0.75 was better than 0.5 and 1
 VISIT_DECAY = 0.75
 
-# Prompts that a ratio is estimated over, and how many its start counts as
+# Number of prompts that a ratio is estimated from, and number of prompts that its start counts as
 RATIO_PROMPTS = 256
 START_PROMPTS = 16
 
-# ρ where nothing is known: κ = 4, which is the default without a tracker. And the least that it may be: κ = 99
+# ρ at the start, κ = 4 as in the default without a tracker, and its minimum, κ = 99
 START_CORRELATION = 0.2
-LEAST_CORRELATION = 0.01
+MIN_CORRELATION = 0.01
 
 
 def prompt_key(prompt_ids: TokenIds, images: Sequence[Any] = ()) -> int:
-    """What a prompt is remembered by, 64 bits of a hash of its tokens and the pixels of its images."""
+    """The key by which a prompt is remembered: a 64-bit hash of its tokens and the pixels of its images."""
     digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=8)
     for pixels in map(np.asarray, images):
         digest.update(repr(pixels.shape).encode() + pixels.tobytes())
@@ -64,12 +65,12 @@ def prompt_key(prompt_ids: TokenIds, images: Sequence[Any] = ()) -> int:
 @dataclass
 class Ratio:
     """
-    A ratio of two means over the last prompts, which begins at `start`.
+    A ratio of two means over recent prompts.
 
     Args:
-        start (`float`): What it is where nothing is known.
-        numerator, denominator (`float`): Sums over prompts, older ones weighing less.
-        num_prompts (`float`): How many these count as.
+        start (`float`): Its value before any prompts.
+        numerator, denominator (`float`): Sums over prompts, in which older ones weigh less.
+        num_prompts (`float`): Number of prompts that the sums count as.
     """
 
     start: float
@@ -79,14 +80,14 @@ class Ratio:
 
     @property
     def value(self) -> float:
-        """As if `START_PROMPTS` prompts had shown the start."""
+        """The estimate, in which the start counts as `START_PROMPTS` prompts."""
         if self.denominator == 0:
             return self.start
         seen = self.num_prompts * self.numerator / self.denominator
         return (seen + START_PROMPTS * self.start) / (self.num_prompts + START_PROMPTS)
 
     def add(self, numerators: torch.Tensor, denominators: torch.Tensor) -> None:
-        """Add what a batch's prompts have shown."""
+        """Add the prompts of a batch."""
         decay = (1 - 1 / RATIO_PROMPTS) ** len(numerators)
         self.numerator = self.numerator * decay + numerators.sum().item()
         self.denominator = self.denominator * decay + denominators.sum().item()
@@ -95,62 +96,62 @@ class Ratio:
 
 class OffsetTable:
     """
-    The offsets of prompts by their keys, and how many visits each counts as.
+    The offset of each prompt by its key, and the number of visits that it counts as.
 
-    A hash table with open addressing, at most half full, so that a step takes the same time however many prompts are
-    known. A prompt takes 32 to 64 bytes.
+    A hash table with open addressing, at most half full, so that the time of a step does not grow with the number of
+    known prompts. A prompt takes 32 to 64 bytes.
     """
 
     def __init__(self, size: int = 1024):
         self.num_known = 0
         self.keys = torch.zeros(size, dtype=torch.int64)
         self.offsets = torch.zeros(size)
-        self.weights = torch.zeros(size)  # 0 where a place is free
+        self.weights = torch.zeros(size)  # 0 in a free slot
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
-        """The place of each key, or the free one where it belongs, (P,)."""
+        """The slot of each key, or the free slot where it belongs, (P,)."""
         last = len(self.keys) - 1
-        places, moving = keys & last, torch.arange(len(keys))
+        slots, moving = keys & last, torch.arange(len(keys))
         while len(moving):
-            there = places[moving]
+            there = slots[moving]
             moving = moving[(self.weights[there] > 0) & (self.keys[there] != keys[moving])]
-            places[moving] = (places[moving] + 1) & last
-        return places
+            slots[moving] = (slots[moving] + 1) & last
+        return slots
 
     def write(self, keys: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor) -> None:
-        """Set the offsets and weights of keys that differ from each other, (P,) each."""
+        """Set the offsets and weights of distinct keys, (P,) each."""
         while 2 * (self.num_known + len(keys)) > len(self.keys):
             is_taken = self.weights > 0
             known = self.keys[is_taken], self.offsets[is_taken], self.weights[is_taken]
             self.__init__(2 * len(self.keys))  # type: ignore[misc]
             self.write(*known)
         while len(keys):
-            places = self.find(keys)
-            self.num_known -= int((self.weights[places] > 0).sum())
-            self.keys[places] = keys
-            is_placed = self.keys[places] == keys  # of several keys in one free place, one is
-            self.offsets[places[is_placed]], self.weights[places[is_placed]] = offsets[is_placed], weights[is_placed]
-            self.num_known += int(is_placed.sum())
-            keys, offsets, weights = keys[~is_placed], offsets[~is_placed], weights[~is_placed]
+            slots = self.find(keys)
+            self.num_known -= int((self.weights[slots] > 0).sum())
+            self.keys[slots] = keys
+            is_stored = self.keys[slots] == keys  # of several keys for one free slot, one wins
+            self.offsets[slots[is_stored]], self.weights[slots[is_stored]] = offsets[is_stored], weights[is_stored]
+            self.num_known += int(is_stored.sum())
+            keys, offsets, weights = keys[~is_stored], offsets[~is_stored], weights[~is_stored]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Keys, offsets and weights of all prompts that are known, (N,) each, by ascending key."""
-        places = (self.weights > 0).nonzero().flatten()
-        places = places[self.keys[places].argsort()]
-        return {name: getattr(self, name)[places] for name in ("keys", "offsets", "weights")}
+        """Keys, offsets and weights of all known prompts, (N,) each, by ascending key."""
+        slots = (self.weights > 0).nonzero().flatten()
+        slots = slots[self.keys[slots].argsort()]
+        return {name: getattr(self, name)[slots] for name in ("keys", "offsets", "weights")}
 
 
 @dataclass(eq=False)
 class ValueTracker:
     """
-    What prompts are worth, by the steps before.
+    Values of prompts in earlier steps.
 
     Args:
         level, num_prompts (`float`):
-            Mean value of the prompts so far, older ones weighing less, and how many prompts it counts as.
-        slope ([`Ratio`]): How much of its offset a prompt keeps.
+            Mean value of earlier prompts, in which older ones weigh less, and the number of prompts that it counts as.
+        slope ([`Ratio`]): The share of its offset that a prompt keeps.
         correlation ([`Ratio`]): ρ.
-        table ([`OffsetTable`]): The offset of each prompt that came, by its [`prompt_key`].
+        table ([`OffsetTable`]): The offset of each prompt that was visited, by its [`prompt_key`].
     """
 
     level: float = 0.0
@@ -162,34 +163,34 @@ class ValueTracker:
     @property
     def prior_strength(self) -> float:
         """κ, in rollouts."""
-        correlation = max(self.correlation.value, LEAST_CORRELATION)
+        correlation = max(self.correlation.value, MIN_CORRELATION)
         return (1 - correlation) / correlation
 
     def priors(self, keys: list[int], values: torch.Tensor) -> torch.Tensor:
         """
-        What each prompt of a batch is expected to be worth, (P,), whatever its own rewards; NaN where nothing is known.
-        `values` (P,) is what each turned out to be worth, or NaN: the others' part of the level.
+        The expected value of each prompt of a batch, (P,), independent of its own rewards; NaN if unknown. The level
+        includes the other prompts' actual `values` (P,), some of which may be NaN.
         """
         slope = min(max(self.slope.value, 0.0), 1.0)
         return self._levels(values) + slope * self._recall(torch.tensor(keys))[0]
 
     def num_known(self, keys: list[int]) -> int:
-        """How many of these prompts came before."""
+        """Number of these prompts that were visited before."""
         return int((self._recall(torch.tensor(keys))[1] > 0).sum())
 
     def learn(self, keys: list[int], values: torch.Tensor, rewards: torch.Tensor, prompts: torch.Tensor) -> None:
         """
-        Remember a step, of which the priors were taken before.
+        Learn from a step whose priors are not needed any more.
 
         Args:
             keys (`list[int]`), values (`torch.Tensor` of shape (P,)):
-                Of each prompt, and what it turned out to be worth, NaN where that is unknown: it then teaches nothing.
+                Key and actual value of each prompt. Prompts with the value NaN are ignored.
             rewards, prompts (`torch.Tensor` of shape (R,)):
-                Reward of each row, NaN where unscorable, and its prompt, as an index.
+                Reward of each row, NaN if unscorable, and the index of its prompt.
         """
         self._learn_correlation(rewards - self.priors(keys, values)[prompts], prompts, len(keys))
-        found = values - self._levels(values)
-        self._learn_offsets(torch.tensor(keys)[~found.isnan()], found[~found.isnan()])
+        offsets = values - self._levels(values)
+        self._learn_offsets(torch.tensor(keys)[~offsets.isnan()], offsets[~offsets.isnan()])
         num_prompts = self.num_prompts + int((~values.isnan()).sum())
         if num_prompts:
             self.level = (self.num_prompts * self.level + values.nansum().item()) / num_prompts
@@ -201,26 +202,26 @@ class ValueTracker:
         return {"level": self.level, "num_prompts": self.num_prompts, **ratios, **self.table.state()}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Go on from what [`state`] returned."""
+        """Restore what [`state`] returned."""
         self.level, self.num_prompts = state["level"], state["num_prompts"]
         self.slope, self.correlation = Ratio(**state["slope"]), Ratio(**state["correlation"])
         self.table = OffsetTable()
         self.table.write(state["keys"], state["offsets"], state["weights"])
 
     def _levels(self, values: torch.Tensor) -> torch.Tensor:
-        """The level as each of a batch's prompts sees it, by the others' values and the steps before, (P,)."""
+        """The level for each prompt of a batch, from the others' values and earlier steps, (P,)."""
         return leave_one_out_means(values, self.level, self.num_prompts)
 
     def _recall(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The offset of each prompt, and its weight: both 0 for one that never came. (P,) each."""
-        places = self.table.find(keys)
-        return self.table.offsets[places], self.table.weights[places]
+        """The offset of each prompt and its weight, both 0 for unknown prompts, (P,) each."""
+        slots = self.table.find(keys)
+        return self.table.offsets[slots], self.table.weights[slots]
 
     def _learn_offsets(self, keys: torch.Tensor, found: torch.Tensor) -> None:
-        """Add the offsets that prompts were found to have. One that is in the batch twice is taken as one visit."""
-        keys, of_keys = keys.unique(return_inverse=True)
-        sums = found.new_zeros(len(keys)).index_add(0, of_keys, found)
-        found = (sums / of_keys.bincount(minlength=len(keys))).float()
+        """Update prompts with the offsets that were found in a batch. A prompt that is in it twice counts once."""
+        keys, inverse = keys.unique(return_inverse=True)
+        sums = found.new_zeros(len(keys)).index_add(0, inverse, found)
+        found = (sums / inverse.bincount(minlength=len(keys))).float()
         offsets, weights = self._recall(keys)
         known = weights > 0
         self.slope.add((offsets * found)[known].double(), (offsets**2)[known].double())
@@ -228,7 +229,7 @@ class ValueTracker:
         self.table.write(keys, (weights * offsets + found) / (weights + 1), weights + 1)
 
     def _learn_correlation(self, errors: torch.Tensor, prompts: torch.Tensor, num_prompts: int) -> None:
-        """Add the errors of rows about their priors: over pairs of rows of a prompt, and over rows."""
+        """Update ρ with the errors of rows about their priors, using products of pairs of rows of a prompt."""
         zeros, known = errors.new_zeros(num_prompts), errors.nan_to_num(0)
         counts = zeros.index_add(0, prompts, (~errors.isnan()).to(errors.dtype))
         squares = zeros.index_add(0, prompts, known**2)
@@ -239,8 +240,8 @@ class ValueTracker:
 
 def state_values(rewards: torch.Tensor, states: torch.Tensor, num_states: int) -> torch.Tensor:
     """
-    V(S_j), (S,): mean of the `rewards` (R,) of a state's rollouts, of which those that are NaN are left out; NaN for a
-    state without others. `states` (R,) has the state of each row, as an index below `num_states`.
+    V(S_j), (S,): mean of the `rewards` (R,) of a state's rollouts that are not NaN; NaN if there are none. `states`
+    (R,) has the index of each row's state, below `num_states`.
     """
     zeros = rewards.new_zeros(num_states)
     sums = zeros.index_add(0, states, rewards.nan_to_num(0))
@@ -249,8 +250,8 @@ def state_values(rewards: torch.Tensor, states: torch.Tensor, num_states: int) -
 
 def leave_one_out_means(values: torch.Tensor, mean: float = 0.0, weight: float = 0.0) -> torch.Tensor:
     """
-    Mean of the others, for each of `values` (P,), NaN where no other exists. Values that are NaN do not exist, and
-    `weight` further ones, whose mean is `mean`, count for all.
+    Mean of the other values for each of `values` (P,), ignoring NaN; NaN if there are no others. `weight` further
+    values, whose mean is `mean`, are included for all.
     """
     exist = (~values.isnan()).to(values.dtype)
     others = values.nansum() - values.nan_to_num(0)
@@ -260,14 +261,14 @@ def leave_one_out_means(values: torch.Tensor, mean: float = 0.0, weight: float =
 @dataclass(frozen=True)
 class Prior:
     """
-    What the prompts of a batch are expected to be worth, and how much that weighs against rewards.
+    The expected values of a batch's prompts, and their weight relative to rewards.
 
     Args:
-        strength (`float`): κ, in rollouts. With 0 there is no prior where there is anything else to compare with.
+        strength (`float`): κ, in rollouts. With 0 the prior is only used if there is nothing else to compare with.
         is_zero (`bool`): Whether each prompt's prior is 0, because rewards are normalized over its rows.
         tracker ([`ValueTracker`], *optional*):
-            What prompts were worth in the steps before. If `None`, the others of the batch are each prompt's prior.
-        keys (`list[int]`): What the tracker knows the batch's prompts by.
+            Values of prompts in earlier steps. If `None`, a prompt's prior is the mean over the batch's other prompts.
+        keys (`list[int]`): The tracker's keys of the batch's prompts.
     """
 
     strength: float = 0.0
@@ -277,40 +278,40 @@ class Prior:
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """
-        The prior of each prompt, (P,), given what prompts turned out to be worth, (P,); NaN where nothing is known. It
-        does not depend on the prompt's own value.
+        The prior of each prompt, (P,), given the actual values of prompts, (P,); NaN if unknown. A prompt's prior does
+        not depend on its own value.
         """
         if self.tracker is not None:
             return self.tracker.priors(self.keys, values)
         return torch.zeros_like(values) if self.is_zero else leave_one_out_means(values)
 
 
-# What compares each row with the others of its state alone
+# Each row is only compared with the others of its state
 NO_PRIOR = Prior()
 
 
-def prior_of(trees: Sequence[Tree], plan: Plan, tracker: ValueTracker | None = None) -> Prior:
-    """The prior of a step's prompts. The tracker is asked, and learns nothing."""
+def step_prior(trees: Sequence[Tree], plan: Plan, tracker: ValueTracker | None = None) -> Prior:
+    """The prior of a step's prompts. The tracker does not learn here."""
     strength = plan.prior_strength
     if strength is None and tracker is not None:
         strength = tracker.prior_strength
-    return Prior(strength or 0.0, plan.normalization != "none", tracker, _keys_of(trees) if tracker else [])
+    return Prior(strength or 0.0, plan.normalization != "none", tracker, _tree_keys(trees) if tracker else [])
 
 
 def track_values(trees: Sequence[Tree], plan: Plan, tracker: ValueTracker) -> dict[str, float]:
-    """Have `tracker` learn what the prompts of a credited step turned out to be worth, and return what to log."""
-    keys = _keys_of(trees)
+    """Let `tracker` learn the values of the prompts of a credited step, and return metrics to log."""
+    keys = _tree_keys(trees)
     strength = plan.prior_strength
     metrics = {
         "fr3e/prior/strength": tracker.prior_strength if strength is None else strength,
         "fr3e/prior/known": tracker.num_known(keys) / len(keys),
     }
     values = torch.tensor([tree.value for tree in trees], dtype=torch.float64)
-    of_rows = [(r.reward, i) for i, tree in enumerate(trees) for state in tree.states for r in state.rollouts]
-    rewards, prompts = zip(*of_rows, strict=True)
+    rows = [(rollout.reward, i) for i, tree in enumerate(trees) for rollout in tree.rollouts]
+    rewards, prompts = zip(*rows, strict=True)
     tracker.learn(keys, values, torch.tensor(rewards, dtype=torch.float64), torch.tensor(prompts))
     return metrics
 
 
-def _keys_of(trees: Sequence[Tree]) -> list[int]:
+def _tree_keys(trees: Sequence[Tree]) -> list[int]:
     return [tree.key for tree in trees if tree.key is not None]

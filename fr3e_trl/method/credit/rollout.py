@@ -1,10 +1,10 @@
 """
-Rollout credit: each rollout is compared with those of its own state, and its tokens learn from its outcome alone.
+Rollout credit: each rollout is compared with the others of its state, and its tokens learn from its outcome alone.
 
-This is the paper's rule, with its modulation: advantages are scaled by how the value moved along the trajectory.
+This is the paper's rule, with its modulation: advantages are scaled by how the value changed along the trajectory.
 
-The maths is of tensors and plain values. Rows name their states, and states the state before them in their chain, so
-that nothing is inferred from the order of rows or from how many a state has.
+Functions take tensors and plain values. Each row names its state, and each state the one before it in its chain, so
+that nothing depends on the order of rows or on the number of rows per state.
 
 Notation used for tensor shapes:
     - R: rows of the batch, the completions that are trained on
@@ -12,11 +12,11 @@ Notation used for tensor shapes:
     - P: prompts
     - F: reward functions
 
-Names of arguments that functions share:
+Arguments that functions share:
     - rewards, of shape (R,): NaN where unscorable
-    - states, of shape (R,): state of each row, as an index
-    - parents, a list of length S: index of the state before each in its chain, which comes before its own; `None` for
-      an S_0
+    - states, of shape (R,): index of each row's state
+    - parents, a list of length S: index of the previous state in the chain, smaller than the state's own; `None` for an
+      S_0
 """
 
 import math
@@ -35,7 +35,7 @@ MODULATION_CLIP = 5.0
 
 
 class RolloutCredit(CreditRule):
-    """Each row is one stretch of weight 1, whose advantage the loss takes as the row's."""
+    """Each row is one stretch of weight 1, and the loss uses one advantage per row."""
 
     by_token = False
 
@@ -53,31 +53,30 @@ class RolloutCredit(CreditRule):
             reject=plan.reject,
             negative_scale=plan.negative_scale,
         )
-        of_rows = zip(rollouts, result.advantages.tolist(), (~result.rejected[row_states]).tolist(), strict=True)
-        of_states = zip(result.values.tolist(), result.factors.tolist(), result.rejected.tolist(), strict=True)
+        rows = zip(rollouts, result.advantages.tolist(), (~result.rejected[row_states]).tolist(), strict=True)
         return Credit(
-            rows=[RowCredit([(rollout.length, 1.0, a)], a, in_loss) for rollout, a, in_loss in of_rows],
-            states=[StateCredit(*of_state) for of_state in of_states],
+            rows=[RowCredit([(rollout.length, 1.0, a)], a, in_loss) for rollout, a, in_loss in rows],
+            states=list(map(StateCredit, result.values.tolist(), result.factors.tolist(), result.rejected.tolist())),
             values=result.values[_are_roots(parents)],
         )
 
 
 def compared_rewards(trees: Sequence[Tree], plan: Plan) -> torch.Tensor:
     """
-    What the rows of `trees` are compared by, (R,), in order: their reward, or what normalizing has made of it.
+    The rewards by which the rows of `trees` are compared, (R,), in order: normalized if the plan says so.
 
-    Where the rewards of each function are normalized, their weighted sum is divided by the standard deviation over the
-    batch, as by GRPO with `multi_objective_aggregation="normalize_then_sum"`.
+    If the rewards of each function are normalized, their weighted sum is divided by the standard deviation over the
+    batch, as in GRPO with `multi_objective_aggregation="normalize_then_sum"`.
     """
-    rollouts = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]
+    rollouts = [rollout for tree in trees for rollout in tree.rollouts]
     rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
     if plan.normalization == "none":
         return rewards
-    prompts = torch.tensor([i for i, tree in enumerate(trees) for state in tree.states for _ in state.rollouts])
+    prompts = torch.tensor([i for i, tree in enumerate(trees) for _ in tree.rollouts])
     if plan.normalization == "sum":
         return normalized_rewards(rewards.unsqueeze(1), prompts, len(trees)).squeeze(1)
     per_func = torch.tensor([rollout.score.rewards for rollout in rollouts], dtype=torch.float64)
-    weights = torch.ones(per_func.size(1), dtype=torch.float64)  # that of an environment's own reward is 1
+    weights = torch.ones(per_func.size(1), dtype=torch.float64)  # 1 for an environment's own reward
     weights[: len(plan.reward_weights or [])] = torch.tensor(plan.reward_weights or [], dtype=torch.float64)
     rewards = weighted_rewards(normalized_rewards(per_func, prompts, len(trees)), weights)
     return rewards / batch_std(rewards)
@@ -86,12 +85,12 @@ def compared_rewards(trees: Sequence[Tree], plan: Plan) -> torch.Tensor:
 @dataclass(frozen=True)
 class Advantages:
     """
-    What the rewards of a batch make of its states and rows.
+    Values and advantages of a batch.
 
     Args:
-        values (`torch.Tensor` of shape (S,)): V of each state, NaN for one with no scorable row.
+        values (`torch.Tensor` of shape (S,)): V of each state, NaN without a scorable row.
         factors (`torch.Tensor` of shape (S,)): α of each state.
-        rejected (`torch.Tensor` of shape (S,)): Whether each state leaves the loss.
+        rejected (`torch.Tensor` of shape (S,)): Whether each state is left out of the loss.
         advantages (`torch.Tensor` of shape (R,)): A' of each row, modulated, and scaled if negative.
     """
 
@@ -114,11 +113,10 @@ def compute_advantages(
     """
     Values, modulation, advantages and rejection of a batch.
 
-    Values, and with them the modulation, are over all rollouts of a state, before any state is rejected, so that a
-    rejected neighbour still has its value. `reject` says whether states that teach nothing leave the loss: those whose
-    advantages are all 0, which without a prior are the degenerate ones. Negative advantages are multiplied by
-    `negative_scale`. For `prior`, `modulation` and `scale` see [`row_baselines`], [`modulation_factors`] and
-    [`row_advantages`].
+    Values, and with them the modulation, are computed before any state is rejected, so that a rejected neighbour still
+    has its value. With `reject`, states whose advantages are all 0 are left out of the loss; without a prior these are
+    the degenerate ones. Negative advantages are multiplied by `negative_scale`. For `prior`, `modulation` and `scale`
+    see [`row_baselines`], [`modulation_factors`] and [`row_advantages`].
     """
     num_states = len(parents)
     values = state_values(rewards, states, num_states)
@@ -127,7 +125,7 @@ def compute_advantages(
     advantages = row_advantages(rewards, states, baselines, num_states, scale)
     if prior.strength == 0:
         uninformative = degenerate_states(rewards, states, num_states)
-        advantages = advantages.masked_fill(uninformative[states], 0)  # exactly, where the mean is rounded
+        advantages = advantages.masked_fill(uninformative[states], 0)  # the mean may be rounded
     else:
         rounding = 1000 * torch.finfo(rewards.dtype).eps * rewards.abs().nan_to_num(0)
         advantages = advantages.masked_fill(advantages.abs() <= rounding, 0)
@@ -138,14 +136,14 @@ def compute_advantages(
 
 def weighted_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """
-    Weighted sum of the reward functions, as GRPO takes it.
+    Weighted sum of the reward functions, as in GRPO.
 
     Args:
-        rewards_per_func (`torch.Tensor` of shape (R, F)): Rewards, NaN where a function gave none.
+        rewards_per_func (`torch.Tensor` of shape (R, F)): Rewards, NaN where a function returned none.
         weights (`torch.Tensor` of shape (F,)): Weight of each function.
 
     Returns:
-        `torch.Tensor` of shape (R,): Rewards, NaN where no function gave any: the row is unscorable.
+        `torch.Tensor` of shape (R,): Rewards, NaN for unscorable rows, for which no function returned a reward.
     """
     rewards = (rewards_per_func * weights).nansum(dim=1)
     return rewards.masked_fill(rewards_per_func.isnan().all(dim=1), torch.nan)
@@ -153,19 +151,18 @@ def weighted_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> t
 
 def normalized_rewards(rewards_per_func: torch.Tensor, prompts: torch.Tensor, num_prompts: int) -> torch.Tensor:
     """
-    How far each reward is from its mean over the prompt's rows, in standard deviations.
+    Each reward's distance from its mean over the prompt's rows, in standard deviations.
 
-    A prompt's rows are those of all its states. Those of an anchor share their prefix with a base trajectory and with
-    each other, so that mean and deviation are those of the tree that was explored, not of the policy: a unit and an
-    origin, in which prompts can be compared.
+    A prompt's rows are those of all its states. Rows of an anchor share their prefix, so that mean and deviation are
+    those of the explored tree, not of the policy. They only serve to make prompts comparable.
 
     Args:
-        rewards_per_func (`torch.Tensor` of shape (R, F)): Rewards, NaN where a function gave none.
+        rewards_per_func (`torch.Tensor` of shape (R, F)): Rewards, NaN where a function returned none.
         prompts (`torch.Tensor` of shape (R,)): Prompt of each row, as an index below `num_prompts`.
 
     Returns:
-        `torch.Tensor` of shape (R, F): (r - mean) / (std + 1e-4), as GRPO does, NaN where a function gave none; exactly
-        0 where its rewards of a prompt are all equal.
+        `torch.Tensor` of shape (R, F): (r - mean) / (std + 1e-4), as in GRPO, NaN where a function returned none, and
+        exactly 0 where its rewards for a prompt are all equal.
     """
     columns = []
     for rewards in rewards_per_func.T:
@@ -178,16 +175,15 @@ def normalized_rewards(rewards_per_func: torch.Tensor, prompts: torch.Tensor, nu
 
 def modulation_factors(values: torch.Tensor, parents: list[int | None], modulation: str) -> torch.Tensor:
     """
-    α_j: by how much the advantages of a state are scaled, given how the value moved into it along its chain.
+    α_j, the factor on the advantages of a state, from the change of value since the state before it in its chain.
 
     With `"exp"`, the paper's form, α_j = exp(-(V(S_j) - V(S_{j-1}))), its exponent clamped, and α_0 = 1. With
-    `"sharpened"`, that of the authors' released code, δ_0 = 1 - V(S_0), δ_j = V(S_j) - V(S_{j-1}) and
+    `"sharpened"`, the form of the authors' released code, δ_0 = 1 - V(S_0), δ_j = V(S_j) - V(S_{j-1}) and
     α_j = exp(-sign(δ_j) |δ_j|^1.5 / Σ_i |δ_i|^1.5), the sum over the states of the chain; an S_0 that starts two chains
-    takes the mean of its two exponents. With `"none"` it is 1. A value that does not exist moves nothing: its
-    differences count as 0.
+    gets the mean of its two exponents. With `"none"` it is 1. Differences with an unknown value count as 0.
 
     Args:
-        values (`torch.Tensor` of shape (S,)): V of each state, NaN where it has none.
+        values (`torch.Tensor` of shape (S,)): V of each state, NaN if unknown.
 
     Returns:
         `torch.Tensor` of shape (S,): Factors.
@@ -211,7 +207,7 @@ def modulation_factors(values: torch.Tensor, parents: list[int | None], modulati
 
 
 def _chain_members(parents: list[int | None]) -> Iterator[tuple[int, int]]:
-    """Pairs of (state, chain that it is in); a chain goes from an S_0 to a state that nothing follows."""
+    """Pairs (state, chain). A chain goes from an S_0 to a state without a successor."""
     last_states = set(range(len(parents))) - set(parents)
     for chain, last in enumerate(sorted(last_states)):
         state: int | None = last
@@ -224,24 +220,24 @@ def row_baselines(
     rewards: torch.Tensor, states: torch.Tensor, parents: list[int | None], prior: Prior = NO_PRIOR
 ) -> torch.Tensor:
     """
-    What each row's reward is compared with, (R,), NaN where there is nothing.
+    The baseline that each row's reward is compared with, (R,), NaN if there is none.
 
     Without a prior this is V of its state. With a prior of strength κ > 0 the baseline of a row is shrunk towards it,
     and leaves the row itself out: (κ prior + Σ of the state's other rewards) / (κ + n - 1), for n scorable rows. The
-    prior is the shrunk value of the state before it in its chain, (κ prior + Σ rewards) / (κ + n), and for S_0 the
-    prior of its prompt, given V(S_0) of all: the rollouts of anchors start from prefixes that were chosen, and say less
-    of how hard prompts are. Where there is no prior, because the batch has one prompt, κ counts as 0.
+    prior is the shrunk value of the previous state in the chain, (κ prior + Σ rewards) / (κ + n), and for S_0 the
+    prior of its prompt, given V(S_0) of all: rollouts of anchors start from selected prefixes, and say less about the
+    difficulty of a prompt. If there is no prior, because the batch has one prompt, κ counts as 0.
     """
     if prior.strength == 0:
         return state_values(rewards, states, len(parents))[states]
     sizes = _state_sizes(rewards, states, len(parents))
     sums = _state_sums(rewards.nan_to_num(0), states, len(parents))
-    of_roots = iter(prior.of((sums / sizes)[_are_roots(parents)]).tolist())
+    root_priors = iter(prior.of((sums / sizes)[_are_roots(parents)]).tolist())
     shrunk: list[float] = []
     strengths: list[float] = []
     pulls: list[float] = []
     for parent, total, size in zip(parents, sums.tolist(), sizes.tolist(), strict=True):
-        expected = next(of_roots) if parent is None else shrunk[parent]
+        expected = next(root_priors) if parent is None else shrunk[parent]
         strength = 0.0 if math.isnan(expected) else prior.strength
         pull = strength * expected if strength else 0.0
         shrunk.append((pull + total) / (strength + size) if strength + size > 0 else math.nan)
@@ -255,10 +251,10 @@ def row_advantages(
     rewards: torch.Tensor, states: torch.Tensor, baselines: torch.Tensor, num_states: int, scale: str = "none"
 ) -> torch.Tensor:
     """
-    A: reward of each row minus its baseline of `baselines` (R,), before modulation; 0 for unscorable rows.
+    A: each row's reward minus its baseline in `baselines` (R,), before modulation; 0 for unscorable rows.
 
-    With the `scale` `"group"` it is divided by the standard deviation of the state's rewards, with `"batch"` by that of
-    all rewards (with Bessel's correction, plus 1e-4, as GRPO does).
+    With `scale="group"` it is divided by the standard deviation of the state's rewards, with `"batch"` by that of all
+    rewards (with Bessel's correction, plus 1e-4, as in GRPO).
     """
     advantages = (rewards - baselines).nan_to_num(0)
     if scale == "group":

@@ -1,9 +1,9 @@
 """
-What a credit rule is: from the trees of a step to what each of their tokens learns.
+The interface of credit rules, which turn the trees of a step into an advantage for each token.
 
-A rule is given finished trees with rewards, the plan, and what prompts are worth. It returns [`Credit`]: this one form
-is kept from there to the loss. A new rule is a subclass of [`CreditRule`] in a file of its own, and a line in the table
-of this folder's `__init__`.
+A rule gets finished trees with rewards, the plan, and the prior of prompts. It returns [`Credit`], which keeps this
+form up to the loss. A new rule is a subclass of [`CreditRule`] in a file of its own, and a line in the table of this
+folder's `__init__`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,17 +19,17 @@ from .prior import Prior
 
 class RowCredit(NamedTuple):
     """
-    What a row learns.
+    The credit of a row.
 
     Args:
         stretches (`list[tuple[int, float, float]]`):
-            The row's own tokens, without its prefix, by stretches of equal credit, in order: how many there are, how
-            many each counts for, and the advantage of each. Where a loss is divided by its number of tokens, a token
-            that counts for two counts twice. Its advantage has that factor already.
+            Stretches of the row's own tokens, without its prefix, with equal credit, in order: number of tokens, weight
+            and advantage of each token. A loss that is divided by its number of tokens counts a token by its weight.
+            Advantages include that weight already.
         advantage (`float`):
-            That of the row as a whole, the mean over its own tokens: for tables, metrics, and losses of whole rows.
-            With `length_normalized` it is multiplied by the row's length, which gives it the unit of rewards.
-        in_loss (`bool`): Whether the row is learned from, or rejected.
+            Mean advantage over the row's own tokens, for tables, metrics, and losses with one advantage per row. With
+            `length_normalized` it is multiplied by the row's length, which gives it the unit of rewards.
+        in_loss (`bool`): Whether the row is in the loss, or rejected.
     """
 
     stretches: list[tuple[int, float, float]]
@@ -39,12 +39,12 @@ class RowCredit(NamedTuple):
 
 class StateCredit(NamedTuple):
     """
-    What a state is worth, for tables and metrics.
+    The value of a state, for tables and metrics.
 
     Args:
         value (`float`): V, the mean reward of its rollouts, NaN if none is scorable.
         modulation (`float`): α, the factor on the advantages of its rollouts.
-        rejected (`bool`): Whether its rollouts leave the loss.
+        rejected (`bool`): Whether its rollouts are left out of the loss.
     """
 
     value: float
@@ -55,13 +55,12 @@ class StateCredit(NamedTuple):
 @dataclass(frozen=True)
 class Credit:
     """
-    What a credit rule makes of trees.
+    The result of a credit rule.
 
     Args:
-        rows (`list[RowCredit]`): Of each rollout of each state of each tree, in order.
-        states (`list[StateCredit]`): Of each state of each tree, in order.
-        values (`torch.Tensor` of shape (P,)):
-            What each tree's prompt turned out to be worth, NaN where that is unknown: what a value tracker learns.
+        rows (`list[RowCredit]`): For each rollout of each state of each tree, in order.
+        states (`list[StateCredit]`): For each state of each tree, in order.
+        values (`torch.Tensor` of shape (P,)): Value of each tree's prompt for a value tracker, NaN if unknown.
     """
 
     rows: list[RowCredit]
@@ -71,26 +70,26 @@ class Credit:
 
 class CreditRule:
     """
-    Credits the tokens of a step's rows. A subclass says what it needs, and implements [`credit`].
+    Credits the tokens of a step's rows. A subclass declares its requirements and implements [`credit`].
 
     Attributes:
         requires (`Mapping[str, Sequence]`):
-            Settings of `FR3EConfig` that it does not go with any value of, and the values that it takes.
+            Settings of `FR3EConfig` that it restricts, and the values that it allows.
         needs_anchors (`bool`): Whether there must be anchors.
         wants_stopping_rule (`bool`):
-            Whether where to branch should depend on no later token. `anchor_threshold="auto"` is then kept, and anchors
-            are shared out evenly among base trajectories. Otherwise `"auto"` is `None`, and anchors that a trajectory
-            has no place for go to others.
+            Whether anchors should not depend on later tokens. If so, `anchor_threshold="auto"` is kept, and anchors are
+            shared evenly among base trajectories. Otherwise `"auto"` becomes `None`, and anchors that a trajectory
+            is too short for go to others.
         copies_missing_branches (`bool`):
-            What becomes of the rows of anchors without a place. `True`: the base trajectory counts once more for each,
-            and nothing is generated. `False`: they are rollouts of the prompt.
+            What replaces the branches of anchors that were not found: copies of the base trajectory, without generating
+            anything (`True`), or rollouts of the prompt (`False`).
         by_token (`bool`):
-            Whether the loss takes an advantage for each token, and counts tokens by their weights, or one for each row.
+            Whether the loss gets an advantage and a weight for each token, or an advantage for each row.
         leaves_out_truncated (`bool`):
-            Whether rollouts that are cut off are compared with nothing where `mask_truncated_completions` is set, and
-            others that pass through their tokens still credit these. Otherwise TRL masks them whole.
+            Whether `mask_truncated_completions` excludes truncated rollouts from all comparisons, while other rollouts
+            still credit the tokens that they share with these. Otherwise TRL masks truncated rows completely.
         without_prior (`str`):
-            Ends a warning: what the only base trajectory of a prompt teaches nothing of if its prompt has no prior.
+            End of a warning: what goes wrong for a prompt with a single base trajectory and no prior.
     """
 
     requires: ClassVar[Mapping[str, Sequence[Any]]] = {}
@@ -102,11 +101,11 @@ class CreditRule:
     without_prior: ClassVar[str] = "whose base trajectory then has nothing to be compared with and teaches nothing"
 
     def credit(self, trees: Sequence[Tree], plan: Plan, prior: Prior) -> Credit:
-        """Credit the rows of a step, given its finished trees, the settings, and what is expected of its prompts."""
+        """Credit the rows of a step, given its finished trees, the settings, and the prior of its prompts."""
         raise NotImplementedError
 
 
 def batch_std(rewards: torch.Tensor) -> torch.Tensor:
-    """Standard deviation of the scorable rewards of (R,), plus 1e-4, as GRPO takes it; 1 where fewer than two are."""
+    """Standard deviation of the scorable rewards in (R,), plus 1e-4, as in GRPO; 1 if there are fewer than two."""
     scorable = rewards[~rewards.isnan()]
     return scorable.std() + 1e-4 if len(scorable) > 1 else rewards.new_ones(())

@@ -1,47 +1,48 @@
 """
 Tree credit: every token is credited with all the rollouts that pass through it.
 
-The rows of a base trajectory are a tree of tokens: it, the branches that left it, and theirs. For a token t, let T be
-the rows that pass through it, which are the row that sampled it and all that left that row's path later, and U the
-tree's other rows, which left the path before t. Rewards r, a prior strength κ, and β, what the prompt is worth by all
-but this tree:
+A base trajectory, its branches, and their branches form a tree of tokens. For a token t, let T be the rows that pass
+through it, which are the row that sampled it and all that left that row's path later, and U the tree's other rows,
+which left the path before t. With rewards r, a prior strength κ, and β, the value of the prompt estimated without this
+tree:
 
     A(t) = |T| · (mean of r over T - (κ β + Σ of r over U) / (κ + |U|))
 
-A changes only where a branch leaves, so it is given for stretches of tokens. A row has stretches over the tokens that
+A changes only where a branch leaves, so it is stored for stretches of tokens. A row has stretches for the tokens that
 it sampled itself; those before belong to the row that sampled them.
 
 The sum of A ∇ log π over the tokens is, up to the baseline, the sum of r ∇ log π over the rows, each with its whole
-path: what GRPO has for as many rows. Its mean is the number of rows of a tree, times the gradient of the expected
-reward, under three conditions.
+path, as in GRPO with the same number of rows. Its mean is the number of rows of a tree, times the gradient of the
+expected reward, under three conditions.
     - Where to branch is decided without looking ahead: whether a row leaves before a token may depend on the tokens
-      before it, but not on it or what comes after. The first positions whose entropy is above a threshold are chosen
-      so, and so are positions drawn before the trajectory. The most uncertain positions of a whole trajectory are not,
-      nor are random ones of it, which depend on its length, nor branches of trajectories chosen by their reward. If
-      nothing looks ahead, neither |T|, nor |U|, nor the rewards of U depend on the token, so any baseline made of them
-      is legitimate. If anchors look ahead, |T| depends on the token, and even the error of β becomes a bias.
-    - Every tree has as many rows. A trajectory that ends before all of its branches have left counts for those too,
-      because they would have left at its end and been its copies. See `counts`.
-    - What the loss is divided by does not depend on the rows.
-Without the factor |T| each token counts as often as it is sampled, so tokens before a branch weigh less than the
-expected reward gives them.
+      before it, but not on the token itself or those after it. This holds for the first positions whose entropy is
+      above a threshold, and for positions drawn before the trajectory. It does not hold for the most uncertain
+      positions of a whole trajectory, for random ones, which depend on its length, or for trajectories selected by
+      their reward. If nothing looks ahead, neither |T|, nor |U|, nor the rewards of U depend on the token, so any
+      baseline computed from them is valid. If anchors look ahead, |T| depends on the token, and even the error of β
+      becomes a bias.
+    - Every tree has the same number of rows. A trajectory that ends before all of its branches have left counts for
+      those too, because they would have left at its end and been its copies. See `counts`.
+    - The denominator of the loss does not depend on the rows.
+Without the factor |T|, each token would count once for each time it was sampled, and tokens before a branch would get
+less weight than they have in the expected reward.
 
-**Means over rows.** GRPO with `loss_type="grpo"` divides each row's tokens by L, the row's number of tokens that the
-policy wrote. L depends on the tokens, so that 1/L has a gradient of its own, and the baseline b is a part of what is
-optimised: the mean of (r - b) / L. GRPO's b is the mean reward of the prompt's rows, and a tree's is β. So with
-`length_normalized` a row earns (r - β) / L in place of r, and its tokens are compared with other rows' earnings:
+**Means over rows.** GRPO with `loss_type="grpo"` divides each row's tokens by L, the number of the row's tokens that
+the policy wrote. L depends on the tokens, so that 1/L has a gradient of its own, and the baseline b is part of the
+objective, the mean of (r - b) / L. In GRPO, b is the mean reward of the prompt's rows, and for a tree it is β. So with
+`length_normalized` a row earns (r - β) / L instead of r, and its tokens are compared with the earnings of other rows:
 
     A(t) = |T| · (mean of (r - β) / L over T - (Σ of (r - β) / L over U) / (κ + |U|))
 
 which is the formula above for these earnings, whose prior is 0. The mean of the sum of A ∇ log π is then the number of
-rows of a tree, times ∇ E[(r - β) / L]: GRPO's for as many rows with β as the baseline, exactly, under the same
-conditions. Subtracting (κ β + Σ r) / (κ + |U|) from each r before dividing would give another objective, because such a
-baseline changes along the path. The prefix of a branch is a part of its L. Where there is no β, the tree's own mean
-stands for it, which is as biased as GRPO's mean of a group.
+rows of a tree, times ∇ E[(r - β) / L]: exactly GRPO's with the same number of rows and β as the baseline, under the
+same conditions. Subtracting (κ β + Σ r) / (κ + |U|) from each r before dividing would give another objective, because
+that baseline changes along the path. L includes the prefix of a branch. If there is no β, the tree's own mean replaces
+it, which is as biased as GRPO's group mean.
 
-Where a loss is divided by its number of tokens, each counts |T| times. It is then the mean over the tokens of all rows'
-whole paths, as GRPO's, and has the same scale. With `length_normalized` each counts Σ 1/L over T, so that the weights
-of a tree's tokens sum to its number of rows.
+If a loss is divided by its number of tokens, each token counts |T| times. The loss is then the mean over the tokens of
+all rows' whole paths, as in GRPO, and has the same scale. With `length_normalized` each token counts Σ 1/L over T, so
+that the weights of a tree's tokens sum to its number of rows.
 
 Notation used for tensor shapes:
     - R: rows of the batch, each a completion
@@ -61,13 +62,13 @@ from ..tree import Tree
 from .prior import Prior, state_values
 from .rule import Credit, CreditRule, RowCredit, StateCredit, batch_std
 
-# Losses for advantages of tokens. Of "grpo" and "sapo", which take the mean over the tokens of a row before that over
-# rows, the plan's `length_normalized` tells
+# Losses that accept an advantage per token. For "grpo" and "sapo", which average over the tokens of each row first, the
+# plan sets `length_normalized`
 TREE_LOSSES = ("dapo", "bnpo", "dr_grpo", "cispo", "luspo", "vespo", "grpo", "sapo")
 
 
 class TreeCredit(CreditRule):
-    """Each row has a stretch for each branch that leaves it, and one for the rest."""
+    """A row has a stretch up to each branch that leaves it, and one for the rest."""
 
     requires: ClassVar[Mapping[str, Sequence[Any]]] = {
         "loss_type": TREE_LOSSES,
@@ -87,31 +88,31 @@ class TreeCredit(CreditRule):
     def credit(self, trees: Sequence[Tree], plan: Plan, prior: Prior) -> Credit:
         paths = paths_of(trees)
         values = tree_values(paths)
-        of_prompts = state_values(values, paths.prompts, len(trees))  # each tree of a prompt counts once
-        baselines = root_baselines(values, paths.prompts, prior.of(of_prompts), prior.strength)
+        prompt_values = state_values(values, paths.prompts, len(trees))  # each tree of a prompt counts once
+        baselines = root_baselines(values, paths.prompts, prior.of(prompt_values), prior.strength)
         stretches = tree_credit(paths, baselines, prior.strength, plan.length_normalized)
         if plan.scale == "batch":
             stretches = replace(stretches, advantages=stretches.advantages / path_std(paths))
         rows = _row_credit(stretches, paths, trees, plan)
-        return Credit(rows, _state_credit(rows, paths.rewards, trees), of_prompts)
+        return Credit(rows, _state_credit(rows, paths.rewards, trees), prompt_values)
 
 
 class Paths(NamedTuple):
     """
-    The rows of trees, and where they leave each other.
+    The rows of trees, and where they branch off each other.
 
     Args:
         rewards (`torch.Tensor` of shape (R,)): Rewards, NaN where unscorable.
         parents (`list[int | None]`): For each row, the row that it branched off; `None` for a base trajectory.
         positions (`list[int]`):
-            For each row, how many of its tokens are its parent's: those before are, the one at that position, counted
-            from 0, is the first of its own. 0 for a base trajectory.
-        lengths (`list[int]`): Tokens of each row's whole completion.
-        prompts (`torch.Tensor` of shape (R,)): Prompt of each row, as an index.
+            For each row, the number of leading tokens that it shares with its parent, which is the index of its first
+            own token. 0 for a base trajectory.
+        lengths (`list[int]`): Number of tokens of each row's whole completion.
+        prompts (`torch.Tensor` of shape (R,)): Index of each row's prompt.
         counts (`list[int]`):
-            How many rows each stands for. A base trajectory that was to have three branches, and ended before two of
-            them could leave, stands for three.
-        num_written (`list[int]`): L: how many tokens of each row's whole completion the policy wrote.
+            Number of rows that each row counts as. A base trajectory that ended before two of its three branches could
+            leave counts as three.
+        num_written (`list[int]`): L: number of tokens of each row's whole completion that the policy wrote.
     """
 
     rewards: torch.Tensor
@@ -124,7 +125,7 @@ class Paths(NamedTuple):
 
 
 def paths_of(trees: Sequence[Tree]) -> Paths:
-    """The rows of `trees`, in order. Copies are unscorable rows, which their base trajectories count for."""
+    """The rows of `trees`, in order. Copies are unscorable rows, and their base trajectory counts for them."""
     paths = Paths(torch.empty(0), [], [], [], torch.empty(0), [], [])
     rewards: list[float] = []
     prompts: list[int] = []
@@ -147,17 +148,17 @@ def paths_of(trees: Sequence[Tree]) -> Paths:
 @dataclass(frozen=True)
 class Stretches:
     """
-    What the tokens of a batch are credited with, by stretches of equal credit, in order of row and position.
+    The credit of a batch's tokens, by stretches of equal credit, in order of row and position.
 
     Args:
-        rows (`torch.Tensor` of shape (N,)): Row whose own tokens each stretch is of.
+        rows (`torch.Tensor` of shape (N,)): Row that each stretch belongs to.
         starts, ends (`torch.Tensor` of shape (N,)):
             First position of each stretch in its row's completion, and the position after its last.
         weights (`torch.Tensor` of shape (N,)):
-            How many tokens each token of the stretch counts for: |T|, or Σ 1/L over T with `length_normalized`.
+            Weight of each token of the stretch: |T|, or Σ 1/L over T with `length_normalized`.
         advantages (`torch.Tensor` of shape (N,)):
-            A, of exactly 0 where a stretch teaches nothing: no scorable row passes through it, there is nothing to
-            compare with, or no difference beyond rounding.
+            A, exactly 0 if a stretch teaches nothing: no scorable row passes through it, there is nothing to compare
+            with, or the difference is within rounding.
     """
 
     rows: torch.Tensor
@@ -169,12 +170,11 @@ class Stretches:
 
 def tree_values(paths: Paths) -> torch.Tensor:
     """
-    What each base trajectory's prompt is worth by its tree, (R,): the mean reward of the tree's rows. NaN where none of
-    these is scorable, and for branches.
+    The mean reward of each base trajectory's tree, (R,). NaN for branches, and if no row of the tree is scorable.
     """
     counts, rewards = _counts(paths), paths.rewards.double().nan_to_num(0)
     bases = torch.tensor(_bases(paths.parents), device=rewards.device)
-    sums, numbers = (torch.zeros_like(counts).index_add(0, bases, of_rows) for of_rows in (rewards * counts, counts))
+    sums, numbers = (torch.zeros_like(counts).index_add(0, bases, terms) for terms in (rewards * counts, counts))
     return sums / numbers
 
 
@@ -182,22 +182,22 @@ def root_baselines(
     values: torch.Tensor, prompts: torch.Tensor, priors: torch.Tensor, prior_strength: float
 ) -> torch.Tensor:
     """
-    β: what a base trajectory's prompt is worth, by all but its own tree; (R,), NaN where nothing is known.
+    β: the value of a base trajectory's prompt, estimated without its own tree; (R,), NaN if unknown.
 
     (κ prior + Σ of the values of the prompt's other trees) / (κ + their number). A tree counts as one rollout however
-    many rows it has, as they share their beginning. It is the prior if the prompt has no other tree, even if κ = 0,
-    and the mean of the other trees if there is no prior. What branches get has no meaning.
+    many rows it has, because they share their beginning. β is the prior if the prompt has no other tree, even if κ = 0,
+    and the mean of the other trees if there is no prior. Entries of branches have no meaning.
 
     Args:
         values, prompts (`torch.Tensor` of shape (R,)):
-            Values of trees, see [`tree_values`], and the prompt of each row, as an index.
+            Values of trees, see [`tree_values`], and the index of each row's prompt.
         priors (`torch.Tensor` of shape (P,)):
-            What each prompt is expected to be worth without having been tried, NaN where nothing is known.
+            Expected value of each prompt before its own rewards, NaN if unknown.
         prior_strength (`float`): κ, in rollouts.
     """
     known, exist = values.nan_to_num(0), (~values.isnan()).to(values.dtype)
     zeros = values.new_zeros(len(priors))
-    sums, counts = (zeros.index_add(0, prompts, of_trees)[prompts] for of_trees in (known, exist))
+    sums, counts = (zeros.index_add(0, prompts, terms)[prompts] for terms in (known, exist))
     return _shrink(sums - known, counts - exist, priors.to(values.dtype)[prompts], prior_strength)
 
 
@@ -207,15 +207,15 @@ def tree_credit(
     """
     A(t) of every row's own tokens. Unscorable rows are in no T and no U.
 
-    Where U is empty the baseline is β, even if κ = 0; where there is no β it is the mean of U. A token with neither has
-    nothing to be compared with, and the advantage 0.
+    If U is empty, the baseline is β, even if κ = 0; if there is no β, it is the mean of U. A token with neither has
+    nothing to be compared with, and its advantage is 0.
 
     Args:
         paths ([`Paths`]): R rows.
         baselines (`torch.Tensor` of shape (R,)):
-            β of each base trajectory, see [`root_baselines`]; NaN where there is none. Those of branches are not read.
+            β of each base trajectory, see [`root_baselines`]; NaN if there is none. Entries of branches are ignored.
         prior_strength (`float`): κ, in rollouts.
-        length_normalized (`bool`): Whether each row earns (r - β) / L in place of r, as with GRPO's `loss_type="grpo"`.
+        length_normalized (`bool`): Whether each row earns (r - β) / L instead of r, as with GRPO's `loss_type="grpo"`.
 
     Raises:
         `ValueError`: If a row does not leave its parent among the parent's own tokens.
@@ -244,15 +244,15 @@ def tree_credit(
 
 def path_std(paths: Paths) -> torch.Tensor:
     """
-    Standard deviation of the batch's rewards, see [`batch_std`]. A row that stands for several counts as often, because
-    the rewards of short trajectories would count too little without their copies.
+    Standard deviation of the batch's rewards, see [`batch_std`]. A row that counts as several is repeated, because the
+    rewards of short trajectories would count too little without their copies.
     """
     return batch_std(paths.rewards.repeat_interleave(torch.tensor(paths.counts, device=paths.rewards.device)))
 
 
 def _row_credit(stretches: Stretches, paths: Paths, trees: Sequence[Tree], plan: Plan) -> list[RowCredit]:
-    """Stretches by row. A row that teaches nothing is rejected. So are copies and masked rows, whatever the plan."""
-    rollouts = [rollout for tree in trees for state in tree.states for rollout in state.rollouts]
+    """Stretches by row. Rows that teach nothing are rejected: copies and masked ones always, others if `reject`."""
+    rollouts = [rollout for tree in trees for rollout in tree.rollouts]
     negative = stretches.advantages < 0
     scaled = torch.where(negative, plan.negative_scale * stretches.advantages, stretches.advantages)
     by_row: list[list[tuple[int, float, float]]] = [[] for _ in rollouts]
@@ -271,11 +271,11 @@ def _row_credit(stretches: Stretches, paths: Paths, trees: Sequence[Tree], plan:
 
 
 def _state_credit(rows: list[RowCredit], rewards: torch.Tensor, trees: Sequence[Tree]) -> list[StateCredit]:
-    """V of each state, whose rollouts leave the loss if all of its rows are rejected."""
+    """V of each state. A state counts as rejected if all of its rows are."""
     states = [state for tree in trees for state in tree.states]
-    of_rows = [i for i, state in enumerate(states) for _ in state.rollouts]
-    in_loss = {i for i, row in zip(of_rows, rows, strict=True) if row.in_loss}
-    values = state_values(rewards, torch.tensor(of_rows), len(states)).tolist()
+    row_states = [i for i, state in enumerate(states) for _ in state.rollouts]
+    in_loss = {i for i, row in zip(row_states, rows, strict=True) if row.in_loss}
+    values = state_values(rewards, torch.tensor(row_states), len(states)).tolist()
     return [StateCredit(value, 1.0, i not in in_loss) for i, value in enumerate(values)]
 
 
@@ -291,7 +291,7 @@ def _check_branches(paths: Paths) -> None:
 
 
 def _counts(paths: Paths) -> torch.Tensor:
-    """How many rows each stands for, (R,); 0 for an unscorable one."""
+    """Number of rows that each row counts as, (R,); 0 if it is unscorable."""
     counts = torch.tensor(paths.counts, dtype=torch.float64, device=paths.rewards.device)
     return counts.masked_fill(paths.rewards.isnan(), 0)
 
@@ -307,7 +307,7 @@ def _bases(parents: list[int | None]) -> list[int]:
 
 
 def _with_descendants(parents: list[int | None], own: list[list[float]]) -> list[list[float]]:
-    """Sums of what each row and all that descend from it have of its `own`."""
+    """Sums of the numbers in `own` over each row and all its descendants."""
     below = list(own)
     for numbers, parent in zip(own, parents, strict=True):
         while parent is not None:
@@ -320,9 +320,9 @@ def _stretches(
     paths: Paths, own: list[list[float]], below: list[list[float]]
 ) -> Iterator[tuple[tuple[int, int, int], list[float]]]:
     """
-    (row, start, end) of each stretch, in order of row and position, and the sums of what the rows of its T have.
+    (row, start, end) of each stretch, in order of row and position, and the sums of the rows' numbers over its T.
 
-    `own` has these numbers of each row, `below` their sums over the row and all that descend from it.
+    `own` has each row's numbers, `below` their sums over the row and all its descendants.
     """
     branches: list[list[int]] = [[] for _ in own]
     for row, parent in enumerate(paths.parents):
@@ -347,6 +347,6 @@ def _sum(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _shrink(sums: torch.Tensor, counts: torch.Tensor, priors: torch.Tensor, strength: float) -> torch.Tensor:
-    """(strength prior + sum) / (strength + count); the prior where nothing was counted, the mean where no prior is."""
+    """(strength prior + sum) / (strength + count); the prior if the count is 0, the mean if there is no prior."""
     shrunk = torch.where(priors.isnan(), sums / counts, (strength * priors + sums) / (strength + counts))
     return torch.where(counts == 0, priors, shrunk)
