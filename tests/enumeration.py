@@ -174,11 +174,7 @@ def of_trees(
     length_normalized: bool = False,
     masked: Callable[[Completion], bool] = lambda completion: False,
 ) -> torch.Tensor:
-    """
-    Tree credit. The prior of the prompt is a number that the outcome has no part in.
-
-    Completions that are `masked` are in no T and no U.
-    """
+    """Tree credit. The outcome has no part in the prior, and completions that are `masked` are in no T and no U."""
     paths = paths_of(policy, outcomes)
     is_masked = torch.tensor([masked(policy.completions[i]) for outcome in outcomes for i in outcome.completions])
     paths = paths._replace(rewards=paths.rewards.masked_fill(is_masked, math.nan))

@@ -43,11 +43,7 @@ def launch(
     check: bool = True,
     script: Path = SCRIPT,
 ):
-    """
-    Train with one of the configurations in the recipes.
-
-    Returns what each process wrote, or, if not `check`ed, whether the launch went well and what it printed.
-    """
+    """Train by a configuration in the recipes; returns what each process wrote, or, not `check`ed, success and log."""
     output.mkdir()
     arguments = ["--num_processes", num_processes, "--main_process_port", 0, script, output, json.dumps(settings)]
     log = output / "log"

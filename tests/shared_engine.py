@@ -15,15 +15,7 @@ from fr3e_trl.generation.vllm import VLLMColocateSampler
 
 
 class SharedEngine:
-    """
-    An engine that draws the same from the same prefix, in all processes of a group together, as a real one would.
-
-    Args:
-        draw (`Callable`):
-            Draws the i-th sample of a request.
-        group (`ProcessGroup`, *optional*):
-            The processes. If `None`, this one.
-    """
+    """Draws the same from the same prefix, by `draw`, in all processes of `group` (`None`: this one) together."""
 
     def __init__(self, draw, group):
         self.draw = draw

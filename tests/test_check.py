@@ -194,9 +194,6 @@ def test_a_server_and_processes_that_do_not_start(setup, monkeypatch, capfd):
     fails("vLLM server", changed(setup, vllm_server_base_url=url), "cannot be reached")
 
 
-# Lines that take their process down
-
-
 def run_here(tmp_path, *names, time_limit=200.0):
     made = [Line(name, f"lines_of_check:{name}", "Do something") for name in names]
     setup = Namespace(directory=str(tmp_path), time_limit=time_limit)

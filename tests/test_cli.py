@@ -85,9 +85,6 @@ def test_t_quantiles_of_the_tables():
     assert {degrees: t_quantile(degrees) for degrees in told} == pytest.approx(told, rel=2e-3)
 
 
-# Recipes
-
-
 def test_recipe_extends_another():
     """By a path from its own folder; entries of mappings are laid over at every depth, and all else is replaced."""
     Path("folder").mkdir()

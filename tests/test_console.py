@@ -191,9 +191,6 @@ def test_intervals_of_logs_hold_the_truth(number):
         assert held / 1000 == pytest.approx(0.94, abs=0.03)
 
 
-# As a command
-
-
 def test_the_command_that_comes_next_runs_and_the_card_says_what_was_trained(tmp_path, monkeypatch, capsys):
     """With the recipe `smoke` and a tiny model."""
     monkeypatch.chdir(ROOT)

@@ -339,10 +339,7 @@ def test_trees_whose_scoring_fails_at_random_are_unbiased(name, strength):
 
 @pytest.mark.parametrize("masked", NOT_COUNTED)
 def test_a_baseline_of_rows_that_left_changes_what_it_is_worth_to_count(masked):
-    """
-    What is learned of rows that do not count depends on the baseline. A finite prior strength has it depend on rewards
-    of rows that left, so that the gradient is not that of a fixed baseline.
-    """
+    """A finite prior strength has the baseline, and what counting is worth, depend on rewards of rows that left."""
     policy = Policy(vocabulary=3, length=3, seed=5, rewards="graded", eos=True)
     expected = 3 * gradient(policy, 0.3, masked=NOT_COUNTED[masked])
     mean = of_trees(policy, grow(policy, first_uncertain(0.5, 2), 2), 0.3, 4.0, masked=NOT_COUNTED[masked])

@@ -94,11 +94,7 @@ PROG = "(?:fr3e|python -m benchmarks)"
 
 
 def commands(page: Path) -> list[str]:
-    """
-    Commands of `fr3e` and `python -m benchmarks` that a page names, without those that leave something to fill in.
-
-    A command is left out too if its own line names the revision that it ran at: it need not run at this one.
-    """
+    """Complete commands that a page names, but for those whose own line names the revision that they ran at."""
     text = page.read_text().replace("\\\n", " ")
     found = []
     for match in re.finditer(rf"`({PROG} [^`]+)`|^[ >]*({PROG} [^\n#]+)", text, flags=re.MULTILINE):
@@ -160,11 +156,7 @@ def lines_outside_code(page: Path) -> list[str]:
 
 @each_page
 def test_lines_are_short_and_tables_whole(page):
-    """
-    But for tables, code and addresses.
-
-    A table begins with titles and a rule, which a blank line in its middle would take from its second half.
-    """
+    """But for tables, code and addresses. A table begins with titles and a rule: a blank line amid it would end it."""
     lines = lines_outside_code(page)
     for i, line in enumerate(lines):
         if not line.startswith("|"):

@@ -45,9 +45,6 @@ async def length(completions, completion_ids, trainer_state, log_extra, log_metr
 """
 
 
-# Estimates, and the answers that they are of
-
-
 @given(
     counts=st.lists(st.integers(1, 4), max_size=4),
     num_without=st.integers(0, 3),
@@ -93,9 +90,6 @@ def test_answers_are_read_and_grouped():
     assert last_match("<answer>(.*?)</answer>", "<answer>1</answer> <answer> 2\n</answer>") == "2"
     assert [last_match(r"\d+", text) for text in ("12 or 13", "none")] == ["13", None]
     assert last_match(r"answer (\d+)|no answer", "no answer") is None
-
-
-# As a command
 
 
 @pytest.fixture

@@ -136,10 +136,7 @@ COMPILED._compile_all_devices = True
     ids=["plain", "truncated", "penalties", "no cache", "compiled", "one logit kept", "few logits kept"],
 )
 def test_logprobs_and_entropies_are_the_policys(settings, monkeypatch):
-    """
-    Of each row at its temperature, whatever it is forced to begin with; before anything is changed or cut off. A sample
-    keeps nothing else: no view of the batch.
-    """
+    """Of each row at its temperature, before anything is changed or cut off. A sample keeps no view of the batch."""
     settings = dict(settings)
     monkeypatch.setattr(generate, "MAX_LOGITS", settings.pop("max_logits", generate.MAX_LOGITS))
     model, end_at_random = make_model(), make_model(seed=3)
@@ -327,10 +324,7 @@ def test_a_compiled_policy_trains(threshold):
     ids=str,
 )
 def test_rows_are_sampled_as_generate_samples_them_alone(settings):
-    """
-    Chi-squared tests: two tokens from a prefix are distributed as those of `generate` with these settings. A right
-    sampler fails with a probability of 1e-6. One that took the temperature of another row in the batch would too.
-    """
+    """Chi-squared tests of two tokens against those of `generate`, which a right sampler fails once in 1e6 times."""
     model = make_model(seed=1)
     anchored = request(token_ids(6), token_ids(7, 2), 1000, 9, 1.4)
     torch.manual_seed(0)

@@ -101,9 +101,6 @@ def close(x, y) -> bool:
     return np.allclose(np.asarray(x), np.asarray(y), atol=2e-4)
 
 
-# Without exploration, it is GRPOTrainer
-
-
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "smolvlm"])
 def test_rows_without_anchors_are_grpo_trainers(family):
     """The same model, seed and rewards by FR3E's own way to a batch; and reward functions are told the same."""
@@ -130,9 +127,6 @@ def test_rows_without_anchors_are_grpo_trainers(family):
     names = ["loss", "grad_norm", "reward", "entropy", "kl", "completions/mean_length", "completions/clipped_ratio"]
     torch.testing.assert_close(logged(ours, *names), logged(theirs, *names), atol=1e-6, rtol=1e-4)
     torch.testing.assert_close(weights(ours), weights(theirs), atol=1e-5, rtol=0)
-
-
-# Exploring
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -144,9 +144,6 @@ def test_a_resumed_run_begins_its_batch_anew(server, tmp_path, max_staleness):
         assert losses(resumed)[step:] == losses(whole)[step:]
 
 
-# What is refused
-
-
 @pytest.mark.parametrize(
     "settings, told",
     [
@@ -193,9 +190,6 @@ def test_another_order_of_the_data(server):
 
     with pytest.raises(RuntimeError, match="set max_staleness=0"):
         trained(server, Sequential, max_staleness=2, dataset=make_dataset(1000))
-
-
-# Live settings, faults and ends
 
 
 class Act(TrainerCallback):

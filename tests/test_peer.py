@@ -24,8 +24,6 @@ from fr3e_trl import FR3EConfig, FR3ETrainer
 
 SIZES = {"num_generations": 3, "per_device_train_batch_size": 6, "max_completion_length": 8, "max_steps": 2}
 
-# Reward functions of each kind
-
 
 def distinct(completions, **kwargs):
     return [float(len(set(completion))) for completion in completions]
@@ -57,9 +55,6 @@ def by_step(completions, trainer_state, **kwargs):
 def reward_model_on_disk(cls=Qwen3ForSequenceClassification) -> str:
     """Directory of a tiny reward model, of the policy's family or another."""
     return on_disk(cls(cls.config_class(**TINY, num_labels=1)), make_tokenizer())
-
-
-# Training
 
 
 make_trainer = functools.partial(factory.make_trainer, FR3ETrainer, reward_funcs=letters, learning_rate=0.01, **SIZES)
@@ -188,9 +183,6 @@ def test_learned_prompts_train(kind):
     assert all("prompt_encoder" in name for name in weights(trainer)) and not trainer.shares_prefixes
 
 
-# Rewards
-
-
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
 def test_the_logged_reward_is_weighted(aggregation):
     def zeros(completions, **kwargs):
@@ -207,9 +199,6 @@ def test_rewards_that_are_all_none(caplog):
     with caplog.at_level("WARNING", logger="trl.trainer.grpo_trainer"):
         train(moves=False, reward_funcs=none, weight_decay=0.0)
     assert "All reward functions returned None" in caplog.text
-
-
-# The loss
 
 
 def test_truncated_completions_are_masked():
@@ -238,9 +227,6 @@ def test_the_entropy_bonus_has_its_scale(loss_type):
     for entry in logs(trainer):
         entropy = entry.get("entropy", 0.0)  # a step without a row in the loss has none
         assert entry["policy_loss"] - entry["loss"] == pytest.approx(0.5 * entropy, rel=0.3)
-
-
-# Generation
 
 
 def test_a_rollout_func():

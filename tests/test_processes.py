@@ -69,10 +69,7 @@ LAYOUTS = [("ddp", 1, 2, 12, 1), ("ddp", 1, 2, 4, 3), ("ddp", 1, 3, 8, 1), ("ddp
     ids=["dapo", "grpo"],
 )
 def test_the_same_completions_give_the_same_training(loss_type, num_generations, layouts, tmp_path):
-    """
-    Groups that straddle processes included: the same trees, values, losses, gradients and weights. Nodes are launches
-    of their own, here on one machine.
-    """
+    """Groups that straddle processes included. Nodes are launches of their own, here on one machine."""
     runs = []
     for recipe, num_nodes, num_processes, batch_size, micro_batches in [("ddp", 1, 1, 24, 1), *layouts]:
         settings = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": micro_batches}

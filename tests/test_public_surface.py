@@ -175,10 +175,7 @@ def test_evaluation_honours_it_too(name):
 @pytest.mark.parametrize("settings", [{}, {"share_prefixes": True}, {"beta": 0.1}, {"loss_type": "grpo"}], ids=str)
 @pytest.mark.parametrize("temperature", [0.3, 2.0])
 def test_a_temperature_is_that_of_samples_and_loss(settings, temperature):
-    """
-    With a rate of 0 the ratio stays 1. A batch that is in use when it changes keeps the one it was sampled at. That of
-    `trainer.args` changes nothing, as with TRL.
-    """
+    """With a rate of 0 the ratio stays 1. A batch in use keeps its temperature, and `trainer.args`'s changes nothing."""
     change = both(set_trainer(temperature=temperature), lambda trainer: setattr(trainer.args, "temperature", 9.0))
     trainer = changed(change, **{"learning_rate": 0.0, "num_iterations": 2, "max_steps": 6} | settings)
     logs = steps(trainer)

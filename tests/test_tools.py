@@ -61,10 +61,7 @@ PUBLISHED = {"reuse_base": False, "base_selection": "mixed", "num_generations": 
 
 @pytest.mark.parametrize("settings", [{}, PUBLISHED], ids=["defaults", "published"])
 def test_branches_go_on_amid_a_dialogue(settings):
-    """
-    A rollout is its prefix, what the policy wrote and what the tool said to that; the prefix's calls stand. Entropies
-    and log-probs that generation tells are those of a forward pass over the whole completion.
-    """
+    """The prefix's calls stand. Entropies and log-probs of generation are those of a pass over the whole completion."""
     trainer = make_trainer(learning_rate=0.0, **settings)
     steps, depths, num_calls = explored(trainer), set(), 0
     all_calls = len(CALLS)
@@ -358,10 +355,7 @@ def check_rewards(trees):
     "environment", [ForkingWalk, Walk, tool_policy.LateLockedWalk, tool_policy.ReplayedWalk, LockedWalk]
 )
 def test_an_environment_is_copied_or_replayed(environment):
-    """
-    By its own method, by a deep copy, or by one as long as there is one; or repeated where it says so, or has to be:
-    once for each branch of a later turn, from a reset, and what it tells is what it told.
-    """
+    """By its own method, by a deep copy as long as there is one, or repeated, once for each branch of a later turn."""
     trainer = make_trainer(environment_factory=environment, reward_funcs=[owned], max_steps=1)
     ((trees, _),) = explored(trainer)
     check_rewards(trees)
@@ -521,9 +515,6 @@ def test_a_reset_that_fails_loses_nothing(tmp_path, monkeypatch):
     assert "Step 2, the last that was trained, is saved" in "".join(error.value.__notes__)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 3
-
-
-# Everything else goes on as it did
 
 
 def test_a_run_that_was_cut_goes_on(tmp_path):

@@ -26,9 +26,6 @@ PUBLISHED = {"modulation": "exp", "value_prior_strength": 0, "negative_advantage
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 
 
-# With exploration off, it is GRPOTrainer
-
-
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2, "per_device_eval_batch_size": 4}
 
 
@@ -72,10 +69,7 @@ def tokenizer_with_template():
     ids=[*LOSS_TYPES, "conversational", "with a response template", "normalized"],
 )
 def test_rows_without_anchors_are_grpo_trainers(settings):
-    """
-    The same model and seed by FR3E's own way to a batch: sampling, scoring, assembling, loss. Reward functions receive
-    the same.
-    """
+    """By FR3E's own way to a batch: sampling, scoring, assembling, loss. Reward functions receive the same."""
     (ours, told), (theirs, expected) = (
         train_and_be_told(cls, **settings | off)
         for cls, off in ((FR3ETrainer, {"num_anchors": 0, "reject_degenerate_states": True}), (GRPOTrainer, {}))
@@ -411,9 +405,6 @@ def test_forward_passes_call_no_more_hooks_as_steps_go_by(settings):
         return sum(len(module._forward_hooks) for module in trainer.model.modules())
 
     assert num_hooks(2) == num_hooks(6) <= 6
-
-
-# Other ways to configure it
 
 
 def test_without_exploration_there_are_no_trees_and_a_sampler():

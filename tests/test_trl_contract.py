@@ -35,9 +35,6 @@ PACKAGE = Path(fr3e_trl.__file__).parent
 DOCUMENTED = {"trl", "trl.rewards", "trl.data_utils", "accelerate", "accelerate.utils", "transformers"}
 
 
-# The names
-
-
 def relied_on() -> dict[str, set[str]]:
     """Names that other libraries do not document, and the files that use them."""
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
@@ -159,9 +156,6 @@ def test_nothing_is_left_on_a_trainer_that_has_trained():
     assert not [name for name, value in vars(trainer).items() if inspect.ismethod(value) and value.__self__ is trainer]
 
 
-# The constructor, and how TRL behaves
-
-
 def test_the_constructor_takes_what_grpo_trainer_takes():
     ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (FR3ETrainer, GRPOTrainer))
     own = inspect.Parameter("sampler", inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -219,10 +213,7 @@ def test_what_a_batch_consists_of():
 
 
 def test_groups_are_consecutive_shuffled_by_one_permutation_and_buffered_in_micro_batches():
-    """
-    Each batch is generated once, and `inputs[::num_generations]` are its prompts. Whatever else is in it is shuffled
-    too: rows are put together by a column that numbers them.
-    """
+    """`inputs[::num_generations]` are a batch's prompts, and rows are put together by a column that numbers them."""
     seen = []
 
     class Numbered(GRPOTrainer):

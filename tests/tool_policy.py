@@ -221,11 +221,7 @@ def right(completions, answer, **kwargs):
 
 
 def train_tool_policy(model, inputs_of, answers_at_once=False):
-    """
-    Have a model know the form of dialogues, and be unsure of the digits.
-
-    It is trained on what `inputs_of` makes of texts; every other calls no tool where it `answers_at_once`.
-    """
+    """Teach a model the form of dialogues, by `inputs_of` texts, half of which call no tool if `answers_at_once`."""
     generator = torch.Generator().manual_seed(0)
     model.lm_head.weight.data.div_(20)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

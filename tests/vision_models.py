@@ -170,11 +170,7 @@ def make_image(i: int, size: tuple[int, int] = (16, 16)) -> Image.Image:
 
 
 def make_image_dataset(num_prompts: int = 8, form: str = "image") -> Dataset | IterableDataset:
-    """
-    Questions with images of several sizes.
-
-    In the column "image" each has one, in "images" one or two, and in "parts" one among the parts of its message.
-    """
+    """Questions with images of any size: one in a column "image", one or two in "images", or one among its "parts"."""
     images = [make_image(i, (16 + 8 * (i % 3), 16)) for i in range(num_prompts)]
     texts = [f"{3 * i}+{i}=" for i in range(num_prompts)]
     prompts = [[{"role": "user", "content": text}] for text in texts]

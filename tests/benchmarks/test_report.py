@@ -70,20 +70,13 @@ def test_intervals_of_an_evaluation_hold_the_truth(num_problems, log_odds):
 
 
 def test_an_evaluation_with_all_right_is_not_sure():
-    """
-    Of 48 problems: with a 0 and a 1 more, 49 of 50 are right, and the variance of their mean is .02 · .98 / 49.
-
-    So it is Wilson's interval of 49 draws, 49 / (49 + 2.0096²) to 1.
-    """
+    """With 48 problems, a 0 and a 1: Wilson's interval of 49 draws (of .02 · .98 / 49), 49 / (49 + 2.0096²) to 1."""
     of_all = {"mean": 1.0, "low": 49 / (49 + 2.0096**2), "high": 1.0}
     assert with_interval([1.0] * 48, are_shares=True) == pytest.approx(of_all, abs=1e-4)
     alike = with_interval([0.3] * 5, are_shares=True)
     assert alike["low"] < 0.2 and alike["high"] > 0.4
     assert with_interval([0.2, 0.4], are_shares=False)["low"] < 0  # with rewards of other bounds
     assert with_interval([1.0], are_shares=True) == {"mean": 1.0}
-
-
-# What the report says
 
 
 ARMS = tuple(GAINS)

@@ -40,9 +40,6 @@ def said(content):
     return {"role": "assistant", "content": content}
 
 
-# The tool and the demonstrator
-
-
 def test_demonstrations_without_noise_find_the_answer():
     for problem in TASK.examples("heldout", 0, 100):
         _, name, _, *titles, _ = problem["prompt"][0]["content"].split()
@@ -54,9 +51,6 @@ def test_demonstrations_without_noise_find_the_answer():
             name = REGISTER[name, relation]
         assert messages == [*expected, said(f"= {name}")]
         assert TASK.is_right(messages, problem)
-
-
-# Messages and tokens
 
 
 def test_reward():
@@ -122,9 +116,6 @@ def test_a_demonstration_is_what_the_loop_makes_of_it():
     own = sum(7 if message["tool_calls"] else 3 for message in messages)
     assert log["completions/mean_length"] == pytest.approx(own / 24)
     assert log["tools/failure_frequency"] == 0
-
-
-# A policy, and what is measured of it
 
 
 @pytest.fixture(scope="module")
@@ -216,9 +207,6 @@ def test_entropy_is_of_what_the_policy_writes(policy, tmp_path, monkeypatch):
     assert len(entropies) < sum(len(ids) for _, completion_ids, *_ in generated for ids in completion_ids)
     assert evaluation.completion_length == len(entropies) / 32
     assert evaluation.entropy == pytest.approx(sum(entropies) / len(entropies), rel=1e-4)
-
-
-# The example
 
 
 def test_agent_is_launched_with_a_model(policy, tmp_path):

@@ -25,11 +25,7 @@ def columns(examples):
 
 
 def test_demonstrations(task):
-    """
-    Without noise they are right.
-
-    The noise leaves the task hard enough that there is something to learn, and easy enough that some are right.
-    """
+    """Right without noise, which leaves the task hard enough to learn something, and easy enough for some."""
     problems = task.examples("heldout", 0, 100)
     clean = [task.demonstrate(problem, random.Random(0), is_noisy=False) for problem in problems]
     assert all(task.is_right(text, problem) for text, problem in zip(clean, problems, strict=True))
