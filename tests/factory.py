@@ -80,18 +80,22 @@ def make_tool_trainer(cls=Recorder, **settings):
     return make_trainer(cls, **defaults | {"max_completion_length": 24} | policy | settings)
 
 
-def train(*args, **settings):
-    """A tiny trainer that has trained, from the same seed each time."""
-    trainer = make_trainer(*args, **settings)
+def train(*args, make=make_trainer, resume=None, **settings):
+    """A tiny trainer that has trained, from the same seed each time, or gone on from a checkpoint."""
+    trainer = make(*args, **settings)
     set_seed(1)
-    trainer.train()
+    trainer.train(resume)
     return trainer
+
+
+def steps_of(trainer) -> list[dict]:
+    """What each step logged."""
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 def logged(trainer, *names: str) -> list[tuple]:
     """What each step logged under `names`."""
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return [tuple(entry[name] for name in names) for entry in steps]
+    return [tuple(entry[name] for name in names) for entry in steps_of(trainer)]
 
 
 def assert_same_run(mine, theirs):

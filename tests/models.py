@@ -106,11 +106,4 @@ def make_dataset(num_prompts: int = 16, conversational: bool = False) -> Dataset
 
 
 # For configurations: no GPU, no files, no noise
-CPU = {
-    "bf16": False,
-    "use_cpu": True,
-    "report_to": [],
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "logging_steps": 1,
-}
+CPU = {"bf16": False, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}

@@ -74,7 +74,7 @@ IMPOSSIBLE = {
     "at least 1": {"anchor_min_gap": [0], "num_base_trajectories": [0], "num_iterations": [0]},
     "at least 2": {"num_generations": [0, 1]},
     "above 0": {"epsilon": [0, math.inf], "epsilon_high": [-0.5], "temperature": [0.0, math.nan]}
-    | {"repetition_penalty": [0]},
+    | {"repetition_penalty": [0], "tool_timeout": [0]},
     "above 0 and at most 1": {"top_p": [0.0, 1.5]},
     "at least 0 and at most 1": {"min_p": [2.0]},
     "a finite number": {"value_prior_strength": [math.inf, "0.5"], "vllm_request_timeout": [math.nan]}
@@ -87,6 +87,7 @@ IMPOSSIBLE = {
     "True or False": {"reuse_base": ["no"], "value_tracker": [1]},
     "'entropy', 'surprisal', 'random'": {"anchor_score": ["entropi"]},
     "'all', 'mixed'": {"base_selection": ["mix"]},
+    "not allowed: it must be": {"replay_mismatch": ["ignore"]},
     "'none', 'exp', 'sharpened'": {"modulation": [None]},
     "'normalize_then_sum'": {"multi_objective_aggregation": ["normalise"]},
     "'group'": {"scale_rewards": ["std"]},

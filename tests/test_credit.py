@@ -7,16 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from enumeration import (
-    Policy,
-    at_random,
-    first_uncertain,
-    fixed,
-    grow,
-    most_uncertain,
-    of_trees,
-    several,
-)
+from enumeration import Policy, at_random, first_uncertain, fixed, grow, most_uncertain, of_trees, several
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -19,7 +19,6 @@ from models import make_dataset
 from peft import LoraConfig
 from recorder import Recorder
 from tool_policy import CALLS, WORDS, instead_of_look, look, make_tool_dataset, make_tool_tokenizer
-from transformers import set_seed
 from trl import GRPOTrainer
 from vision_models import FAMILIES, SPECIAL_TOKENS, make_image, make_image_dataset, make_processor, make_vision_model
 
@@ -54,11 +53,7 @@ def make_trainer(family, cls=Recorder, **settings):
     return factory.make_trainer(cls, model=model, **defaults | settings)
 
 
-def train(*args, **kwargs):
-    trainer = make_trainer(*args, **kwargs)
-    set_seed(1)
-    trainer.train()
-    return trainer
+train = functools.partial(factory.train, make=make_trainer)
 
 
 @torch.no_grad()
@@ -279,9 +274,7 @@ def test_resuming_continues_the_run():
     settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 5, "max_refills": 1, "value_prior_strength": 0}
     settings |= {"per_device_train_batch_size": 8, "steps_per_generation": 2, "reward_funcs": parity}
     whole = train("qwen2_5_vl", **settings)
-    resumed = make_trainer("qwen2_5_vl", **settings)
-    resumed.train(resume_from_checkpoint="output/checkpoint-3")
-    assert_same_run(resumed, whole)
+    assert_same_run(train("qwen2_5_vl", resume="output/checkpoint-3", **settings), whole)
 
 
 def test_the_best_model_is_loaded_at_the_end():
@@ -478,12 +471,8 @@ def test_without_exploration_it_is_grpo_trainer_exactly():
     """Of prompts with images and tools that return them, in evaluation too."""
     settings = {"learning_rate": 1e-3, "num_generations": 4, "eval_strategy": "steps", "eval_steps": 1}
     settings |= {"eval_dataset": make_image_dataset(4), "per_device_eval_batch_size": 4}
-    theirs = make_tool_trainer("qwen2_5_vl", look_at_picture, GRPOTrainer, **settings)
-    ours = make_tool_trainer("qwen2_5_vl", look_at_picture, FR3ETrainer, num_anchors=0, **settings)
-    for trainer in (theirs, ours):
-        set_seed(1)
-        trainer.train()
-    assert_same_run(ours, theirs)
+    train = functools.partial(factory.train, "qwen2_5_vl", look_at_picture, make=make_tool_trainer, **settings)
+    assert_same_run(train(FR3ETrainer, num_anchors=0), train(GRPOTrainer))
 
 
 def test_the_tokens_of_tools_images_are_there_when_the_model_takes_them():

@@ -8,13 +8,13 @@ from contextlib import nullcontext
 
 import pytest
 from accelerate.utils import is_deepspeed_available
-from factory import digits
+from factory import digits, train
 from launches import launch
 from models import CPU, TINY, make_dataset, make_tokenizer
 from overlap_train import SETTINGS, make
 from tool_policy import look, make_tool_dataset, make_tool_policy, make_tool_tokenizer
 from torch.utils.data import SequentialSampler
-from transformers import TrainerCallback, set_seed
+from transformers import TrainerCallback
 
 from benchmarks.cost.stand_in import StandIn
 from fr3e_trl import FR3EConfig, FR3ETrainer
@@ -48,11 +48,8 @@ def check_nothing_is_left(server):
     assert server.num_in_flight == 0 and not threads()
 
 
-def trained(server, *args, resume=None, **settings):
-    trainer = make(*args, vllm_server_base_url=server.url, **settings)
-    set_seed(1)
-    trainer.train(resume)
-    return trainer
+def trained(server, *args, **settings):
+    return train(*args, make=make, vllm_server_base_url=server.url, **settings)
 
 
 def losses(trainer):

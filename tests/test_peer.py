@@ -13,7 +13,7 @@ from pathlib import Path
 import factory
 import pytest
 import torch
-from factory import letters
+from factory import letters, steps_of
 from models import TINY, make_dataset, make_model, make_tokenizer, model_on_disk, on_disk
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
 from test_matrix import make_family
@@ -79,12 +79,8 @@ def train(moves=True, **kwargs):
     assert all(trainer.model.get_parameter(name).equal(p) for name, p in frozen.items())
     if not trainer.args.is_plain_grpo:
         assert trainer.trees and all(tree.states[0].rollouts for tree in trainer.trees)
-        assert any("fr3e/anchor/count" in entry and entry["fr3e/anchor/count"] > 0 for entry in logs(trainer))
+        assert any("fr3e/anchor/count" in entry and entry["fr3e/anchor/count"] > 0 for entry in steps_of(trainer))
     return trainer
-
-
-def logs(trainer):
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 ACCUMULATED = {"gradient_accumulation_steps": 2}
@@ -155,7 +151,7 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM
 def test_models_train(family):
     trainer = train(model=make_family(family)[0])
     if trainer.aux_loss_enabled:
-        assert all(math.isfinite(entry["aux_loss"]) for entry in logs(trainer))
+        assert all(math.isfinite(entry["aux_loss"]) for entry in steps_of(trainer))
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])
@@ -190,8 +186,8 @@ def test_the_logged_reward_is_weighted(aggregation):
 
     settings = {"reward_funcs": [ones, zeros], "reward_weights": [0.7, 0.3]}
     trainer = train(moves=False, multi_objective_aggregation=aggregation, weight_decay=0.0, **settings)
-    assert [entry["reward"] for entry in logs(trainer)] == pytest.approx([0.7, 0.7])
-    (first, _), names = logs(trainer), ("ones", "zeros")
+    assert [entry["reward"] for entry in steps_of(trainer)] == pytest.approx([0.7, 0.7])
+    (first, _), names = steps_of(trainer), ("ones", "zeros")
     assert {f"rewards/{name}/{kind}" for name in names for kind in ("mean", "std")} <= first.keys()
 
 
@@ -204,10 +200,10 @@ def test_rewards_that_are_all_none(caplog):
 def test_truncated_completions_are_masked():
     never = {"generation_kwargs": {"suppress_tokens": [0, 1]}, "weight_decay": 0.0}
     trainer = train(moves=False, mask_truncated_completions=True, loss_type="dapo", **never)
-    assert [entry["completions/clipped_ratio"] for entry in logs(trainer)] == [1, 1]
+    assert [entry["completions/clipped_ratio"] for entry in steps_of(trainer)] == [1, 1]
     # Sums of digits end early now and then: those that do are learned from
     some = train(mask_truncated_completions=True, num_generations=12, per_device_train_batch_size=12)
-    assert any(0 < entry["completions/clipped_ratio"] < 1 for entry in logs(some))
+    assert any(0 < entry["completions/clipped_ratio"] < 1 for entry in steps_of(some))
 
 
 @pytest.mark.parametrize("settings", [{}, ACCUMULATED], ids=str)
@@ -217,14 +213,14 @@ def test_the_entropy_bonus_adapts(settings):
     trainer = train(entropy_target=15.0, **settings)
     assert trainer.entropy_coef == pytest.approx(0.01 + 0.005 * trainer.state.global_step)
     trainer = train(moves=False, reward_funcs=ones, entropy_target=0.01, **settings)
-    assert {trainer.entropy_coef, *(entry["entropy_coef"] for entry in logs(trainer))} == {0.01}
+    assert {trainer.entropy_coef, *(entry["entropy_coef"] for entry in steps_of(trainer))} == {0.01}
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "luspo"])
 def test_the_entropy_bonus_has_its_scale(loss_type):
     level = "sequence" if loss_type == "luspo" else "token"
     trainer = train(loss_type=loss_type, importance_sampling_level=level, entropy_coef=0.5)
-    for entry in logs(trainer):
+    for entry in steps_of(trainer):
         entropy = entry.get("entropy", 0.0)  # a step without a row in the loss has none
         assert entry["policy_loss"] - entry["loss"] == pytest.approx(0.5 * entropy, rel=0.3)
 
@@ -243,7 +239,7 @@ def test_a_rollout_func():
         return letters(completions)
 
     trainer = train(rollout_func=rollout_func, reward_funcs=reward, num_anchors=0)
-    assert [entry["completions/mean_length"] for entry in logs(trainer)] == [2.0, 2.0]  # of what is not masked
+    assert [entry["completions/mean_length"] for entry in steps_of(trainer)] == [2.0, 2.0]  # of what is not masked
     with pytest.raises(ValueError, match="rollout_func must return keys"):
         train(rollout_func=lambda prompts, trainer: {"prompt_ids": [], "completion_ids": []}, num_anchors=0)
     with pytest.raises(NotImplementedError, match=r"rollout_func.*sampler="):

@@ -40,20 +40,12 @@ def make_trainer(cls=FR3ETrainer, **settings):
     return factory.make_trainer(cls, **SAVING | defaults | settings)
 
 
-def train(*args, **settings):
-    """A trainer that has trained, from the same seed each time."""
-    trainer = make_trainer(*args, **settings)
-    set_seed(1)
-    trainer.train()
-    return trainer
+train = partial(factory.train, make=make_trainer)
 
 
 def resume(step=None, **settings):
     """A trainer that has gone on from a checkpoint, the last by default, and saves elsewhere."""
-    resumed = make_trainer(**{"output_dir": "resumed"} | settings)
-    set_seed(100)
-    resumed.train(resume_from_checkpoint=f"output/checkpoint-{step}" if step else True)
-    return resumed
+    return train(resume=f"output/checkpoint-{step}" if step else True, **{"output_dir": "resumed"} | settings)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ import math
 import re
 import time
 from collections import defaultdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import factory
 import pytest
 import tool_policy
 import torch
@@ -26,6 +28,7 @@ from fr3e_trl.generation.tools import EnvironmentFailure
 from fr3e_trl.method.sampling import Sample
 
 TOKENIZER = tool_policy.make_tool_tokenizer()
+train = partial(factory.train, make=make_trainer)
 
 
 @pytest.fixture(autouse=True)
@@ -167,13 +170,6 @@ def test_a_dialogue_by_hand():
     assert CALLS == ["1", "4", "2", "5"]
 
 
-def test_max_tool_calling_iterations_counts_those_of_the_prefix():
-    trainer = make_trainer(max_tool_calling_iterations=1)
-    for trees, _ in explored(trainer):
-        for _, _, rollout in rollouts_of(trees):
-            assert len(rollout.dialogue.turns) <= 2
-
-
 @instead_of_look
 def failing(key: str) -> str:
     raise OSError("error!")
@@ -218,12 +214,13 @@ def test_a_tool_that_fails_or_hangs_is_an_answer(tool, error, num_anchors):
         assert set(told) <= {f"{{'error': '{error}'}}"}
 
 
-def test_an_answer_too_long_for_the_budget_ends_the_completion():
-    """As in TRL: the call stays, and its answer is dropped."""
-    trainer = make_trainer(tools=[huge])
-    for trees, _ in explored(trainer):
-        for _, _, rollout in rollouts_of(trees):
-            assert all(rollout.mask) and len(rollout.dialogue.messages) == 1
+def test_turns_end_at_their_limit_and_with_an_answer_too_long_for_the_budget():
+    """Those of the prefix count. As in TRL, the last call stays, and its answer is dropped."""
+    for trees, _ in explored(make_trainer(max_tool_calling_iterations=1)):
+        assert all(len(rollout.dialogue.turns) <= 2 for _, _, rollout in rollouts_of(trees))
+    CALLS.clear()
+    for trees, _ in explored(make_trainer(tools=[huge])):
+        assert all(all(r.mask) and len(r.dialogue.messages) == 1 for _, _, r in rollouts_of(trees))
     assert CALLS
 
 
@@ -517,30 +514,23 @@ def test_a_reset_that_fails_loses_nothing(tmp_path, monkeypatch):
     assert again.state.global_step == 3
 
 
-def test_a_run_that_was_cut_goes_on(tmp_path):
+def test_a_run_that_was_cut_goes_on():
     """With an environment; with tools see test_kill_9_at_random_moments."""
     settings = {"environment_factory": Walk, "max_steps": 4, "max_refills": 1, "num_anchors": 3}
     settings |= {"value_prior_strength": 0.0, "save_strategy": "steps", "save_steps": 2}
-    whole = make_trainer(output_dir=str(tmp_path / "whole"), **settings)
-    whole.train()
-    resumed = make_trainer(output_dir=str(tmp_path / "whole"), **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    assert weights(resumed).equal(weights(whole))
+    whole, resumed = (weights(train(resume=resume, **settings)) for resume in (None, "output/checkpoint-2"))
+    assert resumed.equal(whole)
 
 
-def test_continuous_batching(tmp_path):
-    trainer = make_trainer(output_dir=str(tmp_path), **CONTINUOUS | {"bf16": False})
+def test_continuous_batching():
+    trainer = make_trainer(**CONTINUOUS | {"bf16": False})
     before = weights(trainer)
     trainer.train()
     assert not weights(trainer).equal(before)
 
 
 def test_shared_prefixes_change_nothing():
-    runs = []
-    for share_prefixes in (True, False):
-        trainer = make_trainer(share_prefixes=share_prefixes, max_steps=3)
-        trainer.train()
-        runs.append(weights(trainer))
+    runs = (weights(train(share_prefixes=share_prefixes, max_steps=3)) for share_prefixes in (True, False))
     torch.testing.assert_close(*runs, rtol=1e-4, atol=1e-5)
 
 
@@ -562,13 +552,6 @@ def test_the_game_trains(tmp_path, monkeypatch, capsys):
     for log in logs:
         assert float(log["tools/call_frequency"]) > 2 and float(log["tools/failure_frequency"]) < 0.2
         assert float(log["reward_std"]) > 0 and float(log["fr3e/anchor/count"]) > 0
-
-
-@pytest.mark.parametrize("setting", [{"tool_timeout": 0}, {"replay_mismatch": "ignore"}])
-def test_impossible_settings(setting):
-    (name,) = setting
-    with pytest.raises(ValueError, match=f"{name}=.* is not allowed: it must be"):
-        FR3EConfig("output", **CPU, **setting)
 
 
 def test_what_a_tool_wrote_may_be_very_unlikely():

@@ -1,5 +1,6 @@
 """Tree credit as a setting: advantages of tokens from the trees to the loss, through `train()`."""
 
+import functools
 import math
 from dataclasses import replace
 
@@ -11,7 +12,6 @@ from models import CPU, make_tokenizer
 from processes_train import FakeSampler
 from recorder import Recorder
 from test_credit import by_definition
-from transformers import set_seed
 
 from fr3e_trl import FR3EConfig
 from fr3e_trl.method.credit import credit_rows
@@ -32,13 +32,13 @@ def parity(prompts, completions, **kwargs):
     return [is_hopeful * float(sum(map(ord, text)) % 5) for is_hopeful, text in zip(hopeful, completions, strict=True)]
 
 
-def train(cls=Recorder, sampler=None, reward_func=graded, **settings):
+def make_trainer(cls=Recorder, sampler=None, reward_func=graded, **settings):
     trainer = factory.make_trainer(cls, reward_funcs=reward_func, **DEFAULTS | settings)
-    if sampler is not None:
-        trainer.sampler = sampler
-    set_seed(1)
-    trainer.train()
+    trainer.sampler = sampler or trainer.sampler
     return trainer
+
+
+train = functools.partial(factory.train, make=make_trainer)
 
 
 def paths_in(trees):

@@ -46,9 +46,7 @@ def test_stale_rollouts_are_of_the_policy_of_so_many_updates_before(staleness, u
     """The log-probs that they come with are those of the weights of then, and the update begins with newer ones."""
     fresh, _ = trained(**FR3E)
     trainer = make_trainer(
-        SETTINGS | FR3E | {"staleness": staleness},
-        *(Path(model_on_disk()), Letters(), Path("out"), 0),
-        max_steps=6,
+        SETTINGS | FR3E | {"staleness": staleness}, *(Path(model_on_disk()), Letters(), Path("out"), 0), max_steps=6
     )
     weights, batches, score = [], [], trainer._generate_and_score_completions
 
