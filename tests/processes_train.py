@@ -20,21 +20,13 @@ import random
 import sys
 from pathlib import Path
 
+import tool_policy
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from models import CPU, make_dataset, make_model, make_tokenizer
 from shared_engine import share_engine
-from tool_policy import (
-    WORDS,
-    Dice,
-    LockedWalk,
-    MoodyWalk,
-    look,
-    make_tool_dataset,
-    make_tool_policy,
-    make_tool_tokenizer,
-)
+from tool_policy import WORDS
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from trees import rollouts_of
 
@@ -45,10 +37,10 @@ RANK = int(os.environ.get("RANK", 0))
 
 # What completions of several turns are made with
 DIALOGUES = {
-    "tools": {"tools": [look]},
-    "environment": {"environment_factory": LockedWalk},
-    "moody": {"environment_factory": MoodyWalk},
-    "dice": {"environment_factory": Dice},
+    "tools": {"tools": [tool_policy.look]},
+    "environment": {"environment_factory": tool_policy.LockedWalk},
+    "moody": {"environment_factory": tool_policy.MoodyWalk},
+    "dice": {"environment_factory": tool_policy.Dice},
 }
 
 
@@ -114,11 +106,13 @@ def main(output: Path, settings: dict, *options: str) -> None:
     if dialogue:
         reward_funcs = [lambda completions, **kwargs: [float(len(completion) % 3) for completion in completions]]
     trainer = FR3ETrainer(
-        make_tool_policy() if dialogue else make_model(),
+        tool_policy.make_tool_policy() if dialogue else make_model(),
         reward_funcs,
         args,
-        train_dataset=make_tool_dataset(6) if dialogue else make_dataset(16 if settings.get("max_refills") else 6),
-        processing_class=make_tool_tokenizer() if dialogue else make_tokenizer(),
+        train_dataset=tool_policy.make_tool_dataset(6)
+        if dialogue
+        else make_dataset(16 if settings.get("max_refills") else 6),
+        processing_class=tool_policy.make_tool_tokenizer() if dialogue else make_tokenizer(),
         reward_processing_classes=[None, make_tokenizer()][: len(reward_funcs)],
         **dialogue,
     )

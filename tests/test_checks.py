@@ -82,6 +82,7 @@ def test_processes_that_wait_for_a_server_wait_long_enough(settings, is_told, ca
         (lambda completions, **kwargs: None, TypeError, "returned None. It must return a list"),
         (lambda completions, **kwargs: 1.0, TypeError, "returned 1.0. It must return a list"),
         (lambda completions, **kwargs: torch.tensor(1.0), TypeError, "0-d tensor"),
+        (lambda completions, **kwargs: 1 / 0, ZeroDivisionError, "division by zero"),
         (lambda completions, **kwargs: [1e39] * len(completions), ValueError, "returned inf for completion 1 of"),
         (lambda completions, **kwargs: [-1e20] * len(completions), ValueError, "between -1e+15 and 1e+15.*scale it"),
     ],
@@ -89,7 +90,7 @@ def test_processes_that_wait_for_a_server_wait_long_enough(settings, is_told, ca
 def test_a_reward_function_that_returns_no_usable_rewards(reward, error, named):
     reward.__name__ = "my_reward"
     with pytest.raises(error, match=named.replace("+", r"\+")) as raised:
-        make_trainer(reward_funcs=reward).train()
+        make_trainer(reward_funcs=[letters, reward]).train()
     assert "my_reward" in "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
 
 

@@ -245,19 +245,19 @@ def make_recurrent_gemma():
     return make_family("RecurrentGemma")[0].train()
 
 
-def test_a_model_without_a_cache_is_told_of(caplog):
+def test_where_rows_cannot_grow(caplog, monkeypatch):
+    """A model without a cache is told of; what fails in any order is no matter of it; and one process keeps all."""
     model = make_model()
     model.generation_config.use_cache = False
     assert not make_sampler(model, may_grow=True).grows
     (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("fr3e_trl")]
     assert "set generation_kwargs={'use_cache': True}" in warning
-
-
-def test_what_fails_in_any_order_is_no_matter_of_it():
     sampler = make_sampler(make_model(), may_grow=True)
     sampler.generation_config().top_k = -1
     with pytest.raises(ValueError, match="top_k"):
         sampler.grows  # noqa: B018
+    monkeypatch.setattr(generate, "in_every_process", lambda function: [function(), "another model"])
+    assert not make_sampler(make_model(), may_grow=True).grows
 
 
 def test_a_model_that_keeps_its_rows_states_is_left_as_it_was(caplog):
@@ -279,12 +279,6 @@ def test_a_model_that_keeps_its_rows_states_is_left_as_it_was(caplog):
         assert vars(part).keys() == before[name].keys()
         assert all(value is before[name][key] for key, value in vars(part).items() if key != "training")
         assert part.training == before[name]["training"]
-
-
-def test_one_process_that_cannot_grow_rows_keeps_all_from_it(monkeypatch):
-    sampler = make_sampler(make_model(), may_grow=True)
-    monkeypatch.setattr(generate, "in_every_process", lambda function: [function(), "another model"])
-    assert not sampler.grows
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,9 @@ from enumeration import Policy, fixed, grow
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fr3e_trl.method.credit import rollout as credit
 from fr3e_trl.method.credit.prior import Prior, state_values
-from fr3e_trl.method.credit.rollout import (
-    compared_rewards,
-    compute_advantages,
-    degenerate_states,
-    modulation_factors,
-    normalized_rewards,
-    row_advantages,
-    row_baselines,
-    weighted_rewards,
-)
+from fr3e_trl.method.credit.rollout import compute_advantages, row_baselines
 from fr3e_trl.method.tree import Rollout, Score, Tree
 
 pytestmark = pytest.mark.fast
@@ -47,7 +39,7 @@ def test_an_environments_own_reward_has_a_weight_of_one(given):
     tree = Tree([1], 9)
     scores = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
     tree.states[0].rollouts = [Rollout([1], None, Score(rewards, sum(rewards))) for rewards in scores]
-    compared = compared_rewards([tree], SimpleNamespace(normalization="each", reward_weights=given))
+    compared = credit.compared_rewards([tree], SimpleNamespace(normalization="each", reward_weights=given))
     # Each function's are ±.5 / .577 about their mean; weighed, -.25, .25, .75 and -.75 of that, of deviation .645
     assert_close(compared, [-0.3873, 0.3873, 1.1619, -1.1619], atol=1e-3)
 
@@ -114,14 +106,14 @@ def test_negative_advantages_are_scaled():
 def test_sharpened_with_two_trajectories():
     # V = 0.5, 1, 0.5, 0. Chain 1: delta = 0.5, 0.5, -0.5, of equal size: shares 1/3, 1/3, -1/3.
     # Chain 2: delta = 0.5, -0.5: shares 1/2, -1/2. S_0 is in both: the mean, (1/3 + 1/2) / 2 = 5/12
-    factors = modulation_factors(torch.tensor([0.5, 1.0, 0.5, 0.0]), FORK, "sharpened")
+    factors = credit.modulation_factors(torch.tensor([0.5, 1.0, 0.5, 0.0]), FORK, "sharpened")
     assert_close(factors, [math.exp(-5 / 12), math.exp(-1 / 3), math.exp(1 / 3), math.exp(1 / 2)])
 
 
 def test_degenerate_is_exact_equality():
     # Three times 0.1 has a mean that is not 0.1 in floating point; a hair's difference is a difference
     rewards, states = rows([0.1, 0.1, 0.1], [0.1, 0.1 + 1e-12, 0.1], [NAN, 7.0], [NAN, NAN], [0, 1])
-    assert degenerate_states(rewards, states, 5).tolist() == [True, False, True, True, False]
+    assert credit.degenerate_states(rewards, states, 5).tolist() == [True, False, True, True, False]
     result = compute_advantages(rewards, states, [None] * 5)
     assert result.advantages[:3].tolist() == [0, 0, 0]
 
@@ -129,13 +121,13 @@ def test_degenerate_is_exact_equality():
 def test_scale_by_group_and_batch():
     # S_0: mean 0.25, deviations 0.75 and three of -0.25, variance 0.75 / 3 = 0.25, standard deviation 0.5
     rewards, states = rows([1, 0, 0, 0], [3, 1])
-    advantages = row_advantages(rewards, states, row_baselines(rewards, states, [None, 0]), 2, "group")
+    advantages = credit.row_advantages(rewards, states, row_baselines(rewards, states, [None, 0]), 2, "group")
     # S_1: mean 2, variance 2 / 1, standard deviation 1.41421
     expected = [0.75 / 0.5001, *[-0.25 / 0.5001] * 3, 1 / 1.41431, -1 / 1.41431]
     assert_close(advantages, expected)
     # By batch. All five scorable rewards 1 0 1 1 0: mean 0.6, variance (3 * 0.16 + 2 * 0.36) / 4 = 0.3, root 0.547723
     rewards, states = rows([1, 0, NAN], [1, 1, 0])
-    advantages = row_advantages(rewards, states, row_baselines(rewards, states, [None, 0]), 2, "batch")
+    advantages = credit.row_advantages(rewards, states, row_baselines(rewards, states, [None, 0]), 2, "batch")
     assert_close(advantages, [0.5 / 0.547823, -0.5 / 0.547823, 0, *[1 / 3 / 0.547823] * 2, -2 / 3 / 0.547823])
 
 
@@ -163,10 +155,10 @@ def test_normalized_and_weighted_rewards():
     rewards = torch.tensor([[1, 0.1], [2, NAN], [3, 0.1], [NAN, 5], [5, 0.1], [4, NAN]], dtype=torch.float64)
     prompts = torch.tensor([0, 1, 0, 1, 0, 1])
     a, b = 2 / 2.0001, 1 / (math.sqrt(2) + 1e-4)
-    assert_close(normalized_rewards(rewards, prompts, 2)[:, 0], [-a, -b, 0, NAN, a, b])
-    assert normalized_rewards(rewards, prompts, 2)[:, 1].nan_to_num(9).tolist() == [0, 9, 0, 0, 0, 9]
+    assert_close(credit.normalized_rewards(rewards, prompts, 2)[:, 0], [-a, -b, 0, NAN, a, b])
+    assert credit.normalized_rewards(rewards, prompts, 2)[:, 1].nan_to_num(9).tolist() == [0, 9, 0, 0, 0, 9]
     rewards_per_func = torch.tensor([[1.0, 2.0], [NAN, 2.0], [NAN, NAN]])
-    assert_close(weighted_rewards(rewards_per_func, torch.tensor([1.0, 0.5])), [2.0, 1.0, NAN])
+    assert_close(credit.weighted_rewards(rewards_per_func, torch.tensor([1.0, 0.5])), [2.0, 1.0, NAN])
 
 
 @st.composite

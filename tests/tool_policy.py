@@ -25,20 +25,10 @@ TEMPLATE = (
 )
 
 # What the policy writes, as messages
-RESPONSE_TEMPLATE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|assistant|>",
-    "fields": {
-        "tool_calls": {
-            "open": "<call>",
-            "close_pattern": "</call>",
-            "repeats": True,
-            "content": "text",
-            "transform": {"type": "function", "function": {"name": "look", "arguments": {"key": "{content}"}}},
-        },
-        "content": {"close_pattern": "<eos>", "content": "text"},
-    },
-}
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"key": "{content}"}}}
+OF_CALLS = {"open": "<call>", "close_pattern": "</call>", "repeats": True, "content": "text", "transform": CALL}
+RESPONSE_TEMPLATE = {"defaults": {"role": "assistant"}, "start_anchor": "<|assistant|>"}
+RESPONSE_TEMPLATE |= {"fields": {"tool_calls": OF_CALLS, "content": {"close_pattern": "<eos>", "content": "text"}}}
 
 CALLS: list[str] = []  # the arguments of all calls of `look`
 
@@ -52,6 +42,9 @@ def look(key: str) -> str:
     """
     CALLS.append(key)
     return str((3 * int(key) + 1) % 10)
+
+
+DOCUMENTATION = look.__doc__
 
 
 def instead_of_look(tool):
@@ -93,16 +86,12 @@ class Walk:
         self.answer = answer
         return None
 
-    def look(self, key: str) -> str:  # what it is for, classes below take over
-        """
-        Look a digit up.
-
-        Args:
-            key: The digit.
-        """
+    def look(self, key: str) -> str:
         Walk.looks.append((self.number, key, len(self.keys)))
         self.keys.append(key)
         return str((3 * int(key) + len(self.keys)) % 10)
+
+    look.__doc__ = DOCUMENTATION  # which classes below take over
 
     def get_reward(self) -> float:
         return float(len(set(self.keys)))

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from models import model_on_disk
 
 import benchmarks.__main__ as cli
@@ -39,15 +38,11 @@ ARMS = {"grpo": {"trainer": "fr3e", "num_anchors": 0}, "fr3e": {"trainer": "fr3e
 
 @pytest.fixture(autouse=True)
 def task(monkeypatch):
-    """A task in files; one thread, as in a worker, and no plots, which take longer than these runs."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """A task in files, and no plots, which take longer than these runs."""
     monkeypatch.setattr("benchmarks.report.plot_all", lambda results, headline: [])
     Path("my_rewards.py").write_text(REWARDS)
     examples = [{"prompt": f"{i}+{i}=", "question": f"{i}+{i}=", "right": "1"} for i in range(40)]
     Path("data.jsonl").write_text("\n".join(map(json.dumps, examples)))
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def command(**settings):
