@@ -74,7 +74,6 @@ class Policy:
         return (self.probabilities * values) @ self.scores[:, -1]
 
     def entropies(self, completion: Completion) -> list[float]:
-        """Before each token is drawn."""
         p = self.distributions[[self.places[completion[:t]] for t in range(len(completion))]]
         return (-(p * p.log()).sum(dim=1)).tolist()
 
@@ -129,7 +128,6 @@ class Outcome:
     counts: list[int]
 
     def __add__(self, other: "Outcome") -> "Outcome":
-        """Both, independently."""
         shift = len(self.parents)
         return Outcome(
             self.probability * other.probability,

@@ -75,7 +75,6 @@ def launch_nodes(output: Path, num_nodes: int, num_processes: int, settings: dic
 
 
 def start(recipe: str, arguments: list, output: Path, log: Path):
-    """A launch with one of the configurations in the recipes."""
     arguments = ["--config_file", RECIPES / f"{recipe}.yaml", "--mixed_precision", "no", *arguments]
     process = CONTEXT.Process(target=run, args=([str(argument) for argument in arguments], output, log))
     process.start()

@@ -17,7 +17,6 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of single characters."""
     vocab = [
         "<pad>",
         "<eos>",

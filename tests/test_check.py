@@ -26,7 +26,6 @@ NOT_RUN_HERE = {"vLLM server", "vLLM colocate"}
 
 
 def test_on_a_cpu_all_lines_that_can_pass_do(tmp_path):
-    """And what the command prints is what it writes."""
     command = [sys.executable, "-m", "fr3e_trl.commands.cli", "check", "--num_processes=2", "--time_limit=280"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     text = (tmp_path / "fr3e_check.md").read_text()
@@ -41,7 +40,6 @@ def test_on_a_cpu_all_lines_that_can_pass_do(tmp_path):
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory):
-    """With a model that was made."""
     return made_in(tmp_path_factory.mktemp("setup"))
 
 
@@ -56,7 +54,6 @@ def changed(setup, **settings):
 
 
 def outcome_of(name, setup, *said):
-    """The outcome of a line, which must say so."""
     (line,) = [line for line in LINES if line.name == name]
     result = check.run_line(line, setup)
     assert all(re.search(part, result.told) for part in said), result.told

@@ -78,7 +78,6 @@ def test_without_exploration_the_line_has_the_reward(capsys):
 
 
 def test_all_metrics_are_printed_as_by_trl_where_the_line_says_so(capsys):
-    """With `disable_tqdm=True`, or with transformers' callback added."""
     train(FR3ETrainer, disable_tqdm=True)
     lines = printed(capsys)
     assert len(lines) == 3 and all(line.startswith("{'loss': ") and "'fr3e/value/S0': " in line for line in lines[:2])
@@ -136,7 +135,6 @@ def test_a_threshold_that_no_token_reaches_is_told(capsys):
 
 
 def test_each_of_several_evaluation_sets_is_told_apart(capsys):
-    """Their rewards have one name in TRL's logs."""
     dataset = make_dataset(4)
     sets = {name: dataset.add_column("is_easy", [name == "easy"] * 4) for name in ("easy", "hard")}
     evaluation = EVALUATION | {"eval_dataset": sets, "eval_steps": 1}
@@ -153,7 +151,6 @@ def test_each_of_several_evaluation_sets_is_told_apart(capsys):
 
 @pytest.mark.fast
 def test_what_is_said(monkeypatch, tmp_path):
-    """Durations; letters that an output cannot have; a damaged file; secrets, also within settings."""
     told = ["4 s", "99 s", "2 min", "12 min", "3 h 20 min"]
     assert [duration(seconds) for seconds in (4, 99, 100, 720, 12_000)] == told
     output = io.BytesIO()
@@ -192,7 +189,6 @@ def test_intervals_of_logs_hold_the_truth(number):
 
 
 def test_the_command_that_comes_next_runs_and_the_card_says_what_was_trained(tmp_path, monkeypatch, capsys):
-    """With the recipe `smoke` and a tiny model."""
     monkeypatch.chdir(ROOT)
     cli.main(["train", *command_line("smoke", tmp_path), "--hub_token=hf_mine", "--seed", "7"])
     lines, folder = capsys.readouterr().out.splitlines(), tmp_path / "output"

@@ -119,7 +119,6 @@ def test_rows_that_are_no_trees(rows, message):
 
 @st.composite
 def batches(draw):
-    """Rows of one to four prompts, each of one to three trees, and their prompts."""
     rows, prompts, rewards = [], [], (0.0, 1.0, -0.5, 0.1, 100.0, NAN)
     for prompt in range(draw(st.integers(1, 4))):
         for _ in range(draw(st.integers(1, 3))):

@@ -61,7 +61,6 @@ def test_every_metric_is_documented():
 
 
 def anchors(page: Path) -> set[str]:
-    """What links to parts of a page may name."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -107,7 +106,6 @@ def commands(page: Path) -> list[str]:
 
 @functools.cache
 def help_of(command: Any, *names: str) -> str:
-    """What a command says of its options."""
     with contextlib.redirect_stdout(io.StringIO()) as output:
         for option in ["--help", "--help-all"] if names == ("train",) else ["--help"]:
             with contextlib.suppress(SystemExit):
@@ -117,7 +115,6 @@ def help_of(command: Any, *names: str) -> str:
 
 @each_page
 def test_commands_are_those_that_there_are(page):
-    """Their subcommands, options, recipes and arms."""
     for command in commands(page):
         is_bench = command.strip().startswith("python")
         module = benchmarks if is_bench else cli
@@ -203,7 +200,6 @@ def test_files_and_folders_that_are_named_exist(page):
 
 
 def test_what_make_is_asked_for_exists():
-    """In the pages, and in what CI runs."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for page in [*PAGES, ROOT / ".ci" / "run", *(ROOT / ".github" / "workflows").iterdir()]:
         for words in re.findall(r"(?:^|`|run: )make ([a-z][a-z -]*)", page.read_text(), flags=re.MULTILINE):

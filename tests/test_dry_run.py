@@ -52,7 +52,6 @@ def test_tokens_and_steps_by_hand(tmp_path):
 
 
 def test_dry_run_needs_no_weights(tmp_path, capsys):
-    """Nor writes any. It tells the settings that differ from the defaults."""
     make_model().config.save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     Dataset.from_dict({"prompt": ["12", "1234"] * 8, "solution": ["1"] * 16}).to_json(tmp_path / "data.jsonl")

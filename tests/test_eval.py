@@ -164,8 +164,6 @@ def plain_model():
 
 @pytest.fixture
 def saved(tmp_path):
-    """Saves a model or adapter, with a tokenizer; returns its directory."""
-
     def save(model, tokenizer=None):
         model.save_pretrained(tmp_path / "model")
         (tokenizer or make_tokenizer()).save_pretrained(tmp_path / "model")
@@ -175,7 +173,6 @@ def saved(tmp_path):
 
 
 def greedy(model, *prompts, num_tokens=6):
-    """Without `generate`."""
     completions = []
     for prompt in prompts or ("0+0=", "1+1=", "2+2="):
         ids = make_tokenizer()(prompt, return_tensors="pt").input_ids
@@ -215,7 +212,6 @@ def test_what_the_model_asks_of_generation_changes_nothing(evaluate, temperature
 
 
 def test_directory_of_an_adapter(evaluate, saved, capsys):
-    """And one whose base is not there."""
     config = LoraConfig(target_modules="all-linear", init_lora_weights=False, r=16, lora_alpha=64)
     torch.manual_seed(0)
     adapter = saved(get_peft_model(plain_model(), config))
@@ -267,7 +263,6 @@ def test_recipe(evaluate, name):
 
 
 def test_completions_of_a_model_that_was_trained_since_are_refused(evaluate, tmp_path, capsys):
-    """It has the same name, and other weights."""
     model = tmp_path / "model"
     shutil.copytree(model_on_disk(), model)
     for _ in range(2):

@@ -118,7 +118,6 @@ def contents():
 
 
 def end_of(case, url, capsys):
-    """The exit code of a case's command, and what it told."""
     if callable(case.command):
         with pytest.raises(Exception) as raised:
             case.command()

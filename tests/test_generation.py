@@ -40,7 +40,6 @@ def make_sampler(model, may_grow=False, **generation_kwargs):
 
 
 def token_ids(length, seed=0):
-    """Tokens that are neither padding nor EOS."""
     return np.random.default_rng(seed).integers(2, 50, length).tolist()
 
 
@@ -241,7 +240,6 @@ def test_where_rows_have_a_state_of_their_own_none_leaves(settings):
 
 
 def make_recurrent_gemma():
-    """Its modules keep their state to themselves, and begin anew when a batch has another number of rows."""
     return make_family("RecurrentGemma")[0].train()
 
 
@@ -339,7 +337,6 @@ def test_the_model_computes_elsewhere_than_its_weights_are():
 
 
 def generated(model, one, **settings):
-    """What `generate` itself samples for a request."""
     prefixes = torch.tensor([one.prefix_ids] * one.num_samples)
     output = model.generate(
         prefixes,
@@ -368,7 +365,6 @@ def first_two(sample):
 
 
 def p_value(samples, probabilities):
-    """Chi-squared test of goodness of fit."""
     counts = torch.zeros_like(probabilities)
     for sample in samples:
         counts[first_two(sample)] += 1

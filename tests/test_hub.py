@@ -34,7 +34,6 @@ RUNS = {
 
 
 def run(hub, directory: Path, *command: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
-    """Run Python in `directory`, with `hub` as its hub and a cache of its own."""
     variables = {
         "HF_ENDPOINT": hub.endpoint,
         "HF_TOKEN": "token-of-someone",
@@ -102,7 +101,6 @@ def check_card(text: str, of_grpo: str) -> None:
 
 
 def test_a_hub_that_refuses_says_so_and_the_model_is_kept(tmp_path):
-    """It fails, or the token is wrong."""
     with running_hub() as hub:
         failed = train(hub, tmp_path, {"tiny-model": ("fr3e",)}, check=False, HF_TOKEN="wrong")
         assert failed.returncode != 0 and "401" in failed.stderr and not hub.repos

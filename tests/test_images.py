@@ -270,7 +270,6 @@ def test_prompts_that_differ_by_their_images_alone_are_remembered_apart():
 
 
 def test_resuming_continues_the_run():
-    """In the middle of a batch, with rows left over."""
     settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 5, "max_refills": 1, "value_prior_strength": 0}
     settings |= {"per_device_train_batch_size": 8, "steps_per_generation": 2, "reward_funcs": parity}
     whole = train("qwen2_5_vl", **settings)
@@ -304,12 +303,10 @@ def digits_in(key):
 
 
 def make_picture(digit):
-    """Of a digit: of two sizes."""
     return make_image(int(digit), (16 + 8 * (int(digit) % 2), 16))
 
 
 def shown(digit):
-    """A tool's answer, with a picture."""
     return [{"type": "image", "image": make_picture(digit)}, {"type": "text", "text": digit}]
 
 
@@ -468,7 +465,6 @@ def test_rollouts_that_are_given_up_keep_the_images_of_their_prefix():
 
 
 def test_without_exploration_it_is_grpo_trainer_exactly():
-    """Of prompts with images and tools that return them, in evaluation too."""
     settings = {"learning_rate": 1e-3, "num_generations": 4, "eval_strategy": "steps", "eval_steps": 1}
     settings |= {"eval_dataset": make_image_dataset(4), "per_device_eval_batch_size": 4}
     train = functools.partial(factory.train, "qwen2_5_vl", look_at_picture, make=make_tool_trainer, **settings)

@@ -103,7 +103,6 @@ LORA = LoraConfig(r=4, target_modules="all-linear")
     ids=lambda settings: ", ".join(f"{key}={value}" for key, value in settings.items() if key != "peft_config"),
 )
 def test_only_the_engines_error_is_corrected(settings):
-    """The ratio of the engines, what the loss divides by, and the engine's log-probs, all as by the definition."""
     settings = dict(settings)
     name = settings.pop("model", None)
     trainer = make_trainer(tiny(name, **MODELS[name]) if name else None, **settings)

@@ -96,8 +96,6 @@ def test_losses_are_those_without_overlap(server, settings):
 
 
 def test_generation_hides_behind_training(server):
-    """As long as all updates take: what is logged, and when requests begin."""
-
     class Slow(FR3ETrainer):
         def _compute_loss(self, *args, **kwargs):
             time.sleep(0.1)
@@ -190,8 +188,6 @@ def test_another_order_of_the_data(server):
 
 
 class Act(TrainerCallback):
-    """Does something at the end of a step."""
-
     def __init__(self, act, step=2):
         self.act, self.step = act, step
 
@@ -254,7 +250,6 @@ def test_a_server_that_dies_meanwhile(server, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_an_interrupt_at_any_moment(server, tmp_path, seed):
-    """Leaves nothing behind, and the last checkpoint is one to go on from."""
     settings = {"max_staleness": 1 + seed % 2, "output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1}
     trainer = make(vllm_server_base_url=server.url, **settings, max_steps=100)
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))

@@ -53,7 +53,6 @@ def by_step(completions, trainer_state, **kwargs):
 
 @functools.cache
 def reward_model_on_disk(cls=Qwen3ForSequenceClassification) -> str:
-    """Directory of a tiny reward model, of the policy's family or another."""
     return on_disk(cls(cls.config_class(**TINY, num_labels=1)), make_tokenizer())
 
 
@@ -247,7 +246,6 @@ def test_a_rollout_func():
 
 
 def test_names_in_place_of_everything(monkeypatch):
-    """Paths of a policy and of a reward model, no configuration, no tokenizer."""
     monkeypatch.setattr(FR3EConfig, "_validate_args", lambda self: None)  # TRL's default of bf16 asks for a GPU
     trainer = FR3ETrainer(model_on_disk(), reward_model_on_disk(), train_dataset=make_dataset())
     assert Path(trainer.args.output_dir).name.endswith("-FR3E") and trainer.args.num_anchors == 6

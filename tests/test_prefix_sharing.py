@@ -42,7 +42,6 @@ def letters(completions, **kwargs):
 
 
 def make_family(family, implementation="sdpa"):
-    """A tiny model of a family, with sharpened logits."""
     set_seed(0)
     name = {"Gemma3": "Gemma3Text"}.get(family, family)
     config = getattr(transformers, f"{name}Config")(**SIZES | FAMILIES.get(family, {}))
@@ -246,8 +245,6 @@ def test_every_way_to_train(settings):
 
 
 class CountsPositions(FR3ETrainer):
-    """Counts the tokens that are forwarded to score completions."""
-
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.forwarded = Counter()

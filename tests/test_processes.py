@@ -258,7 +258,6 @@ def test_a_process_that_raises_ends_all(recipe, options, settings, errors, tmp_p
 
 
 def test_what_fails_in_one_process_is_raised_in_all(tmp_path):
-    """A server in an evaluation, where TRL asks it; and in a turn that one process alone takes."""
     script = Path(__file__).with_name("failing_together.py")
     first, second = launch(tmp_path / "run", 2, {}, script=script)
     assert first == second == dict.fromkeys(["generate", "take_turns"], "VLLMServerError('the server is gone')")

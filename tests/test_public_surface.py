@@ -56,8 +56,6 @@ def completions(trainer):
 
 
 class Judge:
-    """A reward that has a state, and counts its calls."""
-
     __name__ = "judge"
 
     def __init__(self):
@@ -200,7 +198,6 @@ def test_a_batch_keeps_its_temperature_in_a_checkpoint():
 
 
 def test_the_gradient_is_that_of_the_new_temperature():
-    """A trainer that was made with it, and one that was given it: the same updates."""
     made = train(reward_funcs=letters, max_steps=3, temperature=0.7)
     given = changed(set_trainer(temperature=0.7), before=0, max_steps=3)
     torch.testing.assert_close(weights(given), weights(made), atol=1e-5, rtol=1e-4)
@@ -243,7 +240,6 @@ def test_what_plain_grpo_takes_is_left_to_it():
 
 
 def test_reward_functions_are_the_users_own():
-    """And may be replaced, by a curriculum."""
     judge, sevens = Judge(), lambda completions, **kwargs: [7.0] * len(completions)
     replace = lambda trainer: trainer.reward_funcs.__setitem__(1, sevens)  # noqa: E731
     trainer = changed(both(lambda trainer: setattr(judge, "calls", 100), replace), reward_funcs=[judge, letters])
@@ -256,7 +252,6 @@ def test_reward_functions_are_the_users_own():
     "settings", [{}, {"multi_objective_aggregation": "normalize_then_sum", "num_generations": 4}], ids=str
 )
 def test_reward_weights_are_honoured(settings):
-    """No function counts: then no row teaches anything."""
     trainer = changed(lambda trainer: trainer.reward_weights.zero_(), **settings)
     advantages = [batch["advantages"].abs().max().item() for batch, _ in trainer.batches]
     assert min(advantages[:2]) > 0
@@ -321,7 +316,6 @@ for _name in WRAPPED:
 
 
 def test_callbacks_and_methods_that_call_super():
-    """They see and are called as in GRPOTrainer, and change nothing."""
     settings = {"reward_funcs": letters, "max_steps": 3, "eval_dataset": make_dataset(4)}
     settings |= {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2, "per_device_eval_batch_size": 4}
     settings |= {"save_strategy": "steps", "save_steps": 2}

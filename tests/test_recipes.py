@@ -57,12 +57,10 @@ def trainers(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def at_root(monkeypatch):
-    """Recipes are launched from the root of the repository."""
     monkeypatch.chdir(ROOT)
 
 
 def read(name):
-    """A recipe with the settings of its preset."""
     recipe = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text())
     return PRESETS.get(recipe.pop("preset", None), {}) | recipe
 

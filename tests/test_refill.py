@@ -79,7 +79,6 @@ def test_a_batch_of_hopeless_prompts_ends():
 
 
 def test_a_batch_that_is_full_draws_nothing():
-    """And is the same as without refill: the prompts come in the same order."""
     dataset = make_prompts(40, 40)
     settings = GRPO | {"num_generations": 16, "max_steps": 2}
     plain, filled = train(dataset, **settings), train(dataset, max_refills=5, **settings)
@@ -89,7 +88,6 @@ def test_a_batch_that_is_full_draws_nothing():
 
 
 def test_no_prompt_comes_twice_in_an_epoch():
-    """Nor is one left out: refills and steps draw from the same order."""
     dataset = make_prompts(30, 6)
     trainer = train(dataset, max_refills=2, max_steps=6)
     drawn = [tuple(tree.prompt_ids) for _, trees in trainer.batches for tree in trees]

@@ -21,7 +21,6 @@ def test_the_page_has_the_table(table):
 
 
 def test_readme_has_a_part_of_it(table):
-    """Each task that README has a row for: GRPO, FR3E and the difference."""
     shown = ("GRPO as TRL ships it", "GRPO, best variant", "FR3E (default)", "FR3E − GRPO as TRL ships it")
     columns = [table.header.index(name) for name in shown]
     by_task = {row[0]: [row[i] for i in columns] for row in table.rows}

@@ -108,7 +108,6 @@ def test_going_on_and_beginning_anew_in_the_same_process_are_exact(settings):
 
 
 def test_beginning_anew_in_the_same_process():
-    """Nothing is trained on that the run before has left."""
     sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
     trainer = make_trainer(**sizes, max_steps=2)
     cut(trainer, step=0)
@@ -143,8 +142,6 @@ def test_a_checkpoint_saved_within_an_update_is_exact(settings, step):
 
 
 def test_tables_of_completions_are_kept():
-    """With what reward functions log, of whatever type."""
-
     def logging_func(completions, log_extra, **kwargs):
         log_extra("length", [np.int64(len(text)) for text in completions])
         return letters(completions)
@@ -241,7 +238,6 @@ def test_rows_left_over_are_kept_where_they_fit(others, are_kept, caplog):
 
 
 def num_left_over_before(entry):
-    """Rows that a step found, by what it logged."""
     return entry["fr3e/refill/reused"] + entry["fr3e/refill/dropped"]
 
 
@@ -304,7 +300,6 @@ def test_a_stream_goes_on_exactly_within_its_first_pass(caplog):
 
 @pytest.mark.parametrize("save_only_model", [False, True])
 def test_a_checkpoint_without_its_state_is_told_of(save_only_model, caplog):
-    """That losses will differ, and what is kept; the run goes on."""
     train(max_steps=2, save_only_model=save_only_model)
     Path("output/checkpoint-2/grpo_state_0.pt").unlink(missing_ok=save_only_model)
     assert resume(2, max_steps=5).state.global_step == 5
@@ -315,7 +310,6 @@ def test_a_checkpoint_without_its_state_is_told_of(save_only_model, caplog):
 
 
 def test_weights_that_are_tied_are_not_said_to_be_missing(caplog):
-    """They are saved once."""
     config = Qwen3Config(**make_model().config.to_dict() | {"tie_word_embeddings": True})
     train(model=Qwen3ForCausalLM(config), max_steps=1)
     logger = logging.getLogger("transformers")
@@ -343,7 +337,6 @@ def test_weights_that_are_tied_are_not_said_to_be_missing(caplog):
     ],
 )
 def test_settings_that_differ_from_the_checkpoints_are_told(saved, present, told, caplog):
-    """The run goes on with those that it has now."""
     train(**saved, max_steps=2)
     assert resume(2, **present, max_steps=4).state.global_step == 4
     messages = [message for message in caplog.messages if "other settings" in message]
@@ -386,7 +379,6 @@ SCRIPT = Path(__file__).with_name("resume_train.py")
 
 
 def start(*arguments):
-    """A run in a process of its own, when it begins to train."""
     process = start_script(SCRIPT, *arguments)
     line_of(process, "training")
     return process

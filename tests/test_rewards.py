@@ -90,7 +90,6 @@ def test_it_works_in_any_thread_and_in_several_at_once():
 
 
 def workers_of(pid: int) -> list[int]:
-    """The processes of the pools that a process has."""
     children = [child for child in psutil.Process(pid).children() if child.status() != psutil.STATUS_ZOMBIE]
     return [worker.pid for child in children if str(WORKER) in child.cmdline() for worker in child.children()]
 
@@ -166,7 +165,6 @@ def test_bad_arguments_are_refused_by_name():
 
 
 def test_it_trains():
-    """In a run, with a completion that hangs math-verify in every call."""
     reward = get_math_reward(time_limit=3)
 
     def hostile_math_reward(completions, **kwargs):

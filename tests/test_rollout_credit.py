@@ -23,7 +23,6 @@ FORK = [None, 0, 1, 0]  # two trajectories: S_0 -> S_1 -> S_2, and S_0 -> S_3
 
 
 def rows(*states: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards (R,) and states (R,) of rows that are given state by state."""
     rewards = torch.tensor([reward for state in states for reward in state], dtype=torch.float64)
     return rewards, torch.tensor([i for i, state in enumerate(states) for _ in state])
 

@@ -97,8 +97,6 @@ def test_the_built_in_sampler_may_be_passed(make):
 
 @dataclass(repr=False)
 class Returns:
-    """Gives the first request another answer."""
-
     change: Callable
 
     def sample(self, requests: list[SamplingRequest]) -> list[list[Sample]]:

@@ -128,7 +128,6 @@ def trainer_with(family, implementation):
 
 @functools.cache
 def scored_apart(family):
-    """By definition: eager attention, row by row."""
     trainer = trainer_with(family, "eager")
     rows = padded(trainer)
     return rows, score(trainer, *rows, share=False)

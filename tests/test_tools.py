@@ -39,13 +39,11 @@ def forget():
 
 
 def explored(trainer):
-    """The trees of each step of a training, and its batches."""
     trainer.train()
     return [(trees, batch) for batch, trees in trainer.batches]
 
 
 def keys_of(rollout):
-    """What the calls in a completion asked for."""
     calls = [call for message in rollout.dialogue.messages for call in message.get("tool_calls") or []]
     return [call["function"]["arguments"]["key"] for call in calls]
 
@@ -129,7 +127,6 @@ TURN = "<|tool|>{}<eos><|assistant|>"
 
 
 def test_a_dialogue_by_hand():
-    """Budgets, masks and anchors of one tree, worked out."""
     first, second = "<call>1</call><eos>" + TURN.format(4), "<call>4</call><eos>" + TURN.format(3)
     sampler = Scripted(
         {
@@ -225,8 +222,6 @@ def test_turns_end_at_their_limit_and_with_an_answer_too_long_for_the_budget():
 
 
 def change_calls(monkeypatch, change):
-    """Have the policy's calls be other ones."""
-
     def parse(*args, **kwargs):
         message = parse_response(*args, **kwargs)
         if message.get("tool_calls"):
@@ -336,7 +331,6 @@ def test_calls_that_reach_no_tool_are_answered_alike_in_every_branch(settings, m
 
 
 def owned(environments, **kwargs):
-    """How many looks an instance has seen."""
     return [float(len(environment.keys)) for environment in environments]
 
 
@@ -496,7 +490,6 @@ def test_an_environment_owns_all_of_the_data():
 
 
 def test_a_reset_that_fails_loses_nothing(tmp_path, monkeypatch):
-    """The last step is saved, and training goes on from it."""
     sizes = {"num_generations": 4, "per_device_train_batch_size": 4, "max_steps": 3, "output_dir": str(tmp_path)}
     trainer, again = (make_trainer(environment_factory=Walk, reward_funcs=[owned], **sizes) for _ in range(2))
     reset = Walk.reset

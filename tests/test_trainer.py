@@ -84,7 +84,6 @@ def test_rows_without_anchors_are_grpo_trainers(settings):
 
 
 def train_and_be_told(cls, reward_funcs=(), dataset=None, **settings):
-    """A trainer that has trained, and what its reward function was told."""
     told = []
 
     def keep(completions, prompts, completion_ids, **kwargs):
@@ -381,7 +380,6 @@ LORA = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules="all-linea
 
 
 def test_qlora(tmp_path):
-    """4-bit nf4 weights, computed in float32."""
     make_model(hidden_size=64, head_dim=32, intermediate_size=128).save_pretrained(tmp_path)
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     settings = {"peft_config": LORA, "learning_rate": 1e-2, "gradient_checkpointing": True}

@@ -87,7 +87,6 @@ class CountingScorer:
 
 
 def token_statistics(prompt_ids, completion_ids, multimodal=None):
-    """Entropies that depend on the prompt and the tokens before."""
     return [
         (
             torch.tensor([-random.Random(repr((p, c[: i + 1]))).random() for i in range(len(c))]),

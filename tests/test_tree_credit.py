@@ -61,7 +61,6 @@ def paths_in(trees):
     ids=["graded", "scaled", "rejected"],
 )
 def test_the_batch_has_the_advantages_of_the_definition(reward_func, num_anchors, strength, scale):
-    """Two base trajectories a prompt, short completions, unscorable rows."""
     settings = {"num_base_trajectories": 2, "num_anchors": num_anchors}
     settings |= {"value_prior_strength": strength, "negative_advantage_scale": scale}
     trainer = train(sampler=FakeSampler(), reward_func=reward_func, **settings)
@@ -108,7 +107,6 @@ def credited(trees, plan=None, **settings):
 
 
 def other_tree(reward=0.2):
-    """Worth `reward`, whatever its form."""
     return make_tree((reward,) * 3)
 
 

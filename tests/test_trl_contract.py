@@ -115,7 +115,6 @@ def test_the_trainer_is_not_made_with_another_trl(monkeypatch):
 
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_without_an_optional_name_a_line_says_what_is_off(name, monkeypatch, caplog):
-    """And training goes on."""
     others = {other: getattr(GRPOTrainer, other) for other in {*OVERRIDDEN, *OPTIONAL} - {name}}
     with caplog.at_level(logging.WARNING):
         check_trl(type("Without", (), others))

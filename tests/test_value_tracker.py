@@ -155,7 +155,6 @@ def test_a_checkpoint_is_small_and_plain(tmp_path):
 
 
 def digits(completions, **kwargs):
-    """All scorable."""
     return [float(sum(map(ord, text)) % 5) for text in completions]
 
 

@@ -84,7 +84,6 @@ def arguments(**overrides):
 
 
 def run(**overrides):
-    """Compare, and return the raw results."""
     args = arguments(**overrides)
     compare(args, "python -m benchmarks compare --config x.yaml")
     return json.loads((Path(args.output_dir) / "results.json").read_text())
@@ -268,7 +267,6 @@ def rows_of(report, heading):
 
 
 def test_report_has_the_numbers_of_the_raw_data():
-    """All recomputed here, from the JSON alone."""
     raw = run(seeds=[0, 1, 2], arms={"fr3e": FR3E, "grpo": GRPO, "fixed": GRPO | {"learning_rate": 0.0}})
     report = Path("out/report.md").read_text()
 
@@ -482,7 +480,6 @@ def test_killed_comparison_goes_on_as_the_uncut_one(monkeypatch):
 
 
 def test_results_of_other_arguments_are_not_mixed():
-    """In the same directory, and with the file that is kept of a comparison."""
     shutil.copytree(model_on_disk(), "a/policy")
     settings = {"arms": {"grpo": GRPO}, "generated_tokens": 100, "policy": "a/policy"}
     run(**settings)

@@ -46,7 +46,6 @@ def task(monkeypatch):
 
 
 def command(**settings):
-    """Arguments of a comparison of seconds."""
     defaults = {
         "model_name_or_path": model_on_disk(),
         "dataset_name": "data.jsonl",
@@ -68,7 +67,6 @@ def command(**settings):
 
 
 def run(**settings):
-    """All that runs found."""
     cli.main(command(**settings))
     return json.loads(Path("out/results.json").read_text())
 

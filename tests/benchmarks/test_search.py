@@ -125,8 +125,6 @@ def policy(tmp_path_factory):
 
 
 class Counted(Search):
-    """The same, counting what the tool is asked."""
-
     def __init__(self):
         super().__init__()
         self.__dict__["calls"] = []  # it is frozen

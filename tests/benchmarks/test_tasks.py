@@ -148,7 +148,6 @@ def test_graded_bets_are_fair():
 
 
 def test_policy_is_made_once(tmp_path, monkeypatch):
-    """And not cut short."""
     tiny = replace(TASKS["chain"], policy_steps=2, policy_batch_size=4, hidden_size=16)
 
     def interrupted(self):
