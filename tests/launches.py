@@ -1,8 +1,4 @@
-"""
-Scripts in several processes, by `accelerate launch`, or in one.
-
-Each process is forked from one that has imported what all need, which takes a fresh one seven seconds.
-"""
+"""Scripts in one process or several, forked from one that has imported what all need, which takes seven seconds."""
 
 import gc
 import json
@@ -13,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -107,6 +104,13 @@ def run(arguments: list[str], directory: Path, log: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parent))  # as a script has it
     sys.argv = ["accelerate launch", *arguments]
     accelerate_launch.main()
+
+
+def wait_until(holds, seconds=60) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def start_script(script: Path, *arguments: str):

@@ -1,11 +1,4 @@
-"""
-Train a tiny policy with LoRA through a server. A script, for `torch.distributed.run`.
-
-    overlap_train.py OUTPUT SETTINGS [sharded]
-
-Each process writes what it logged to OUTPUT. `sharded`: accelerate shards the model as its configuration says, which
-without a GPU it does not do by itself.
-"""
+"""Train a tiny policy with LoRA through a server; writes its logs: `overlap_train.py OUTPUT SETTINGS [sharded]`."""
 
 import json
 import os

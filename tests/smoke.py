@@ -1,7 +1,4 @@
-"""
-What an installed package without extras must do: train three steps, and answer at the command line. A script, to be
-run where `fr3e_trl` is not in the working directory.
-"""
+"""Run where `fr3e_trl` is installed without extras, and not in the working directory: three steps, and commands."""
 
 import subprocess
 import sys

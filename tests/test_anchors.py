@@ -138,10 +138,7 @@ def test_the_first_positions_above_a_threshold():
     for threshold, min_gap, expected in ((0.3, 1, [2, 3, 4]), (0.35, 2, [2, 4, 6]), (1.0, 1, [4, 6])):
         rule = AboveThreshold(threshold=threshold, min_gap=min_gap)  # the .3 itself, not the prompt's
         assert rule.choose(entropies, None, eligible, 3) == expected
-
-
-def test_the_threshold_follows_the_policy():
-    """By hand: the second, and the third most uncertain position, the median, and the smoothing."""
+    # The threshold that follows the policy, by hand: most uncertain positions, the median, smoothing
     entropies = torch.tensor([9.0, 0.2, 0.4, NAN, 2.0, 0.5])
     eligible = torch.tensor([False, True, True, False, True, True])
     assert [uncertainty(entropies, eligible, k) for k in (1, 2, 4, 5)] == pytest.approx([2.0, 0.5, 0.2, 0.0])

@@ -3,7 +3,6 @@
 import functools
 import os
 import re
-import resource
 import shutil
 import socket
 import subprocess
@@ -13,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_failures import limited
 from transformers import MptConfig
 from trl import GRPOTrainer
 
@@ -158,7 +158,9 @@ def test_a_sampler_that_breaks(settings, said, setup):
         check_lines.grow(setup, **settings)
 
 
-def test_an_adapter_that_stays(setup, monkeypatch):
+def test_an_adapter_that_stays_and_a_save_that_cannot_write(setup, monkeypatch):
+    with limited(20_000):
+        fails("save and resume", setup, "too large")
     monkeypatch.setattr(check_lines, "variety", lambda completions, **kwargs: [1.0] * len(completions))
     fails("LoRA", setup, "what moved is nothing")
 
@@ -170,15 +172,6 @@ def test_weights_that_were_cut_and_a_kernel_that_is_not_there(setup, tmp_path):
     weights.write_bytes(weights.read_bytes()[:1000])
     for name in ("QLoRA", "save and resume"):
         fails(name, in_directory(setup, str(tmp_path)), "Safetensor")
-
-
-def test_a_save_that_cannot_write(setup):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        fails("save and resume", setup, "too large")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_server_and_processes_that_do_not_start(setup, monkeypatch, capfd):

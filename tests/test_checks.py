@@ -170,10 +170,7 @@ def test_generation_kwargs_that_are_honoured():
     trainer.train()
     sampled = {i for tree in trainer.trees for state in tree.states for r in state.rollouts for i in r.token_ids}
     assert sampled and not sampled & set(suppressed)
-
-
-def test_ends_of_ones_own_are_added_to_eos():
-    """As a number, which `GRPOTrainer` takes, or a list; and by vLLM's name for them."""
+    # Ends of one's own are added to EOS: a number, which `GRPOTrainer` takes, a list, and vLLM's name
     end, eos = 7, 1
     given = [{"eos_token_id": end}, {"eos_token_id": [end]}, {"stop_token_ids": [end]}]
     trainers = [make_trainer(generation_kwargs=kwargs, max_steps=1) for kwargs in given]

@@ -63,6 +63,9 @@ def test_defaults():
     assert make_config(value_tracker=False).value_prior_strength == 4
     assert not make_config(credit="rollout").value_tracker  # the prior is a fixed one
     assert make_config(scale_rewards="group", multi_objective_aggregation="normalize_then_sum").has_prior
+    # Every number of rows is taken
+    for num_generations, scaling in itertools.product(range(2, 24), ("none", "group", "batch")):
+        assert make_config(num_generations=num_generations, scale_rewards=scaling).num_anchors > 0
 
 
 # By what the error says is allowed: values that a setting cannot have
@@ -286,11 +289,6 @@ def test_a_resolved_configuration_is_saved_and_copied(args):
         assert made.resolve().num_anchors == 3 and config.num_anchors == 6
 
 
-def test_every_number_of_rows_is_taken():
-    for num_generations, scaling in itertools.product(range(2, 24), ("none", "group", "batch")):
-        assert make_config(num_generations=num_generations, scale_rewards=scaling).num_anchors > 0
-
-
 def test_every_field_has_help_and_a_check_and_is_documented():
     own = [f for f in fields(FR3EConfig) if f.name not in GRPOConfig.__dataclass_fields__]
     assert {f.name for f in own} <= {check.name for check in CHECKS["given"]}
@@ -305,6 +303,14 @@ def test_what_was_not_set_is_none_until_a_trainer_is_made():
     assert (config.num_states, config.num_bases, config.has_prior, config.is_plain_grpo) == (7, 2, True, False)
     assert config.plan.credit == "tree" and config.num_anchors is None
     assert config.resolve() is config and (config.num_anchors, config.credit) == (6, "tree")
+    # Nor has a copy, or what is loaded again, anything set
+    config = FR3EConfig("unused", num_iterations=2, **CPU)
+    fewer = replace(config, num_generations=4, generation_batch_size=None)  # TRL has it beside steps_per_generation
+    assert (fewer.num_iterations, fewer.resolve().num_anchors) == (2, 3)
+    assert "num_anchors=None" in repr(config)
+    saved = json.loads(json.dumps(config.to_dict()))
+    again = FR3EConfig(**{name: value for name, value in saved.items() if name != "generation_batch_size"})
+    assert again.to_dict() == config.to_dict() and again.resolve().plan == config.plan
 
 
 @pytest.mark.parametrize(
@@ -340,16 +346,6 @@ def test_what_was_not_set_follows_what_is_changed_later(changes, expected, is_re
     assert {name: getattr(config, name) for name in expected} == expected
     again = FR3EConfig("unused", **CPU | changes).resolve()
     assert config.to_dict() == again.to_dict()
-
-
-def test_a_replaced_or_saved_configuration_has_nothing_set_that_was_not():
-    config = FR3EConfig("unused", num_iterations=2, **CPU)
-    fewer = replace(config, num_generations=4, generation_batch_size=None)  # TRL has it beside steps_per_generation
-    assert (fewer.num_iterations, fewer.resolve().num_anchors) == (2, 3)
-    assert "num_anchors=None" in repr(config)
-    saved = json.loads(json.dumps(config.to_dict()))
-    again = FR3EConfig(**{name: value for name, value in saved.items() if name != "generation_batch_size"})
-    assert again.to_dict() == config.to_dict() and again.resolve().plan == config.plan
 
 
 BY_GROUP = "tree credit, value tracker and anchors by threshold are off because scale_rewards='group'. Set "

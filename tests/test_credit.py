@@ -69,6 +69,10 @@ def test_copies():
     assert_credit(one_tree(rows, 0.5, 4, copies=[2, 1]), expected)
     # The same as a branch that left at its end, and has no token of its own
     assert_credit(one_tree([*rows, (0, 0, 4, 4)], 0.5, 4), expected)
+    # The standard deviation of a batch counts them
+    rows = paths([(1, None, 0, 4), (0, 0, 2, 5), (NAN, None, 0, 3)], copies=[2, 1, 1])
+    assert path_std(rows).item() == pytest.approx((1 / 3) ** 0.5 + 1e-4)  # of 1, 1, 0
+    assert path_std(paths([(1, None, 0, 4), (NAN, None, 0, 3)])) == 1
 
 
 def test_equal_rewards_teach_nothing_though_means_are_rounded():
@@ -79,7 +83,7 @@ def test_equal_rewards_teach_nothing_though_means_are_rounded():
         assert not credit.advantages.any()
 
 
-def test_rewards_by_length_of_which_a_tool_wrote_a_part():
+def test_rewards_by_length():
     # beta = .2, kappa = 4. The policy wrote 2, 5 and 8 tokens of 4, 5 and 8, which earn (1 - .2)/2 = .4, (0 - .2)/5 =
     # -.04 and (1 - .2)/8 = .1. 0-1: T all: .46.  2: T = {.4, .1}, U = {-.04}: .5 - 2 * -.04/5.  3: .4 - (.1 - .04)/6
     # First branch: -.04 - (.4 + .1)/6.  Second: .1 - (.4 - .04)/6. Each token counts for the sum of 1/L of its T
@@ -88,19 +92,10 @@ def test_rewards_by_length_of_which_a_tool_wrote_a_part():
     base = [(0, 0, 2, 0.46), (0, 2, 3, 0.516), (0, 3, 4, 0.39)]
     assert_credit(credit, [*base, (1, 2, 5, -0.04 - 0.5 / 6), (2, 3, 8, 0.1 - 0.36 / 6)])
     assert credit.weights.tolist() == pytest.approx([1 / 2 + 1 / 5 + 1 / 8, 1 / 2 + 1 / 8, 1 / 2, 1 / 5, 1 / 8])
-
-
-def test_rewards_by_length_without_a_baseline_are_about_the_trees_own_mean():
     # No prior and no other tree: about .5, rows of 4 and 5 tokens earn .125 and -.1. 0-1: nothing to compare with
     of_rows = paths([(1, None, 0, 4), (0, 0, 2, 5)])
     credit = tree_credit(of_rows, torch.full((2,), NAN), 4.0, length_normalized=True)
     assert_credit(credit, [(0, 0, 2, 0), (0, 2, 4, 0.225), (1, 2, 5, -0.225)])
-
-
-def test_the_standard_deviation_of_a_batch_counts_copies():
-    rows = paths([(1, None, 0, 4), (0, 0, 2, 5), (NAN, None, 0, 3)], copies=[2, 1, 1])
-    assert path_std(rows).item() == pytest.approx((1 / 3) ** 0.5 + 1e-4)  # of 1, 1, 0
-    assert path_std(paths([(1, None, 0, 4), (NAN, None, 0, 3)])) == 1
 
 
 @pytest.mark.parametrize(

@@ -70,15 +70,13 @@ def test_estimates_are_means_over_all_choices(counts, num_without, rewards, data
     assert best_of_k([0.0 if i is None else rewards[i] for i in samples], k) == pytest.approx(fmean(best))
 
 
-def test_estimates_by_hand():
+def test_estimates_and_answers_by_hand():
     # 2 right of 4: of the 6 pairs only one has none. And 2 of 3 pairs have the right one of three answers, and a tie
     assert best_of_k([1, 0, 0, 1], 2) == pytest.approx(5 / 6)
     assert majority_of_k([(1, 1.0), (1, 0.0), (1, 0.0)], 0, 2) == pytest.approx(1 / 3)
     # Of 64 answers that all differ, each wins as often
     assert majority_of_k([(1, 1.0), *[(1, 0.0)] * 63], 0, 32) == pytest.approx(1 / 64)
-
-
-def test_answers_are_read_and_grouped():
+    # Answers are read and grouped
     texts = [r"So \boxed{0.5}.", r"It is $1$ or \boxed{\frac{1}{2}}.", "0.5", r"\boxed{" + "x+" * 400 + "x}", ""]
     answers = math_answers(texts)
     assert answers[:3] == ["0.5", r"\frac{1}{2}", None] and answers[4] is None

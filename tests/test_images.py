@@ -471,13 +471,6 @@ def test_without_exploration_it_is_grpo_trainer_exactly():
     assert_same_run(train(FR3ETrainer, num_anchors=0), train(GRPOTrainer))
 
 
-def test_the_tokens_of_tools_images_are_there_when_the_model_takes_them():
-    """At the width that `generate` begins with, though no EOS follows them."""
-    for images, width in (([], 4), ([make_image(0)], 9)):
-        branch = SamplingRequest([3] * 9, 1, 2, 1.0, num_prompt_tokens=4, tool_images=images)
-        assert _initial_width([branch, SamplingRequest([3] * 4, 1, 7, 1.0)], [1]) == width
-
-
 def test_what_the_engine_in_this_process_is_asked():
     image, other = make_image(0), make_image(1)
     parts = [{"type": "text", "text": "1"}, *({"type": "image", "image": shown} for shown in (image, other))]
@@ -489,6 +482,10 @@ def test_what_the_engine_in_this_process_is_asked():
     ids = {"prompt_token_ids": [3, 4]}
     shown = [{}, {"multi_modal_data": {"image": image}}, {"multi_modal_data": {"image": [image, other]}}]
     assert asked == [ids | images for images in shown]
+    # Tokens of tools' images are there when the model takes them: no EOS follows
+    for images, width in (([], 4), ([make_image(0)], 9)):
+        branch = SamplingRequest([3] * 9, 1, 2, 1.0, num_prompt_tokens=4, tool_images=images)
+        assert _initial_width([branch, SamplingRequest([3] * 4, 1, 7, 1.0)], [1]) == width
 
 
 @pytest.mark.parametrize("with_tools", [False, True])

@@ -48,7 +48,8 @@ class Engine:
 @torch.no_grad()
 def logprobs(trainer, prefix, tokens, temperature, min_p=0.0, top_k=0, top_p=1.0) -> list[float]:
     """Of each token, with its own logits of the whole model: what a naive reading of the definition gives."""
-    logits = trainer.model(torch.tensor([prefix + tokens])).logits[0, len(prefix) - 1 : -1].double()
+    ids = torch.tensor([prefix + tokens], device=trainer.model.device)
+    logits = trainer.model(ids).logits[0, len(prefix) - 1 : -1].cpu().double()
     found = []
     for of_position, token in zip((logits / temperature).softmax(-1), tokens, strict=True):
         likely = of_position.argsort(descending=True).tolist()

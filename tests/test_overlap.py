@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 from accelerate.utils import is_deepspeed_available
 from factory import digits, train
-from launches import launch
+from launches import launch, wait_until
 from models import CPU, TINY, make_dataset, make_tokenizer
 from overlap_train import SETTINGS, make
 from tool_policy import look, make_tool_dataset, make_tool_policy, make_tool_tokenizer
@@ -42,10 +42,7 @@ def check_nothing_is_left(server):
     def threads():
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("fr3e-")]
 
-    until = time.monotonic() + 5
-    while (server.num_in_flight or threads()) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert server.num_in_flight == 0 and not threads()
+    wait_until(lambda: server.num_in_flight == 0 and not threads(), seconds=5)
 
 
 def trained(server, *args, **settings):
@@ -171,14 +168,13 @@ def test_what_does_not_go_with_it(server, arguments, told):
         make(vllm_server_base_url=server.url, max_staleness=2, **arguments)
 
 
-def test_tools():
+def test_tools_and_another_order_of_the_data(server):
     tokenizer = make_tool_tokenizer()
     policy = {"model": make_tool_policy(), "tokenizer": tokenizer, "dataset": make_tool_dataset(), "tools": [look]}
     with make_server(tokenizer) as server, pytest.raises(NotImplementedError, match="tools and environments"):
         make(vllm_server_base_url=server.url, max_staleness=2, **policy)
 
-
-def test_another_order_of_the_data(server):
+    # Another order of the data
     class Sequential(FR3ETrainer):
         def _get_train_sampler(self, *args, **kwargs):
             return SequentialSampler([0] * 1000)

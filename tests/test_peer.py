@@ -1,9 +1,4 @@
-"""
-The peer's guard: what TRL's own tests of `GRPOTrainer` go through, with FR3E's trainer in its place.
-
-Each case trains for a step or two, exploring, by groups of 3 as they do, and moves the weights. Tools, environments and
-images have tests of their own.
-"""
+"""What TRL's own tests of `GRPOTrainer` go through, by groups of 3 as there, with FR3E's trainer in its place."""
 
 import asyncio
 import functools

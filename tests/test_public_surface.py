@@ -188,9 +188,7 @@ def test_a_temperature_that_changes_amid_a_batch_holds_from_the_next_one():
     first, second, third, _ = steps_of(trainer)
     assert first["entropy"] == pytest.approx(second["entropy"]) and third["entropy"] < second["entropy"] / 2
     assert second["clip_ratio/region_mean"] == third["clip_ratio/region_mean"] == 0
-
-
-def test_a_batch_keeps_its_temperature_in_a_checkpoint():
+    # In a checkpoint it is kept
     settings = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 3}
     whole = changed(set_trainer(temperature=0.3), **settings)
     resumed = train(reward_funcs=letters, max_steps=4, resume=f"{whole.args.output_dir}/checkpoint-3", **settings)

@@ -250,7 +250,7 @@ def test_a_recipe_for_a_gpu_loads_the_model_in_the_type_that_it_trains_in(tmp_pa
     assert args.bf16 and model.dtype == "bfloat16"
 
 
-def test_help_of_training_is_a_page_of_options_that_there_are(capsys):
+def test_help_of_training_is_a_page_of_options_that_there_are(capsys, tmp_path):
     script = "from fr3e_trl.commands import cli; cli.main(['train', '--help']); print('torch' in sys.modules)"
     command = [sys.executable, "-c", f"import sys; {script}"]
     page = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60).stdout
@@ -267,9 +267,7 @@ def test_help_of_training_is_a_page_of_options_that_there_are(capsys):
     assert {*options} <= option_names("fr3e eval")
     assert {"limit", "pass_at"} <= {field.name for field in fields(EvalArguments)}
     assert {"num_samples", "vllm_server_base_url"} <= {*options} and "use_peft" not in options
-
-
-def test_what_a_command_says_before_it_imports_anything(tmp_path, capsys):
+    # What a command says before it imports anything
     with pytest.raises(SystemExit):
         cli.main([])
     assert "train     " in capsys.readouterr().err

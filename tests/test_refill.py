@@ -76,6 +76,9 @@ def test_a_batch_of_hopeless_prompts_ends():
     assert logged(trainer, "fr3e/rows/informative") == [0.0] * 3
     assert logged(trainer, "loss") == [0.0] * 3
     assert all(map(torch.equal, trainer.model.parameters(), make_model().parameters()))
+    # A stream is refused
+    with pytest.raises(ValueError, match="max_refills=2 draws prompts from a Dataset"):
+        make_trainer(make_dataset(16).to_iterable_dataset(), max_refills=2)
 
 
 def test_a_batch_that_is_full_draws_nothing():
@@ -240,8 +243,3 @@ def test_a_callback_that_looks_at_the_data_changes_nothing():
         trainer.train()
         runs.append([tree.prompt_ids.tolist() for _, trees in trainer.batches for tree in trees])
     assert runs[0] == runs[1]
-
-
-def test_refill_takes_a_dataset_that_can_be_drawn_from():
-    with pytest.raises(ValueError, match="max_refills=2 draws prompts from a Dataset"):
-        make_trainer(make_dataset(16).to_iterable_dataset(), max_refills=2)

@@ -361,6 +361,9 @@ def test_another_learning_rate_is_told_to_have_no_effect(caplog):
     assert resumed.state.log_history[-2]["learning_rate"] == 1e-2
     assert "goes on with learning_rate=0.01" in caplog.text and "1e-05, has no effect" in caplog.text
     assert "other settings" not in caplog.text
+    # A run that is done is not trained further
+    whole = train(max_steps=2)
+    assert_same_run(resume(max_steps=2, output_dir="output"), whole)
 
 
 def test_a_reference_model_that_begins_anew_is_told_of(caplog):
@@ -368,11 +371,6 @@ def test_a_reference_model_that_begins_anew_is_told_of(caplog):
     train(**settings)
     resume(1, **settings)
     assert caplog.text.count("A checkpoint has no reference model") == 1
-
-
-def test_a_run_that_is_done_is_not_trained_further():
-    whole = train(max_steps=2)
-    assert_same_run(resume(max_steps=2, output_dir="output"), whole)
 
 
 SCRIPT = Path(__file__).with_name("resume_train.py")

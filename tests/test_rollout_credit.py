@@ -72,6 +72,10 @@ def test_modulation():
     check(of_fork, FORK, factors=[1, 0.7788, 1.6487, 1.2840], advantages=advantages)
     # V = 300, 100, 700: differences -200 and 600 become exponents 5 and -5
     check(([200, 400], [0, 200], [600, 800]), CHAIN, factors=[1, math.exp(5), math.exp(-5)])
+    # V = 0.5, 1, 0.5, 0. Chain 1: delta = 0.5, 0.5, -0.5, of equal size: shares 1/3, 1/3, -1/3.
+    # Chain 2: delta = 0.5, -0.5: shares 1/2, -1/2. S_0 is in both: the mean, (1/3 + 1/2) / 2 = 5/12
+    factors = credit.modulation_factors(torch.tensor([0.5, 1.0, 0.5, 0.0]), FORK, "sharpened")
+    assert_close(factors, [math.exp(-5 / 12), math.exp(-1 / 3), math.exp(1 / 3), math.exp(1 / 2)])
 
 
 def test_rows_and_states_that_do_not_count():
@@ -91,6 +95,11 @@ def test_rows_and_states_that_do_not_count():
     # kappa = 1: S_0's prior is the other's V, 1. Its one scorable row has (1 * 1 + 0) / (1 + 1 - 1) = 1
     # The other: prior 0, (1 * 0 + 1) / (1 + 2 - 1) = 0.5
     check(([0, NAN], [1, 1]), [None, None], {"prior": Prior(1)}, advantages=[-1, 0, 0.5, 0.5])
+    # Three times 0.1 has a mean that is not 0.1 in floating point; a hair's difference is a difference
+    rewards, states = rows([0.1, 0.1, 0.1], [0.1, 0.1 + 1e-12, 0.1], [NAN, 7.0], [NAN, NAN], [0, 1])
+    assert credit.degenerate_states(rewards, states, 5).tolist() == [True, False, True, True, False]
+    result = compute_advantages(rewards, states, [None] * 5)
+    assert result.advantages[:3].tolist() == [0, 0, 0]
 
 
 def test_negative_advantages_are_scaled():
@@ -100,21 +109,6 @@ def test_negative_advantages_are_scaled():
     check(states, [None, 0, 0], halved, advantages=advantages, rejected=[False, False, True])
     # alpha_1 = exp(-0.25) = 0.7788
     check(states, [None, 0, 0], {"negative_scale": 0}, advantages=[0.75, 0, 0, 0, 0.3894, 0, 0, 0])
-
-
-def test_sharpened_with_two_trajectories():
-    # V = 0.5, 1, 0.5, 0. Chain 1: delta = 0.5, 0.5, -0.5, of equal size: shares 1/3, 1/3, -1/3.
-    # Chain 2: delta = 0.5, -0.5: shares 1/2, -1/2. S_0 is in both: the mean, (1/3 + 1/2) / 2 = 5/12
-    factors = credit.modulation_factors(torch.tensor([0.5, 1.0, 0.5, 0.0]), FORK, "sharpened")
-    assert_close(factors, [math.exp(-5 / 12), math.exp(-1 / 3), math.exp(1 / 3), math.exp(1 / 2)])
-
-
-def test_degenerate_is_exact_equality():
-    # Three times 0.1 has a mean that is not 0.1 in floating point; a hair's difference is a difference
-    rewards, states = rows([0.1, 0.1, 0.1], [0.1, 0.1 + 1e-12, 0.1], [NAN, 7.0], [NAN, NAN], [0, 1])
-    assert credit.degenerate_states(rewards, states, 5).tolist() == [True, False, True, True, False]
-    result = compute_advantages(rewards, states, [None] * 5)
-    assert result.advantages[:3].tolist() == [0, 0, 0]
 
 
 def test_scale_by_group_and_batch():

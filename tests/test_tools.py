@@ -515,14 +515,12 @@ def test_a_run_that_was_cut_goes_on():
     assert resumed.equal(whole)
 
 
-def test_continuous_batching():
+def test_other_ways_to_train():
     trainer = make_trainer(**CONTINUOUS | {"bf16": False})
     before = weights(trainer)
     trainer.train()
     assert not weights(trainer).equal(before)
-
-
-def test_shared_prefixes_change_nothing():
+    # Shared prefixes change nothing
     runs = (weights(train(share_prefixes=share_prefixes, max_steps=3)) for share_prefixes in (True, False))
     torch.testing.assert_close(*runs, rtol=1e-4, atol=1e-5)
 

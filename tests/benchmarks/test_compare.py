@@ -111,14 +111,7 @@ def test_interval_over_seeds_and_prompts():
     # Noise alone, ±½ four times, 1 as squares over 1 · 1 degrees of freedom: nothing is left for the prompts
     noise = np.array([[0.0, 1.0], [1.0, 0.0]])
     assert stats.half_widths(noise) == pytest.approx((12.706205 * (1 / 4) ** 0.5, 0), rel=1e-6)
-
-
-def ends(interval):
-    return interval.low, interval.high
-
-
-def test_intervals_stay_in_their_bounds():
-    """Wilson's for a share p of n: (p + z²/2n ± z √(p (1 − p)/n + z²/4n²)) / (1 + z²/n)."""
+    # Wilson's for a share p of n: (p + z²/2n ± z √(p (1 − p)/n + z²/4n²)) / (1 + z²/n)
     half_width, ratio = 1.96 * (0.9 * 0.1 / 40) ** 0.5, 1.96**2 / 40
     spread = 1.96 * (0.9 * 0.1 / 40 + ratio / 160) ** 0.5
     expected = [(0.9 + ratio / 2 + side * spread) / (1 + ratio) for side in (-1, 1)]
@@ -133,7 +126,11 @@ def test_intervals_stay_in_their_bounds():
     assert stats.mean_interval([0.1, 1.0], (0.0, math.inf)).low == 0
 
 
-def test_curves():
+def ends(interval):
+    return interval.low, interval.high
+
+
+def test_curves_and_whole_batches():
     x, y = [0, 10, 20], [0.0, 0.5, 0.7]
     assert [stats.interpolate(x, y, at) for at in (0, 5, 15, 20)] == pytest.approx([0.0, 0.25, 0.6, 0.7])
     assert stats.interpolate(x, y, 21) != stats.interpolate(x, y, 21)  # NaN
@@ -142,10 +139,7 @@ def test_curves():
     assert stats.first_reached(x, y, 0.6) == pytest.approx(15)
     assert stats.first_reached(x, y, 0.0) == 0
     assert stats.first_reached(x, y, 0.8) == float("inf")
-
-
-def test_prompts_that_make_whole_batches():
-    """Of 4 rows each; also in micro-batches of 6, or in five of them."""
+    # Prompts that make whole batches, of 4 rows each; also in micro-batches of 6, or in five of them
     rows, most = {"num_generations": 4}, {"num_generations": 4, "num_train_examples": 64}
     given = [(7.4, rows), (0.2, rows), (70, most), (7.4, rows | {"per_device_train_batch_size": 6})]
     given += [(7.6, rows | {"steps_per_generation": 5}), (70, most | {"steps_per_generation": 5})]

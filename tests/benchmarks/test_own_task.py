@@ -6,10 +6,10 @@ import os
 import shutil
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from launches import wait_until
 from models import model_on_disk
 
 import benchmarks.__main__ as cli
@@ -107,13 +107,6 @@ def test_no_prompt_is_held_out_and_trained_on():
     task = OwnTask(args, num_heldout=8)
     first, second = (list(task.examples("train", seed, 100)["prompt"]) for seed in (0, 1))
     assert first != second and set(first) == set(second) == set(splits["train"]["prompt"])
-
-
-def wait_until(holds, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def no_workers_are_left():

@@ -117,7 +117,7 @@ def test_no_figure_is_impossible(num_seeds):
 
 
 def test_where_no_arm_improved_nothing_is_measured():
-    """And a level that a run begins at has no ratio."""
+    """A level that a run begins at has no ratio."""
     assert speed(compared(3), "fr3e", "grpo", "generated_tokens", level=0.0) == "3 runs"
     fallen = compared(3)
     for run in fallen.runs:
@@ -125,9 +125,7 @@ def test_where_no_arm_improved_nothing_is_measured():
             evaluation["rewards"] = [[0.0] * len(rewards) for rewards in evaluation["rewards"]]
     assert verdict(fallen).startswith("No arm improved. ") and "¾" not in costs(fallen)
     assert speed(fallen, "fr3e", "grpo", "generated_tokens", fallen.levels()["¾"]) == "not measured"
-
-
-def test_collapse():
+    # Collapse
     for is_so, *rewards in (
         (True, 0.1, 0.5, 0.2),
         (False, 0.1, 0.5, 0.3, 0.26),
