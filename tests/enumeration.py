@@ -129,13 +129,9 @@ class Outcome:
 
     def __add__(self, other: "Outcome") -> "Outcome":
         shift = len(self.parents)
-        return Outcome(
-            self.probability * other.probability,
-            self.completions + other.completions,
-            self.parents + [None if parent is None else parent + shift for parent in other.parents],
-            self.positions + other.positions,
-            self.counts + other.counts,
-        )
+        parents = self.parents + [None if parent is None else parent + shift for parent in other.parents]
+        probability, completions = self.probability * other.probability, self.completions + other.completions
+        return Outcome(probability, completions, parents, self.positions + other.positions, self.counts + other.counts)
 
 
 def grow(policy: Policy, rule: Rule, num_branches: int) -> list[Outcome]:

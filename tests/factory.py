@@ -12,14 +12,8 @@ from trl import GRPOConfig
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 
-DEFAULTS = {
-    "output_dir": "output",
-    "num_generations": 8,
-    "per_device_train_batch_size": 16,
-    "max_completion_length": 12,
-    "max_steps": 2,
-    "learning_rate": 1e-3,
-}
+DEFAULTS = {"output_dir": "output", "num_generations": 8, "per_device_train_batch_size": 16}
+DEFAULTS |= {"max_completion_length": 12, "max_steps": 2, "learning_rate": 1e-3}
 CONTINUOUS = {
     "use_transformers_continuous_batching": True,
     "transformers_continuous_batching_config": {"num_blocks": 64, "block_size": 16, "max_batch_tokens": 128},

@@ -16,15 +16,8 @@ from pathlib import Path
 from swift import read_metadata_once
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "accelerate.commands.launch",
-        "datasets",
-        "peft",
-        "transformers.models.qwen3.modeling_qwen3",
-        "fr3e_trl.fr3e_trainer",
-    ]
-)
+IMPORTED = ["accelerate.commands.launch", "datasets", "peft", "transformers.models.qwen3.modeling_qwen3"]
+CONTEXT.set_forkserver_preload([*IMPORTED, "fr3e_trl.fr3e_trainer"])
 
 SCRIPT = Path(__file__).with_name("processes_train.py")
 RECIPES = Path(__file__).parents[1] / "recipes" / "accelerate"

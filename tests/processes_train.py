@@ -105,17 +105,13 @@ def main(output: Path, settings: dict, *options: str) -> None:
     (dialogue,) = [DIALOGUES[option] for option in options if option in DIALOGUES] or [{}]
     if dialogue:
         reward_funcs = [lambda completions, **kwargs: [float(len(completion) % 3) for completion in completions]]
-    trainer = FR3ETrainer(
-        tool_policy.make_tool_policy() if dialogue else make_model(),
-        reward_funcs,
-        args,
-        train_dataset=tool_policy.make_tool_dataset(6)
-        if dialogue
-        else make_dataset(16 if settings.get("max_refills") else 6),
-        processing_class=tool_policy.make_tool_tokenizer() if dialogue else make_tokenizer(),
-        reward_processing_classes=[None, make_tokenizer()][: len(reward_funcs)],
-        **dialogue,
-    )
+    if dialogue:
+        made = tool_policy.make_tool_policy(), tool_policy.make_tool_dataset(6), tool_policy.make_tool_tokenizer()
+    else:
+        made = make_model(), make_dataset(16 if settings.get("max_refills") else 6), make_tokenizer()
+    model, dataset, tokenizer = made
+    others = {"reward_processing_classes": [None, make_tokenizer()][: len(reward_funcs)]} | dialogue
+    trainer = FR3ETrainer(model, reward_funcs, args, dataset, processing_class=tokenizer, **others)
     if "fake" in options and dialogue:
         trainer.sampler.sampler = FakeCaller()
     elif "fake" in options:
@@ -132,33 +128,18 @@ def main(output: Path, settings: dict, *options: str) -> None:
         trainer.vllm_importance_sampling_mode = "sequence_mask"
         give_credit = trainer._with_credit
         trainer._with_credit = lambda batch: give_credit(with_drops(trainer, batch))
-    trees = []
+    trees, explore = [], trainer._generate_and_score_completions
 
-    explore = trainer._generate_and_score_completions
+    def of_row(tree, state, rollout):
+        # Of a rollout that refill has handed over, the row alone has the prefix
+        is_held = rollout.token_ids and len(state.prefix_ids) == state.position
+        known = [state.position, rollout.length, rollout.score.reward, state.value, state.modulation]
+        known += [tree.mean_entropies, rollout.credit, rollout.differs]
+        return {"tokens": [state.prefix_ids, rollout.token_ids] if is_held else None, "known": known}
 
     def record(inputs):
         batch = explore(inputs)
-        trees.append(
-            [
-                {
-                    # Of a rollout that refill has handed over, the row alone has the prefix
-                    "tokens": [state.prefix_ids, rollout.token_ids]
-                    if rollout.token_ids and len(state.prefix_ids) == state.position
-                    else None,
-                    "known": [
-                        state.position,
-                        rollout.length,
-                        rollout.score.reward,
-                        state.value,
-                        state.modulation,
-                        tree.mean_entropies,
-                        rollout.credit,
-                        rollout.differs,
-                    ],
-                }
-                for tree, state, rollout in rollouts_of(trainer.trees)
-            ]
-        )
+        trees.append([of_row(*row) for row in rollouts_of(trainer.trees)])
         return batch
 
     trainer._generate_and_score_completions = record

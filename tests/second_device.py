@@ -24,14 +24,8 @@ class SecondTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, on_cpu: torch.Tensor) -> "SecondTensor":
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            on_cpu.size(),
-            strides=on_cpu.stride(),
-            storage_offset=on_cpu.storage_offset(),
-            dtype=on_cpu.dtype,
-            device=f"{NAME}:0",
-        )
+        kept = {"strides": on_cpu.stride(), "storage_offset": on_cpu.storage_offset(), "dtype": on_cpu.dtype}
+        tensor = torch.Tensor._make_wrapper_subclass(cls, on_cpu.size(), device=f"{NAME}:0", **kept)
         tensor.on_cpu = on_cpu
         return tensor
 

@@ -105,17 +105,12 @@ def test_large_rewards_train():
 @pytest.mark.parametrize(
     ("kwargs", "remedy"),
     [
-        ({"max_new_tokens": 3}, "max_completion_length"),
-        ({"temperature": 0.1}, "Set temperature"),
-        ({"num_return_sequences": 2}, "num_generations"),
-        ({"num_beams": 2}, "independent samples"),
-        ({"do_sample": False}, "independent samples"),
-        ({"min_length": 4}, "amid the completion"),
-        ({"prompt_lookup_num_tokens": 3}, "Leave it out"),
+        *(({"max_new_tokens": 3}, "max_completion_length"), ({"temperature": 0.1}, "Set temperature")),
+        *(({"num_return_sequences": 2}, "num_generations"), ({"num_beams": 2}, "independent samples")),
+        *(({"do_sample": False}, "independent samples"), ({"min_length": 4}, "amid the completion")),
+        *(({"prompt_lookup_num_tokens": 3}, "Leave it out"), ({"logprobs": 5}, "a form of its own")),
+        *(({"stop_strings": ["\n"]}, "Set stop_token_ids"), ({"seed": 1}, "Set the trainer's seed")),
         ({"structured_outputs": {"regex": "[0-9]+"}}, "amid the completion"),
-        ({"logprobs": 5}, "a form of its own"),
-        ({"stop_strings": ["\n"]}, "Set stop_token_ids"),
-        ({"seed": 1}, "Set the trainer's seed"),
     ],
 )
 def test_generation_kwargs_that_cannot_be_honoured(kwargs, remedy):

@@ -99,15 +99,9 @@ def evaluate(tmp_path, monkeypatch):
     Dataset.from_list([{"prompt": f"{i}+{i}=", "solution": str(2 * i)} for i in range(3)]).to_json("data.jsonl")
 
     def run(*arguments, **settings):
-        defaults = {
-            "model_name_or_path": model_on_disk(),
-            "dataset_name": "data.jsonl",
-            "reward_funcs": "tests_of_eval.digit",
-            "num_samples": 4,
-            "max_completion_length": 6,
-            "batch_size": 4,
-            "output_dir": "out",
-        }
+        defaults = {"model_name_or_path": model_on_disk(), "dataset_name": "data.jsonl"}
+        defaults |= {"reward_funcs": "tests_of_eval.digit", "num_samples": 4, "max_completion_length": 6}
+        defaults |= {"batch_size": 4, "output_dir": "out"}
         settings = defaults | settings
         cli.main(["eval", *arguments, *(f"--{name}={v}" for name, v in settings.items() if v is not None)])
         output_dir = Path(settings["output_dir"])

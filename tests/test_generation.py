@@ -301,17 +301,9 @@ def test_a_compiled_policy_trains(threshold):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"top_k": 3, "top_p": 0.8, "min_p": 0.1},
-        {"typical_p": 0.6},
-        {"epsilon_cutoff": 0.1},
-        {"eta_cutoff": 0.3},
-        {"top_h": 0.5},
-        {"repetition_penalty": 9.0},
-        {"no_repeat_ngram_size": 1},
-        {"cache_implementation": "static"},
-        {"use_cache": False},
-        {"watermarking_config": {"bias": 2.0}},
+        *({}, {"top_k": 3, "top_p": 0.8, "min_p": 0.1}, {"typical_p": 0.6}, {"epsilon_cutoff": 0.1}),
+        *({"eta_cutoff": 0.3}, {"top_h": 0.5}, {"repetition_penalty": 9.0}, {"no_repeat_ngram_size": 1}),
+        *({"watermarking_config": {"bias": 2.0}}, {"cache_implementation": "static"}, {"use_cache": False}),
     ],
     ids=str,
 )
@@ -338,13 +330,9 @@ def test_the_model_computes_elsewhere_than_its_weights_are():
 
 def generated(model, one, **settings):
     prefixes = torch.tensor([one.prefix_ids] * one.num_samples)
-    output = model.generate(
-        prefixes,
-        attention_mask=torch.ones_like(prefixes),
-        max_new_tokens=one.max_new_tokens,
-        temperature=one.temperature,
-        **{"do_sample": True, "top_k": 0, "disable_compile": True} | settings,
-    )
+    sampling = {"do_sample": True, "top_k": 0, "disable_compile": True, "temperature": one.temperature}
+    sampling |= {"max_new_tokens": one.max_new_tokens, "attention_mask": torch.ones_like(prefixes)}
+    output = model.generate(prefixes, **sampling | settings)
     return output[:, prefixes.shape[1] :].tolist()
 
 

@@ -34,20 +34,10 @@ RUNS = {
 
 
 def run(hub, directory: Path, *command: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
-    variables = {
-        "HF_ENDPOINT": hub.endpoint,
-        "HF_TOKEN": "token-of-someone",
-        "HF_HOME": str(directory / "cache"),
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-    }
-    completed = subprocess.run(
-        [sys.executable, *command],
-        cwd=directory,
-        env=os.environ | variables | environment,
-        capture_output=True,
-        text=True,
-    )
+    variables = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "token-of-someone", "HF_HOME": str(directory / "cache")}
+    variables |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    given = {"cwd": directory, "env": os.environ | variables | environment, "capture_output": True, "text": True}
+    completed = subprocess.run([sys.executable, *command], **given)
     assert not check or completed.returncode == 0, completed.stderr[-3000:]
     return completed
 

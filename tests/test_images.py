@@ -336,16 +336,10 @@ def make_tool_trainer(family, tool, cls=Recorder, with_images=True, **settings):
     model = make_vision_model(family, tokenizer=make_tool_tokenizer())
     model.load_state_dict(_trained_on_pictures(family))
     unwritten = [token for token in SPECIAL_TOKENS[family] if token in ("<image>", "<|image_pad|>", "<|video_pad|>")]
-    defaults = {
-        "model": model,
-        "tokenizer": processor,
-        "dataset": Dataset.from_dict(columns),
-        "reward_funcs": lambda completions, **kwargs: [float(len(completion)) for completion in completions],
-        "tools": tool and [tool],
-        "max_completion_length": 64,
-        "learning_rate": 0.0,
-        "generation_kwargs": {"suppress_tokens": processor.tokenizer.convert_tokens_to_ids(unwritten)},
-    }
+    defaults = {"model": model, "tokenizer": processor, "dataset": Dataset.from_dict(columns)}
+    defaults |= {"reward_funcs": lambda completions, **kwargs: [float(len(completion)) for completion in completions]}
+    defaults |= {"tools": tool and [tool], "max_completion_length": 64, "learning_rate": 0.0}
+    defaults |= {"generation_kwargs": {"suppress_tokens": processor.tokenizer.convert_tokens_to_ids(unwritten)}}
     return factory.make_trainer(cls, **defaults | settings)
 
 

@@ -202,15 +202,10 @@ def test_another_model_is_refused():
 
 def test_rollouts_that_are_given_up_have_none_to_correct():
     """Those that skip a mismatch have no log-probs. The others of their process are corrected all the same."""
-    trainer = factory.make_tool_trainer(
-        environment_factory=MoodyWalk,
-        replay_mismatch="skip",
-        anchor_threshold=None,
-        max_steps=1,
-        learning_rate=0.0,
-        reward_funcs=lambda completions, **kwargs: [float(i % 2) for i in range(len(completions))],
-        vllm_importance_sampling_mode="token_truncate",
-    )
+    settings = {"environment_factory": MoodyWalk, "replay_mismatch": "skip", "anchor_threshold": None, "max_steps": 1}
+    settings |= {"learning_rate": 0.0, "vllm_importance_sampling_mode": "token_truncate"}
+    settings |= {"reward_funcs": lambda completions, **kwargs: [float(i % 2) for i in range(len(completions))]}
+    trainer = factory.make_tool_trainer(**settings)
     engine = Engine(trainer)
     engine.sampler = trainer.sampler.sampler
     context = SimpleNamespace(max_model_len=TINY["max_position_embeddings"])

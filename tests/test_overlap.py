@@ -141,8 +141,7 @@ def test_a_resumed_run_begins_its_batch_anew(server, tmp_path, max_staleness):
     [
         ({"use_vllm": False}, "use_vllm=True and vllm_mode='server'"),
         ({"vllm_mode": "colocate"}, "use_vllm=True and vllm_mode='server'"),
-        ({"max_staleness": 3}, "at most steps_per_generation"),
-        ({"max_staleness": -1}, "at least 0"),
+        *(({"max_staleness": 3}, "at most steps_per_generation"), ({"max_staleness": -1}, "at least 0")),
         ({"steps_per_generation": 3, "num_iterations": 1, "max_staleness": 1}, "divides steps_per_generation"),
         ({"vllm_importance_sampling_correction": False}, "makes up for the rollouts' age"),
         ({"base_selection": "mixed"}, "base_selection='all'"),

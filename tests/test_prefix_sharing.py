@@ -271,14 +271,8 @@ def test_rows_of_a_prompt_stay_together(batch_size):
     """And those that share most, where a micro-batch has place for fewer. TRL's shuffle scatters them."""
     num_prompts = {}
     for share in (True, False):
-        trainer = make_trainer(
-            cls=KeepsMicroBatches,
-            share_prefixes=share,
-            per_device_train_batch_size=batch_size,
-            gradient_accumulation_steps=32 // batch_size,
-            max_steps=1,
-        )
-        trainer.train()
+        sizes = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 32 // batch_size}
+        trainer = train(share, KeepsMicroBatches, max_steps=1, **sizes)
         num_prompts[share] = [len({tuple(ids) for ids in b["prompt_ids"].tolist()}) for b in trainer.micro_batches]
         assert sum(len(batch["prompt_ids"]) for batch in trainer.micro_batches) == 32
     assert num_prompts[True] == [1] * (32 // batch_size)

@@ -162,14 +162,6 @@ def test_an_environment_that_cannot_be_the_same_in_two_processes_ends_all(kind, 
         assert error.startswith(says)
 
 
-def test_sharded_dialogues(tmp_path):
-    """FSDP2: a forward pass is every process's, however many turns it has."""
-    settings = {"num_generations": 6, "num_anchors": 2, "per_device_train_batch_size": 2, "max_completion_length": 40}
-    of_processes = launch(tmp_path / "run", 3, settings, "sharded", "tools", recipe="fsdp2")
-    assert of_processes[0]["logs"][0]["tools/call_frequency"] > 0
-    assert_finite(of_processes)
-
-
 @pytest.mark.parametrize("recipe", ["fsdp2", pytest.param("zero3", marks=DEEPSPEED)])
 def test_sharded_sampling_and_a_sharded_reward_model_with_nothing_to_score(recipe, tmp_path):
     """Two base trajectories, which are scored before their anchors are chosen, for three processes."""
@@ -228,11 +220,14 @@ def test_rows_that_are_dropped_are_credited_the_same_in_all_processes(tmp_path):
     assert len(trees_of(results)) == 2
 
 
-def test_processes_that_are_told_log_probs_and_others_score_together(tmp_path):
-    """A forward pass of sharded weights is one of all processes, or of none."""
+def test_forward_passes_of_sharded_weights_are_of_all_processes_or_of_none(tmp_path):
+    """However many turns each has, and where some are told log-probs and others score."""
+    settings = {"num_generations": 6, "num_anchors": 2, "per_device_train_batch_size": 2, "max_completion_length": 40}
+    of_processes = launch(tmp_path / "turns", 3, settings, "sharded", "tools", recipe="fsdp2")
+    assert of_processes[0]["logs"][0]["tools/call_frequency"] > 0
+    assert_finite(of_processes)
     settings = {"num_generations": 8, "per_device_train_batch_size": 8, "num_iterations": 2}
-    results = launch(tmp_path / "run", 2, settings, "sharded", "fake", "half_told", recipe="fsdp2")
-    assert_finite(results)
+    assert_finite(launch(tmp_path / "told", 2, settings, "sharded", "fake", "half_told", recipe="fsdp2"))
 
 
 REWARD = "OSError: the reward model is gone"

@@ -33,14 +33,9 @@ BASELINES = [name for name in RECIPES if name.endswith("_grpo")]
 FR3E_SETTINGS = {field.name for field in fields(FR3EConfig)} - {field.name for field in fields(GRPOConfig)}
 
 # What the recipes' datasets on the hub look like
-HUB_DATASETS = {
-    "openai/gsm8k": [
-        {"question": f"Tom has {i}. How many?", "answer": f"{i}=<<{i}={i}>>\n#### {i}"} for i in range(16)
-    ],
-    "agentica-org/DeepScaleR-Preview-Dataset": [
-        {"problem": f"Half of ${i}$?", "answer": rf"\frac{{{i}}}{{2}}", "solution": "It is half."} for i in range(16)
-    ],
-}
+PENS = [{"question": f"Tom has {i}. How many?", "answer": f"{i}=<<{i}={i}>>\n#### {i}"} for i in range(16)]
+HALVES = [{"problem": f"Half of ${i}$?", "answer": rf"\frac{{{i}}}{{2}}", "solution": "Half."} for i in range(16)]
+HUB_DATASETS = {"openai/gsm8k": PENS, "agentica-org/DeepScaleR-Preview-Dataset": HALVES}
 
 
 @pytest.fixture

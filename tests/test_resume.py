@@ -167,12 +167,9 @@ def test_a_checkpoint_that_is_there_is_not_written_again():
 @pytest.mark.parametrize(
     "setting, saved, present, rows",
     [
-        ("steps_per_generation", 4, 2, [8] * 2),
-        ("steps_per_generation", 4, 5, [8] * 5),
-        ("num_generations", 8, 16, [8] * 4),
-        ("per_device_train_batch_size", 8, 4, [4] * 4),
-        ("per_device_train_batch_size", 8, 12, [12] * 4),
-        ("num_iterations", 1, 2, [8] * 8),
+        *(("steps_per_generation", 4, present, [8] * present) for present in (2, 5)),
+        *(("per_device_train_batch_size", 8, present, [present] * 4) for present in (4, 12)),
+        *(("num_generations", 8, 16, [8] * 4), ("num_iterations", 1, 2, [8] * 8)),
         ("gradient_accumulation_steps", 1, 3, [8] * 4),
     ],
 )

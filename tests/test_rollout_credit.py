@@ -203,13 +203,9 @@ def test_what_shares_the_batch_changes_nothing(batch, other, modulation, scale):
     rewards, states, parents = batch
     others, other_states, other_parents = other
     shift = len(parents)
-    together = compute_advantages(
-        torch.cat([rewards, others]),
-        torch.cat([states, other_states + shift]),
-        parents + [None if parent is None else parent + shift for parent in other_parents],
-        modulation=modulation,
-        scale=scale,
-    )
+    all_rewards, all_states = torch.cat([rewards, others]), torch.cat([states, other_states + shift])
+    all_parents = parents + [None if parent is None else parent + shift for parent in other_parents]
+    together = compute_advantages(all_rewards, all_states, all_parents, modulation=modulation, scale=scale)
     alone = compute_advantages(rewards, states, parents, modulation=modulation, scale=scale)
     assert_close(together.advantages[: len(rewards)], alone.advantages.tolist(), atol=1e-9)
     assert together.rejected[:shift].equal(alone.rejected)

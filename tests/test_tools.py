@@ -477,13 +477,9 @@ def test_an_environment_owns_the_data(tmp_path):
 
 def test_an_environment_owns_all_of_the_data():
     """Without a dataset, as in TRL: the world asks, and `max_steps` says how often."""
-    trainer = Recorder(
-        tool_policy.make_tool_policy(),
-        [owned],
-        FR3EConfig(**CPU | DEFAULTS | {"per_device_train_batch_size": 32, "max_completion_length": 24}),
-        processing_class=tool_policy.make_tool_tokenizer(),
-        environment_factory=Greeting,
-    )
+    args = FR3EConfig(**CPU | DEFAULTS | {"per_device_train_batch_size": 32, "max_completion_length": 24})
+    parts = {"processing_class": tool_policy.make_tool_tokenizer(), "environment_factory": Greeting}
+    trainer = Recorder(tool_policy.make_tool_policy(), [owned], args, **parts)
     for trees, _ in explored(trainer):
         assert {TOKENIZER.decode(tree.prompt_ids) for tree in trees} == {"<|user|>0?<eos><|assistant|>"}
         assert len(trees) == 4

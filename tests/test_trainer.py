@@ -39,8 +39,12 @@ EVALUATION = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval":
     ],
 )
 def test_without_exploration_it_is_grpo_trainer_exactly(settings):
-    settings = settings | {"max_steps": 4}
-    assert_same_run(train(FR3ETrainer, num_anchors=0, **settings), train(GRPOTrainer, **settings))
+    trainer = train(FR3ETrainer, num_anchors=0, max_steps=4, **settings)
+    assert_same_run(trainer, train(GRPOTrainer, max_steps=4, **settings))
+    # There are no trees, and a sampler
+    assert trainer.trees == []
+    ((sample,),) = trainer.sampler.sample([SamplingRequest([5, 6], num_samples=1, max_new_tokens=3, temperature=1.0)])
+    assert 1 <= len(sample.token_ids) <= 3
 
 
 def sometimes_none(completions, **kwargs):
@@ -184,12 +188,8 @@ def test_what_trl_logs_of_completions_fits_the_rows():
 @pytest.mark.parametrize(
     ("settings", "num_calls"),
     [
-        ({}, 1),
-        ({"reward_funcs": "asynchronous"}, 1),
-        ({"num_generations": 4}, 1),
-        ({"max_refills": 1}, None),
-        ({"base_selection": "mixed"}, 2),
-        ({"reuse_base": False, "num_base_trajectories": 3}, 1),
+        *(({}, 1), ({"reward_funcs": "asynchronous"}, 1), ({"num_generations": 4}, 1), ({"max_refills": 1}, None)),
+        *(({"base_selection": "mixed"}, 2), ({"reuse_base": False, "num_base_trajectories": 3}, 1)),
     ],
     ids=str,
 )
@@ -330,24 +330,20 @@ async def asynchronous(completions, **kwargs):
         {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 8, "steps_per_generation": 1},
         {"mask_truncated_completions": True, "loss_type": "grpo", "max_completion_length": 6},
         {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
-        {"scale_rewards": "group"},
-        {"scale_rewards": "batch"},
+        *({"scale_rewards": "group"}, {"scale_rewards": "batch"}),
         {"reward_funcs": [digits, squared], "reward_weights": [1.0, 0.1]},
         {"reward_funcs": [sometimes_none, squared], "reward_weights": [1.0, 0.0]},
         {"reward_funcs": [asynchronous, digits]},
         {"dataset": IterableDataset.from_generator(lambda: iter(make_dataset()))},
         {"gradient_checkpointing": False},
         {"temperature": 1.5, "num_iterations": 2, "max_steps": 4},
-        {"reuse_base": False},
-        {"anchor_score": "surprisal"},
-        {"anchor_score": "random", "anchor_min_gap": 3},
-        {"modulation": "sharpened"},
+        *({"reuse_base": False}, {"modulation": "sharpened"}),
+        *({"anchor_score": "surprisal"}, {"anchor_score": "random", "anchor_min_gap": 3}),
         {"modulation": "none", "reject_degenerate_states": False},
         PUBLISHED | {"reward_funcs": digits},
         {"num_anchors": 7, "value_prior_strength": 1.0},
         {"num_base_trajectories": 4, "num_anchors": 2, "base_selection": "mixed"},
-        {"num_anchors": 0, "value_prior_strength": 2.0},
-        {"max_completion_length": 1},
+        *({"num_anchors": 0, "value_prior_strength": 2.0}, {"max_completion_length": 1}),
         {"loss_type": "luspo", "num_generations": 4, "mask_truncated_completions": True},
         {"num_generations": 2, "credit": "rollout"},
         {"model": make_model(max_position_embeddings=128), "eval_dataset": make_dataset(6)} | CONTINUOUS | EVALUATION,
@@ -403,13 +399,6 @@ def test_forward_passes_call_no_more_hooks_as_steps_go_by(settings):
         return sum(len(module._forward_hooks) for module in trainer.model.modules())
 
     assert num_hooks(2) == num_hooks(6) <= 6
-
-
-def test_without_exploration_there_are_no_trees_and_a_sampler():
-    trainer = train(FR3ETrainer, num_anchors=0, max_steps=1)
-    assert trainer.trees == []
-    ((sample,),) = trainer.sampler.sample([SamplingRequest([5, 6], num_samples=1, max_new_tokens=3, temperature=1.0)])
-    assert 1 <= len(sample.token_ids) <= 3
 
 
 def test_a_grpo_config_is_accepted(caplog):

@@ -63,12 +63,9 @@ def make_tool_tokenizer() -> PreTrainedTokenizerFast:
 def make_tool_dataset(num_prompts: int = 16) -> Dataset:
     """From a digit, two looks on: what is the second answer?"""
     digits = [i % 10 for i in range(num_prompts)]
-    return Dataset.from_dict(
-        {
-            "prompt": [[{"role": "user", "content": f"{digit}?"}] for digit in digits],
-            "answer": [str((3 * ((3 * digit + 1) % 10) + 1) % 10) for digit in digits],
-        }
-    )
+    prompts = [[{"role": "user", "content": f"{digit}?"}] for digit in digits]
+    answers = [str((3 * ((3 * digit + 1) % 10) + 1) % 10) for digit in digits]
+    return Dataset.from_dict({"prompt": prompts, "answer": answers})
 
 
 class Walk:

@@ -108,24 +108,17 @@ def make_vision_model(family: str, seed: int = 0, tokenizer=None) -> PreTrainedM
         rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
         vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
         vision |= {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
-        config = transformers.Qwen2_5_VLConfig(
-            text_config={**text, "rope_parameters": rope},
-            vision_config=vision,
-            image_token_id=ids["<|image_pad|>"],
-            video_token_id=ids["<|video_pad|>"],
-            vision_start_token_id=ids["<|vision_start|>"],
-            vision_end_token_id=ids["<|vision_end|>"],
-        )
+        tokens = {f"vision_{end}_token_id": ids[f"<|vision_{end}|>"] for end in ("start", "end")}
+        tokens |= {f"{kind}_token_id": ids[f"<|{kind}_pad|>"] for kind in ("image", "video")}
+        text |= {"rope_parameters": rope}
+        config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
     elif family == "gemma3":
-        config = transformers.Gemma3Config(
-            text_config=transformers.Gemma3TextConfig(**text, head_dim=8, query_pre_attn_scalar=8, sliding_window=64),
-            vision_config=transformers.SiglipVisionConfig(**VISION, image_size=16, patch_size=4),
-            mm_tokens_per_image=4,
-            boi_token_index=ids["<start_of_image>"],
-            eoi_token_index=ids["<end_of_image>"],
-            image_token_index=ids["<image_soft_token>"],
-            tie_word_embeddings=False,
-        )
+        names = {"boi": "start_of_image", "eoi": "end_of_image", "image": "image_soft_token"}
+        tokens = {f"{name}_token_index": ids[f"<{token}>"] for name, token in names.items()}
+        text |= {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 64}
+        parts = {"text_config": transformers.Gemma3TextConfig(**text)}
+        parts |= {"vision_config": transformers.SiglipVisionConfig(**VISION, image_size=16, patch_size=4)}
+        config = transformers.Gemma3Config(**parts, **tokens, mm_tokens_per_image=4, tie_word_embeddings=False)
     elif family == "smolvlm":
         config = transformers.SmolVLMConfig(
             text_config=transformers.LlamaConfig(**text),

@@ -42,15 +42,8 @@ from fr3e_trl.generation.generate import GenerateSampler
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "bench_task.py"
 
-BASE = {
-    "trainer": "fr3e",
-    "num_prompts": 4,
-    "num_generations": 4,
-    "num_train_examples": 64,
-    "learning_rate": 1e-3,
-    "epsilon_high": 0.28,
-    "scale_rewards": "none",
-}
+BASE = {"trainer": "fr3e", "num_prompts": 4, "num_generations": 4, "num_train_examples": 64, "learning_rate": 1e-3}
+BASE |= {"epsilon_high": 0.28, "scale_rewards": "none"}
 # What may be tuned left out
 UNTUNED = {name: value for name, value in BASE.items() if name not in ("learning_rate", "num_prompts")}
 GRPO = {"trainer": "grpo"}
@@ -66,20 +59,9 @@ def light(request, monkeypatch):
 
 
 def arguments(**overrides):
-    settings = {
-        "task": "ones",
-        "policy": model_on_disk(),
-        "output_dir": "out",
-        "base": BASE,
-        "arms": {"fr3e": FR3E, "grpo": GRPO},
-        "reference": "grpo",
-        "generated_tokens": 500,
-        "seeds": [0],
-        "num_evals": 2,
-        "num_heldout": 6,
-        "num_samples": 4,
-        "pass_at": [2],
-    }
+    settings = {"task": "ones", "policy": model_on_disk(), "output_dir": "out", "base": BASE}
+    settings |= {"arms": {"fr3e": FR3E, "grpo": GRPO}, "reference": "grpo", "generated_tokens": 500, "seeds": [0]}
+    settings |= {"num_evals": 2, "num_heldout": 6, "num_samples": 4, "pass_at": [2]}
     return CompareArguments(**settings | overrides)
 
 
@@ -214,13 +196,10 @@ def test_measuring_changes_nothing(tmp_path):
     settings = BASE | GRPO | {"max_completion_length": 8, "max_steps": 2, "logging_steps": 1}
 
     def make_plain():
-        return GRPOTrainer(
-            AutoModelForCausalLM.from_pretrained(model_on_disk(), dtype=torch.float32),
-            task.reward,
-            make_config(settings, tmp_path, seed=3),
-            train_dataset=task.examples("train", 3, 64),
-            processing_class=AutoTokenizer.from_pretrained(model_on_disk(), padding_side="left"),
-        )
+        model = AutoModelForCausalLM.from_pretrained(model_on_disk(), dtype=torch.float32)
+        args, dataset = make_config(settings, tmp_path, seed=3), task.examples("train", 3, 64)
+        tokenizer = AutoTokenizer.from_pretrained(model_on_disk(), padding_side="left")
+        return GRPOTrainer(model, task.reward, args, dataset, processing_class=tokenizer)
 
     losses = []
     for make in (lambda: make_trainer(settings, Path(model_on_disk()), task, tmp_path, seed=3), make_plain):

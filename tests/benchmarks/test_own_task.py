@@ -46,18 +46,9 @@ def task(monkeypatch):
 
 
 def command(**settings):
-    defaults = {
-        "model_name_or_path": model_on_disk(),
-        "dataset_name": "data.jsonl",
-        "reward_funcs": "my_rewards.py:score",
-        "base": BASE,
-        "arms": ARMS,
-        "generated_tokens": 400,
-        "seeds": [0],
-        "num_evals": 2,
-        "num_heldout": 4,
-        "output_dir": "out",
-    }
+    defaults = {"model_name_or_path": model_on_disk(), "dataset_name": "data.jsonl"}
+    defaults |= {"reward_funcs": "my_rewards.py:score", "base": BASE, "arms": ARMS, "generated_tokens": 400}
+    defaults |= {"seeds": [0], "num_evals": 2, "num_heldout": 4, "output_dir": "out"}
     words = ["compare"]
     for name, value in (defaults | settings).items():
         if value is not None:

@@ -171,22 +171,13 @@ def test_what_is_out_of_the_ordinary_is_told(tmp_path):
 
 def test_plan():
     """Runs and tokens of each stage, and nothing is run; hours by what an earlier call has measured."""
-    args = CompareArguments(
-        task="chain",
-        policy=model_on_disk(),
-        output_dir="out",
-        base={"num_generations": 4, "num_iterations": 3, "epsilon_high": 0.28, "scale_rewards": "none"},
-        arms={"fr3e": {"trainer": "fr3e"}, "grpo": {"trainer": "grpo"}},
-        generated_tokens=500,
-        seeds=[0, 1],
-        num_evals=2,
-        learning_rates=[1e-3, 3e-3, 1e-2],
-        tokens_per_batch=[300],
-        tuning_tokens=100,
-        tuning_finalists=2,
-        tuning_seeds=[7, 8, 9],
-        plan=True,
-    )
+    base = {"num_generations": 4, "num_iterations": 3, "epsilon_high": 0.28, "scale_rewards": "none"}
+    arms = {"fr3e": {"trainer": "fr3e"}, "grpo": {"trainer": "grpo"}}
+    budget = {"generated_tokens": 500, "seeds": [0, 1], "num_evals": 2, "output_dir": "out"}
+    grid = {"learning_rates": [1e-3, 3e-3, 1e-2], "tokens_per_batch": [300]}
+    tuning = {"tuning_tokens": 100, "tuning_finalists": 2, "tuning_seeds": [7, 8, 9]}
+    given = {"task": "chain", "policy": model_on_disk(), "plan": True}
+    args = CompareArguments(base=base, arms=arms, **budget, **grid, **tuning, **given)
     # 2 arms: 3 rates × 2 seeds of 100 tokens; 2 finalists × 3 seeds, and 2 seeds, of 500
     assert plan_of(args).splitlines() == [
         "Plan: 9,200 generated tokens, with what is done already",
