@@ -1,8 +1,6 @@
 """
-A tiny tabular policy, and everything that can happen when trees are grown from it.
-
-Every base trajectory, every choice of where to branch and every branch, with its probability: an estimator's mean is a
-sum, not a sample.
+A tiny tabular policy, and every tree that can be grown from it: base trajectories, choices of where to branch and
+branches, each with its probability, so that an estimator's mean is a sum, not a sample.
 """
 
 import functools

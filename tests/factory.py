@@ -46,9 +46,8 @@ def make_trainer(
     """
     A trainer of the class `cls` that has not trained yet.
 
-    Settings that the trainer's constructor knows, such as `peft_config`, go there. All others go to the configuration,
-    where they replace `DEFAULTS`. The configuration is a `GRPOConfig` for a class that is not an `FR3ETrainer`.
-    With `beta`, the model is one on disk, because TRL loads the reference model from there.
+    Settings that its constructor knows, such as `peft_config`, go there. Others replace `DEFAULTS` in a configuration,
+    which is a `GRPOConfig` if `cls` is no `FR3ETrainer`. With `beta`, the model is on disk, where TRL looks for it.
     """
     arguments = {name: settings.pop(name) for name in NOT_SETTINGS & settings.keys()}
     if config is None:

@@ -1,16 +1,14 @@
 """
-Train in several processes, and keep what came of it. A script, for `torch.distributed.run`.
+Train in several processes. A script, for `torch.distributed.run`, of which each process writes what it saw to OUTPUT.
 
     processes_train.py OUTPUT SETTINGS [fake [half_told]] [fail | fail_to_sample] [sharded] [reward_model]
         [tools | environment | moody | dice] [shared_engine] [drops]
 
-Each process writes to OUTPUT what it saw: the trees, the logs, the weights, or the error. `fake`: completions do not
-depend on the processes. `fail`: the last process raises in its reward function. `fail_to_sample`: it
-raises where the others sample. `sharded`: accelerate shards the model
-as its configuration says, which without a GPU it does not do by itself. `tools`, `environment`, `moody`, `dice`:
-completions have several turns; an environment that is moody cannot be replayed, and dice have chance in their reset.
-`shared_engine`: the same completions as by `fake`, by one engine for all processes. `half_told`: log-probs come with
-the completions of the first process alone. `drops`: a third of the rows is dropped, as TRL's correction for vLLM does.
+`fake`: completions do not depend on the processes; with `half_told`, the first one's have log-probs. `fail`: the last
+process raises in its reward function. `fail_to_sample`: it raises where the others sample. `sharded`: as the
+configuration says, which accelerate does not do by itself without a GPU. `tools`, `environment`, `moody`, `dice`: in
+several turns; an environment that is moody cannot be replayed, and dice have chance in their reset. `shared_engine`: as
+`fake`, by one engine for all processes. `drops`: a third of the rows is dropped, as TRL's correction for vLLM does.
 """
 
 import hashlib

@@ -219,6 +219,12 @@ def test_presets():
     assert (released.num_anchors, released.num_rollouts, released.num_bases) == (4, 16, 4)
     assert (released.anchor_score, released.modulation) == ("surprisal", "sharpened")
     assert (released.epsilon, released.epsilon_high, released.learning_rate) == (0.2, 0.3, 1e-5)
+    # Losses and a scaling that trees take
+    for settings in ({"loss_type": "grpo"}, {"loss_type": "sapo"}, {"scale_rewards": "batch"}):
+        config = FR3EConfig("unused", **CPU | settings)
+        plan = config.plan
+        assert config.parts_off() == [] and plan.credit == "tree"
+        assert (plan.length_normalized, plan.scale) == ("loss_type" in settings, settings.get("scale_rewards", "none"))
 
 
 @pytest.mark.parametrize(
@@ -370,14 +376,6 @@ def test_what_is_off_is_told(settings, lines, caplog):
     assert config.parts_off() == lines
     config.warn()
     assert caplog.messages == lines
-
-
-def test_losses_and_a_scaling_that_trees_take():
-    for settings in ({"loss_type": "grpo"}, {"loss_type": "sapo"}, {"scale_rewards": "batch"}):
-        config = FR3EConfig("unused", **CPU | settings)
-        plan = config.plan
-        assert config.parts_off() == [] and plan.credit == "tree"
-        assert (plan.length_normalized, plan.scale) == ("loss_type" in settings, settings.get("scale_rewards", "none"))
 
 
 @pytest.mark.parametrize(

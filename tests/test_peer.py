@@ -84,8 +84,7 @@ CONVERSATIONAL = {"dataset": make_dataset(conversational=True)}
 AGGREGATED = {"multi_objective_aggregation": "normalize_then_sum"}
 # With an FR3EConfig, some of these are among the modes of test_trainer.py, and all losses
 OF_A_GRPO_CONFIG = {
-    "dapo": {"loss_type": "dapo"} | ACCUMULATED,
-    "grpo": {"loss_type": "grpo"} | ACCUMULATED,
+    **{loss_type: {"loss_type": loss_type} | ACCUMULATED for loss_type in ("dapo", "grpo")},
     "conversational": CONVERSATIONAL,
     "None": {"reward_funcs": [letters, none]},
     "sync and async": {"reward_funcs": [letters, ones, later], "reward_weights": [0.7, 0.3, 0.5]},
@@ -93,8 +92,7 @@ OF_A_GRPO_CONFIG = {
     "more generations than a micro-batch": {"num_generations": 6, "per_device_train_batch_size": 3} | ACCUMULATED,
     "iterations": {"num_iterations": 2, "max_steps": 4},
     "beta": {"beta": 0.1},
-    "scale group": {"scale_rewards": "group"},
-    "scale batch": {"scale_rewards": "batch"},
+    **{f"scale {scaling}": {"scale_rewards": scaling} for scaling in ("group", "batch")},
 }
 MODEL = make_model()
 SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)

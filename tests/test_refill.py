@@ -194,9 +194,7 @@ def test_fill_batch_and_num_to_draw_by_hand():
     assert num_to_draw(100, num_informative=24, num_explored=6, limit=8) == 8
     assert num_to_draw(1, num_informative=24, num_explored=6, limit=8) == 1
     assert num_to_draw(10, num_informative=0, num_explored=6, limit=8) == 8
-
-
-def test_a_stream_goes_on_where_it_was():
+    # A stream of prompts goes on where it was
     shuffled = partial(RepeatSampler, range(7), mini_repeat_count=1, seed=1)
     stream = PromptStream(shuffled)
     drawn = [stream.draw(5) for _ in range(5)]

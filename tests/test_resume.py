@@ -361,9 +361,7 @@ def test_another_learning_rate_is_told_to_have_no_effect(caplog):
     # A run that is done is not trained further
     whole = train(max_steps=2)
     assert_same_run(resume(max_steps=2, output_dir="output"), whole)
-
-
-def test_a_reference_model_that_begins_anew_is_told_of(caplog):
+    # A reference model that begins anew is told of
     settings = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 2}
     train(**settings)
     resume(1, **settings)

@@ -461,11 +461,9 @@ def test_data_that_cannot_be_trained_on_is_refused(dataset, error):
 )
 def test_the_value_at_the_prompt_is_that_of_whatever_was_sampled_from_it(settings):
     """Cut off or not. A short base trajectory, whose missing branches begin at the prompt, counts as much as others."""
+    settings = settings | {"max_completion_length": 12, "max_steps": 2}
     trainer = train(
-        reward_funcs=lambda completion_ids, **_: [float(len(ids) < 12) for ids in completion_ids],
-        max_completion_length=12,
-        max_steps=2,
-        **settings,
+        reward_funcs=lambda completion_ids, **_: [float(len(ids) < 12) for ids in completion_ids], **settings
     )
     of_logs = [entry["fr3e/value/S0"] for entry in trainer.state.log_history if "fr3e/value/S0" in entry]
     for (_, trees), value in zip(trainer.batches, of_logs, strict=True):

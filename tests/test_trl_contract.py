@@ -105,12 +105,6 @@ def test_a_method_that_has_moved_is_named(name):
         check_trl(Moved)
 
 
-def test_the_trainer_is_not_made_with_another_trl(monkeypatch):
-    monkeypatch.setattr(GRPOTrainer, "_generate", lambda self, batch: None)
-    with pytest.raises(ImportError, match=r"_generate takes \(batch\), and must take \(prompts\) first"):
-        train(FR3ETrainer, per_device_train_batch_size=8)
-
-
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_without_an_optional_name_a_line_says_what_is_off(name, monkeypatch, caplog):
     others = {other: getattr(GRPOTrainer, other) for other in {*OVERRIDDEN, *OPTIONAL} - {name}}
@@ -147,7 +141,7 @@ def test_a_trainer_made_without_its_constructor_computes_a_loss():
     assert loss.item() == pytest.approx(-2)
 
 
-def test_the_constructor_takes_what_grpo_trainer_takes():
+def test_the_constructor_takes_what_grpo_trainer_takes(monkeypatch):
     ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (FR3ETrainer, GRPOTrainer))
     own = inspect.Parameter("sampler", inspect.Parameter.KEYWORD_ONLY, default=None)
     assert [(p.name, p.kind, p.default) for p in ours.values()] == [
@@ -157,6 +151,10 @@ def test_the_constructor_takes_what_grpo_trainer_takes():
     trainer = train(FR3ETrainer, per_device_train_batch_size=8, num_iterations=2, beta=0, max_steps=3)
     assert not {*OVERRIDDEN, *OPTIONAL} & vars(trainer).keys()
     assert not [name for name, value in vars(trainer).items() if inspect.ismethod(value) and value.__self__ is trainer]
+    # It is not made with another TRL
+    monkeypatch.setattr(GRPOTrainer, "_generate", lambda self, batch: None)
+    with pytest.raises(ImportError, match=r"_generate takes \(batch\), and must take \(prompts\) first"):
+        train(FR3ETrainer, per_device_train_batch_size=8)
 
 
 def test_what_a_batch_consists_of():
