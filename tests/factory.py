@@ -54,14 +54,10 @@ def make_trainer(
         config = FR3EConfig if issubclass(cls, FR3ETrainer) else GRPOConfig
     if model is None:
         model = model_on_disk() if settings.get("beta") else make_model()
-    return cls(
-        model,
-        reward_funcs,
-        config(**CPU | DEFAULTS | settings),
-        train_dataset=make_dataset() if dataset is None else dataset,
-        processing_class=make_tokenizer() if tokenizer is None else tokenizer,
-        **arguments,
-    )
+    args = config(**CPU | DEFAULTS | settings)
+    dataset = make_dataset() if dataset is None else dataset
+    tokenizer = make_tokenizer() if tokenizer is None else tokenizer
+    return cls(model, reward_funcs, args, train_dataset=dataset, processing_class=tokenizer, **arguments)
 
 
 def make_tool_trainer(cls=Recorder, **settings):

@@ -25,12 +25,8 @@ print(json.dumps([load(*arguments) for arguments in json.loads(sys.argv[1])]))
 """
 
 # What trains, by the repository that it is pushed to
-RUNS = {
-    "tiny-grpo": ("grpo",),
-    "tiny-model": ("fr3e",),
-    "tiny-saves": ("fr3e", "every_save"),
-    "tiny-adapter": ("fr3e", "lora"),
-}
+RUNS = {"tiny-grpo": ("grpo",), "tiny-model": ("fr3e",), "tiny-saves": ("fr3e", "every_save")}
+RUNS |= {"tiny-adapter": ("fr3e", "lora")}
 
 
 def run(hub, directory: Path, *command: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:

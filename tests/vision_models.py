@@ -120,27 +120,20 @@ def make_vision_model(family: str, seed: int = 0, tokenizer=None) -> PreTrainedM
         parts |= {"vision_config": transformers.SiglipVisionConfig(**VISION, image_size=16, patch_size=4)}
         config = transformers.Gemma3Config(**parts, **tokens, mm_tokens_per_image=4, tie_word_embeddings=False)
     elif family == "smolvlm":
-        config = transformers.SmolVLMConfig(
-            text_config=transformers.LlamaConfig(**text),
-            vision_config=SmolVLMVisionConfig(**VISION, image_size=16, patch_size=4),
-            scale_factor=2,
-            image_token_id=ids["<image>"],
-        )
+        text = transformers.LlamaConfig(**text)
+        vision = SmolVLMVisionConfig(**VISION, image_size=16, patch_size=4)
+        tokens = {"scale_factor": 2, "image_token_id": ids["<image>"]}
+        config = transformers.SmolVLMConfig(text_config=text, vision_config=vision, **tokens)
     elif family == "internvl":
-        config = transformers.InternVLConfig(
-            text_config=transformers.Qwen2Config(**text),
-            vision_config=transformers.InternVLVisionConfig(**VISION, image_size=16, patch_size=4),
-            image_token_id=ids["<IMG_CONTEXT>"],
-            image_seq_length=4,
-            tie_word_embeddings=False,
-        )
+        text = transformers.Qwen2Config(**text)
+        vision = transformers.InternVLVisionConfig(**VISION, image_size=16, patch_size=4)
+        tokens = {"image_token_id": ids["<IMG_CONTEXT>"], "image_seq_length": 4, "tie_word_embeddings": False}
+        config = transformers.InternVLConfig(text_config=text, vision_config=vision, **tokens)
     else:
         vision = VISION | {"num_hidden_layers": 2, "image_size": 16, "patch_size": 8}
-        config = transformers.LlavaConfig(
-            text_config=make_model(vocab_size=len(tokenizer)).config,
-            vision_config=transformers.CLIPVisionConfig(**vision),
-            image_token_id=ids["<image>"],
-        )
+        text = make_model(vocab_size=len(tokenizer)).config
+        vision = transformers.CLIPVisionConfig(**vision)
+        config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_id=ids["<image>"])
     model = transformers.AutoModelForImageTextToText.from_config(config)
     if family == "gemma3":
         model.model.multi_modal_projector.mm_input_projection_weight.data.normal_()  # zero at first: blind
