@@ -72,7 +72,7 @@ def make_tool_trainer(cls=Recorder, **settings):
 def train(*args, make=make_trainer, resume=None, **settings):
     """A tiny trainer that has trained, from the same seed each time, or gone on from a checkpoint."""
     trainer = make(*args, **settings)
-    set_seed(1)
+    set_seed(100 if resume else 1)  # a checkpoint has the state of its own generators
     trainer.train(resume)
     return trainer
 

@@ -351,7 +351,7 @@ def test_a_batch_that_was_drawn_with_other_settings_is_dropped(settings):
     assert log["clip_ratio/region_mean"] == 0 and "fr3e/value/S0" in log
 
 
-def test_another_learning_rate_is_told_to_have_no_effect(caplog):
+def test_a_rate_without_effect_a_run_that_is_done_and_a_new_reference_model(caplog):
     constant = {"lr_scheduler_type": "constant"}
     train(**constant, max_steps=2)
     resumed = resume(2, **constant, max_steps=3, learning_rate=1e-5)
