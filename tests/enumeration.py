@@ -1,8 +1,6 @@
 """
-A tiny tabular policy, and everything that can happen when trees are grown from it.
-
-Every base trajectory, every choice of where to branch and every branch, with its probability: an estimator's mean is a
-sum, not a sample.
+A tiny tabular policy, and every tree that can be grown from it: base trajectories, choices of where to branch and
+branches, each with its probability, so that an estimator's mean is a sum, not a sample.
 """
 
 import functools
@@ -74,7 +72,6 @@ class Policy:
         return (self.probabilities * values) @ self.scores[:, -1]
 
     def entropies(self, completion: Completion) -> list[float]:
-        """Before each token is drawn."""
         p = self.distributions[[self.places[completion[:t]] for t in range(len(completion))]]
         return (-(p * p.log()).sum(dim=1)).tolist()
 
@@ -129,15 +126,10 @@ class Outcome:
     counts: list[int]
 
     def __add__(self, other: "Outcome") -> "Outcome":
-        """Both, independently."""
         shift = len(self.parents)
-        return Outcome(
-            self.probability * other.probability,
-            self.completions + other.completions,
-            self.parents + [None if parent is None else parent + shift for parent in other.parents],
-            self.positions + other.positions,
-            self.counts + other.counts,
-        )
+        parents = self.parents + [None if parent is None else parent + shift for parent in other.parents]
+        probability, completions = self.probability * other.probability, self.completions + other.completions
+        return Outcome(probability, completions, parents, self.positions + other.positions, self.counts + other.counts)
 
 
 def grow(policy: Policy, rule: Rule, num_branches: int) -> list[Outcome]:
@@ -174,11 +166,7 @@ def of_trees(
     length_normalized: bool = False,
     masked: Callable[[Completion], bool] = lambda completion: False,
 ) -> torch.Tensor:
-    """
-    Tree credit. The prior of the prompt is a number that the outcome has no part in.
-
-    Completions that are `masked` are in no T and no U.
-    """
+    """Tree credit. The outcome has no part in the prior, and completions that are `masked` are in no T and no U."""
     paths = paths_of(policy, outcomes)
     is_masked = torch.tensor([masked(policy.completions[i]) for outcome in outcomes for i in outcome.completions])
     paths = paths._replace(rewards=paths.rewards.masked_fill(is_masked, math.nan))

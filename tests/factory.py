@@ -12,14 +12,8 @@ from trl import GRPOConfig
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 
-DEFAULTS = {
-    "output_dir": "output",
-    "num_generations": 8,
-    "per_device_train_batch_size": 16,
-    "max_completion_length": 12,
-    "max_steps": 2,
-    "learning_rate": 1e-3,
-}
+DEFAULTS = {"output_dir": "output", "num_generations": 8, "per_device_train_batch_size": 16}
+DEFAULTS |= {"max_completion_length": 12, "max_steps": 2, "learning_rate": 1e-3}
 CONTINUOUS = {
     "use_transformers_continuous_batching": True,
     "transformers_continuous_batching_config": {"num_blocks": 64, "block_size": 16, "max_batch_tokens": 128},
@@ -52,23 +46,18 @@ def make_trainer(
     """
     A trainer of the class `cls` that has not trained yet.
 
-    Settings that the trainer's constructor knows, such as `peft_config`, go there. All others go to the configuration,
-    where they replace `DEFAULTS`. The configuration is a `GRPOConfig` for a class that is not an `FR3ETrainer`.
-    With `beta`, the model is one on disk, because TRL loads the reference model from there.
+    Settings that its constructor knows, such as `peft_config`, go there. Others replace `DEFAULTS` in a configuration,
+    which is a `GRPOConfig` if `cls` is no `FR3ETrainer`. With `beta`, the model is on disk, where TRL looks for it.
     """
     arguments = {name: settings.pop(name) for name in NOT_SETTINGS & settings.keys()}
     if config is None:
         config = FR3EConfig if issubclass(cls, FR3ETrainer) else GRPOConfig
     if model is None:
         model = model_on_disk() if settings.get("beta") else make_model()
-    return cls(
-        model,
-        reward_funcs,
-        config(**CPU | DEFAULTS | settings),
-        train_dataset=make_dataset() if dataset is None else dataset,
-        processing_class=make_tokenizer() if tokenizer is None else tokenizer,
-        **arguments,
-    )
+    args = config(**CPU | DEFAULTS | settings)
+    dataset = make_dataset() if dataset is None else dataset
+    tokenizer = make_tokenizer() if tokenizer is None else tokenizer
+    return cls(model, reward_funcs, args, train_dataset=dataset, processing_class=tokenizer, **arguments)
 
 
 def make_tool_trainer(cls=Recorder, **settings):
@@ -80,18 +69,22 @@ def make_tool_trainer(cls=Recorder, **settings):
     return make_trainer(cls, **defaults | {"max_completion_length": 24} | policy | settings)
 
 
-def train(*args, **settings):
-    """A tiny trainer that has trained, from the same seed each time."""
-    trainer = make_trainer(*args, **settings)
-    set_seed(1)
-    trainer.train()
+def train(*args, make=make_trainer, resume=None, **settings):
+    """A tiny trainer that has trained, from the same seed each time, or gone on from a checkpoint."""
+    trainer = make(*args, **settings)
+    set_seed(100 if resume else 1)  # a checkpoint has the state of its own generators
+    trainer.train(resume)
     return trainer
+
+
+def steps_of(trainer) -> list[dict]:
+    """What each step logged."""
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 def logged(trainer, *names: str) -> list[tuple]:
     """What each step logged under `names`."""
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return [tuple(entry[name] for name in names) for entry in steps]
+    return [tuple(entry[name] for name in names) for entry in steps_of(trainer)]
 
 
 def assert_same_run(mine, theirs):

@@ -1,7 +1,4 @@
-"""
-Several processes, in which what one of them does fails. A script, for `torch.distributed.run`: `failing_together.py
-OUTPUT SETTINGS`. Each writes to OUTPUT what was raised in it.
-"""
+"""Several processes, of which one fails; each writes what it raised: `failing_together.py OUTPUT SETTINGS`."""
 
 import json
 import os

@@ -25,22 +25,14 @@ def main(output_dir: str, method: str, what: str = "") -> list:
         lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
         make_model().save_pretrained("base")
         make_tokenizer().save_pretrained("base")
-    trainer = make_trainer(
-        {"fr3e": FR3ETrainer, "grpo": GRPOTrainer}[method],
-        model=model_on_disk() if lora is None else "base",  # an adapter names its base
-        reward_funcs=reward,
-        output_dir=output_dir,
-        learning_rate=0.01,
-        peft_config=lora,
-        **settings,
-    )
+    cls, model = {"fr3e": FR3ETrainer, "grpo": GRPOTrainer}[method], "base" if lora else model_on_disk()
+    settings |= {"reward_funcs": reward, "output_dir": output_dir, "learning_rate": 0.01}
+    trainer = make_trainer(cls, model=model, peft_config=lora, **settings)  # an adapter names its base
     trainer.train()
     trainer.push_to_hub(dataset_name="sums/of-digits")
     model = trainer.model.eval()
-    output_ids = model.generate(
-        **trainer.processing_class("12+3=", return_tensors="pt"), max_new_tokens=8, do_sample=False
-    )
-    return output_ids.tolist()
+    inputs = trainer.processing_class("12+3=", return_tensors="pt")
+    return model.generate(**inputs, max_new_tokens=8, do_sample=False).tolist()
 
 
 if __name__ == "__main__":

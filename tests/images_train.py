@@ -1,10 +1,4 @@
-"""
-Train from prompts with images in several processes, and compare what each sampled with a plain forward pass.
-
-A script, for `accelerate launch`, like `processes_train.py`:
-
-    images_train.py OUTPUT SETTINGS
-"""
+"""Train from images in several processes, against plain forward passes: `images_train.py OUTPUT SETTINGS`."""
 
 import json
 import os

@@ -1,8 +1,4 @@
-"""
-Scripts in several processes, by `accelerate launch`, or in one.
-
-Each process is forked from one that has imported what all need, which takes a fresh one seven seconds.
-"""
+"""Scripts in one process or several, forked from one that has imported what all need, which takes seven seconds."""
 
 import gc
 import json
@@ -13,21 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from swift import read_metadata_once
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "accelerate.commands.launch",
-        "datasets",
-        "peft",
-        "transformers.models.qwen3.modeling_qwen3",
-        "fr3e_trl.fr3e_trainer",
-    ]
-)
+IMPORTED = ["accelerate.commands.launch", "datasets", "peft", "transformers.models.qwen3.modeling_qwen3"]
+CONTEXT.set_forkserver_preload([*IMPORTED, "fr3e_trl.fr3e_trainer"])
 
 SCRIPT = Path(__file__).with_name("processes_train.py")
 RECIPES = Path(__file__).parents[1] / "recipes" / "accelerate"
@@ -43,11 +33,7 @@ def launch(
     check: bool = True,
     script: Path = SCRIPT,
 ):
-    """
-    Train with one of the configurations in the recipes.
-
-    Returns what each process wrote, or, if not `check`ed, whether the launch went well and what it printed.
-    """
+    """Train by a configuration in the recipes; returns what each process wrote, or, not `check`ed, success and log."""
     output.mkdir()
     arguments = ["--num_processes", num_processes, "--main_process_port", 0, script, output, json.dumps(settings)]
     log = output / "log"
@@ -79,7 +65,6 @@ def launch_nodes(output: Path, num_nodes: int, num_processes: int, settings: dic
 
 
 def start(recipe: str, arguments: list, output: Path, log: Path):
-    """A launch with one of the configurations in the recipes."""
     arguments = ["--config_file", RECIPES / f"{recipe}.yaml", "--mixed_precision", "no", *arguments]
     process = CONTEXT.Process(target=run, args=([str(argument) for argument in arguments], output, log))
     process.start()
@@ -112,6 +97,13 @@ def run(arguments: list[str], directory: Path, log: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parent))  # as a script has it
     sys.argv = ["accelerate launch", *arguments]
     accelerate_launch.main()
+
+
+def wait_until(holds, seconds=60) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def start_script(script: Path, *arguments: str):

@@ -17,15 +17,8 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of single characters."""
-    vocab = [
-        "<pad>",
-        "<eos>",
-        "<|user|>",
-        "<|assistant|>",
-        "<|system|>",
-        *"0123456789+-*=() abcdefghijklmnopqrstuvwxyz?.\n",
-    ]
+    special = ["<pad>", "<eos>", "<|user|>", "<|assistant|>", "<|system|>"]
+    vocab = [*special, *"0123456789+-*=() abcdefghijklmnopqrstuvwxyz?.\n"]
     return make_word_tokenizer(vocab, "?", "", CHAT_TEMPLATE)
 
 
@@ -34,30 +27,16 @@ def make_word_tokenizer(words: list[str], unknown: str, pattern: str | Regex, te
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        additional_special_tokens=[word for word in words if word.startswith("<|")],
-        chat_template=template,
-        padding_side="left",
-    )
+    tokens = {"pad_token": "<pad>", "eos_token": "<eos>"}
+    tokens["additional_special_tokens"] = [word for word in words if word.startswith("<|")]
+    settings = {"chat_template": template, "padding_side": "left"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens, **settings)
 
 
 # Settings of a tiny model, as most families' configurations name them
-TINY = {
-    "vocab_size": len(make_tokenizer()),
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
+TINY = {"vocab_size": len(make_tokenizer()), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}
+TINY |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
 
 
 def make_model(seed: int = 0, **overrides) -> Qwen3ForCausalLM:
@@ -106,11 +85,4 @@ def make_dataset(num_prompts: int = 16, conversational: bool = False) -> Dataset
 
 
 # For configurations: no GPU, no files, no noise
-CPU = {
-    "bf16": False,
-    "use_cpu": True,
-    "report_to": [],
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "logging_steps": 1,
-}
+CPU = {"bf16": False, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}

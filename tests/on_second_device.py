@@ -1,18 +1,14 @@
-"""
-Training on a device that is not the CPU. `test_device.py` runs it, in a process of its own.
-
-Whatever is on the wrong device fails here as it does on a GPU.
-"""
+"""What is on the wrong device fails as on a GPU. `test_device.py` runs this in a process of its own."""
 
 import math
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import second_device
 import torch
 from factory import assert_same_run
 from peft import LoraConfig
+from test_old_logps import ERROR, Engine
 from test_resume import REFILLED, make_trainer
 from transformers import set_seed
 
@@ -57,38 +53,15 @@ def test_a_second_device_trains_and_resumes_as_the_cpu_does(settings):
         assert_same_run(resumed, whole)
 
 
-class Engine:
-    """In vLLM's place, with its log-probs: of the `top_k` likeliest tokens, at the temperature of each request."""
-
-    def __init__(self, trainer):
-        self.model, self.top_k, self.sampler, self.sync_weights = trainer.model, trainer.top_k, trainer.sampler, list
-
-    def sample(self, requests):
-        requests = [replace(request, branching=None) for request in requests]  # whose log-probs are the sampler's
-        return [
-            [replace(sample, logprobs=self.logprobs(request, sample.token_ids)) for sample in samples]
-            for request, samples in zip(requests, self.sampler.sample(requests), strict=True)
-        ]
-
-    @torch.no_grad()
-    def logprobs(self, request, token_ids):
-        ids = torch.tensor([[*request.prefix_ids, *token_ids]], device=self.model.device)
-        logits = self.model(input_ids=ids).logits[0, len(request.prefix_ids) - 1 : -1].cpu() / request.temperature
-        likeliest = logits.topk(self.top_k).values
-        return (logits.gather(1, ids[0, len(request.prefix_ids) :, None].cpu())[:, 0] - likeliest.logsumexp(1)).tolist()
-
-
 def test_vllms_log_probs_are_corrected():
-    """Samples of the policy itself have the ratio 1, whatever they were cut off at and heated to."""
-    settings = {"top_k": 10, "vllm_importance_sampling_correction": True}
-    with trainer_on("second", **settings) as trainer:
-        engine = Engine(trainer)
+    """By the ratio that the engine's error makes, whatever samples were cut off at and heated to."""
+    with trainer_on("second", top_k=10, vllm_importance_sampling_correction=True) as trainer:
         trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "server", -1
-        trainer.vllm_generation = trainer.sampler = engine
+        trainer.vllm_generation = trainer.sampler = Engine(trainer)
         trainer.train()
     for entry in trainer.state.log_history[:-1]:
         for bound in ("min", "max"):
-            assert math.isclose(entry[f"sampling/importance_sampling_ratio/{bound}"], 1, rel_tol=1e-3)
+            assert math.isclose(entry[f"sampling/importance_sampling_ratio/{bound}"], math.exp(-ERROR), rel_tol=1e-3)
 
 
 def test_weights_that_are_elsewhere(monkeypatch):

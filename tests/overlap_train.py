@@ -1,11 +1,4 @@
-"""
-Train a tiny policy with LoRA through a server. A script, for `torch.distributed.run`.
-
-    overlap_train.py OUTPUT SETTINGS [sharded]
-
-Each process writes what it logged to OUTPUT. `sharded`: accelerate shards the model as its configuration says, which
-without a GPU it does not do by itself.
-"""
+"""Train a tiny policy with LoRA through a server; writes its logs: `overlap_train.py OUTPUT SETTINGS [sharded]`."""
 
 import json
 import os
@@ -22,18 +15,9 @@ from transformers import set_seed
 from fr3e_trl import FR3EConfig, FR3ETrainer
 
 # Two updates a batch, of rows that the stand-in's draws teach
-SETTINGS = {
-    "num_generations": 4,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 2,
-    "num_iterations": 2,
-    "max_completion_length": 16,
-    "max_steps": 6,
-    "learning_rate": 0.0,
-    "use_vllm": True,
-    "vllm_mode": "server",
-    "vllm_server_timeout": 1,
-}
+SETTINGS = {"num_generations": 4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+SETTINGS |= {"num_iterations": 2, "max_completion_length": 16, "max_steps": 6, "learning_rate": 0.0, "use_vllm": True}
+SETTINGS |= {"vllm_mode": "server", "vllm_server_timeout": 1}
 
 
 def make(cls=FR3ETrainer, vocab_size=TINY["vocab_size"], **settings):

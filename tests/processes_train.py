@@ -1,16 +1,14 @@
 """
-Train in several processes, and keep what came of it. A script, for `torch.distributed.run`.
+Train in several processes. A script, for `torch.distributed.run`, of which each process writes what it saw to OUTPUT.
 
     processes_train.py OUTPUT SETTINGS [fake [half_told]] [fail | fail_to_sample] [sharded] [reward_model]
         [tools | environment | moody | dice] [shared_engine] [drops]
 
-Each process writes to OUTPUT what it saw: the trees, the logs, the weights, or the error. `fake`: completions do not
-depend on the processes. `fail`: the last process raises in its reward function. `fail_to_sample`: it
-raises where the others sample. `sharded`: accelerate shards the model
-as its configuration says, which without a GPU it does not do by itself. `tools`, `environment`, `moody`, `dice`:
-completions have several turns; an environment that is moody cannot be replayed, and dice have chance in their reset.
-`shared_engine`: the same completions as by `fake`, by one engine for all processes. `half_told`: log-probs come with
-the completions of the first process alone. `drops`: a third of the rows is dropped, as TRL's correction for vLLM does.
+`fake`: completions do not depend on the processes; with `half_told`, the first one's have log-probs. `fail`: the last
+process raises in its reward function. `fail_to_sample`: it raises where the others sample. `sharded`: as the
+configuration says, which accelerate does not do by itself without a GPU. `tools`, `environment`, `moody`, `dice`: in
+several turns; an environment that is moody cannot be replayed, and dice have chance in their reset. `shared_engine`: as
+`fake`, by one engine for all processes. `drops`: a third of the rows is dropped, as TRL's correction for vLLM does.
 """
 
 import hashlib
@@ -20,21 +18,13 @@ import random
 import sys
 from pathlib import Path
 
+import tool_policy
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from models import CPU, make_dataset, make_model, make_tokenizer
 from shared_engine import share_engine
-from tool_policy import (
-    WORDS,
-    Dice,
-    LockedWalk,
-    MoodyWalk,
-    look,
-    make_tool_dataset,
-    make_tool_policy,
-    make_tool_tokenizer,
-)
+from tool_policy import WORDS
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from trees import rollouts_of
 
@@ -45,10 +35,10 @@ RANK = int(os.environ.get("RANK", 0))
 
 # What completions of several turns are made with
 DIALOGUES = {
-    "tools": {"tools": [look]},
-    "environment": {"environment_factory": LockedWalk},
-    "moody": {"environment_factory": MoodyWalk},
-    "dice": {"environment_factory": Dice},
+    "tools": {"tools": [tool_policy.look]},
+    "environment": {"environment_factory": tool_policy.LockedWalk},
+    "moody": {"environment_factory": tool_policy.MoodyWalk},
+    "dice": {"environment_factory": tool_policy.Dice},
 }
 
 
@@ -113,15 +103,13 @@ def main(output: Path, settings: dict, *options: str) -> None:
     (dialogue,) = [DIALOGUES[option] for option in options if option in DIALOGUES] or [{}]
     if dialogue:
         reward_funcs = [lambda completions, **kwargs: [float(len(completion) % 3) for completion in completions]]
-    trainer = FR3ETrainer(
-        make_tool_policy() if dialogue else make_model(),
-        reward_funcs,
-        args,
-        train_dataset=make_tool_dataset(6) if dialogue else make_dataset(16 if settings.get("max_refills") else 6),
-        processing_class=make_tool_tokenizer() if dialogue else make_tokenizer(),
-        reward_processing_classes=[None, make_tokenizer()][: len(reward_funcs)],
-        **dialogue,
-    )
+    if dialogue:
+        made = tool_policy.make_tool_policy(), tool_policy.make_tool_dataset(6), tool_policy.make_tool_tokenizer()
+    else:
+        made = make_model(), make_dataset(16 if settings.get("max_refills") else 6), make_tokenizer()
+    model, dataset, tokenizer = made
+    others = {"reward_processing_classes": [None, make_tokenizer()][: len(reward_funcs)]} | dialogue
+    trainer = FR3ETrainer(model, reward_funcs, args, dataset, processing_class=tokenizer, **others)
     if "fake" in options and dialogue:
         trainer.sampler.sampler = FakeCaller()
     elif "fake" in options:
@@ -138,33 +126,18 @@ def main(output: Path, settings: dict, *options: str) -> None:
         trainer.vllm_importance_sampling_mode = "sequence_mask"
         give_credit = trainer._with_credit
         trainer._with_credit = lambda batch: give_credit(with_drops(trainer, batch))
-    trees = []
+    trees, explore = [], trainer._generate_and_score_completions
 
-    explore = trainer._generate_and_score_completions
+    def of_row(tree, state, rollout):
+        # Of a rollout that refill has handed over, the row alone has the prefix
+        is_held = rollout.token_ids and len(state.prefix_ids) == state.position
+        known = [state.position, rollout.length, rollout.score.reward, state.value, state.modulation]
+        known += [tree.mean_entropies, rollout.credit, rollout.differs]
+        return {"tokens": [state.prefix_ids, rollout.token_ids] if is_held else None, "known": known}
 
     def record(inputs):
         batch = explore(inputs)
-        trees.append(
-            [
-                {
-                    # Of a rollout that refill has handed over, the row alone has the prefix
-                    "tokens": [state.prefix_ids, rollout.token_ids]
-                    if rollout.token_ids and len(state.prefix_ids) == state.position
-                    else None,
-                    "known": [
-                        state.position,
-                        rollout.length,
-                        rollout.score.reward,
-                        state.value,
-                        state.modulation,
-                        tree.mean_entropies,
-                        rollout.credit,
-                        rollout.differs,
-                    ],
-                }
-                for tree, state, rollout in rollouts_of(trainer.trees)
-            ]
-        )
+        trees.append([of_row(*row) for row in rollouts_of(trainer.trees)])
         return batch
 
     trainer._generate_and_score_completions = record

@@ -24,11 +24,7 @@ def parity(completions, **kwargs):
 
 
 def main() -> None:
-    """
-    More than an epoch, each generated batch used in several steps, checkpoints within a batch, dropout, refill.
-
-    With the argument "tools", completions are dialogues.
-    """
+    """More than an epoch, batches for several steps, checkpoints in one, dropout, refill; with "tools", dialogues."""
     has_tools = sys.argv[1:] == ["tools"]
     sizes = {"per_device_train_batch_size": 8, "steps_per_generation": 2, "num_iterations": 2}
     saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 20}

@@ -1,8 +1,7 @@
 """
-A second device without its hardware: `torch.device("second")`, on which a wrong device fails as it does on a GPU.
-
-Its tensors hold a tensor on the CPU, which every operation runs on, and refuse operations together with tensors of the
-CPU where CUDA's do. Random numbers are the CPU's: training gives what it gives on the CPU, up to rounding.
+A second device without its hardware: `torch.device("second")`, on which a wrong device fails as it does on a GPU. Its
+tensors hold one of the CPU, which operations run on, and refuse those with tensors of the CPU that CUDA's refuse.
+Random numbers are the CPU's: training gives what it gives on the CPU, up to rounding.
 """
 
 from collections.abc import Callable
@@ -24,14 +23,8 @@ class SecondTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, on_cpu: torch.Tensor) -> "SecondTensor":
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            on_cpu.size(),
-            strides=on_cpu.stride(),
-            storage_offset=on_cpu.storage_offset(),
-            dtype=on_cpu.dtype,
-            device=f"{NAME}:0",
-        )
+        kept = {"strides": on_cpu.stride(), "storage_offset": on_cpu.storage_offset(), "dtype": on_cpu.dtype}
+        tensor = torch.Tensor._make_wrapper_subclass(cls, on_cpu.size(), device=f"{NAME}:0", **kept)
         tensor.on_cpu = on_cpu
         return tensor
 

@@ -15,15 +15,7 @@ from fr3e_trl.generation.vllm import VLLMColocateSampler
 
 
 class SharedEngine:
-    """
-    An engine that draws the same from the same prefix, in all processes of a group together, as a real one would.
-
-    Args:
-        draw (`Callable`):
-            Draws the i-th sample of a request.
-        group (`ProcessGroup`, *optional*):
-            The processes. If `None`, this one.
-    """
+    """Draws the same from the same prefix, by `draw`, in all processes of `group` (`None`: this one) together."""
 
     def __init__(self, draw, group):
         self.draw = draw
@@ -64,17 +56,9 @@ def share_engine(trainer, draw) -> SharedEngine:
         group, _ = dist.new_subgroups_by_enumeration([list(range(num_processes))])
         np.random.seed(trainer.accelerator.process_index)  # as where rewards draw by it
     engine = SharedEngine(draw, group)
-    generation = SimpleNamespace(
-        llm=engine,
-        tp_group=group,
-        tensor_parallel_size=num_processes,
-        generation_kwargs={},
-        top_p=1.0,
-        top_k=0,
-        min_p=None,
-        repetition_penalty=1.0,
-        model=get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"])),  # an adapter's, which all wait for
-        accelerator=trainer.accelerator,
-    )
+    sampling = {"generation_kwargs": {}, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+    processes = {"tp_group": group, "tensor_parallel_size": num_processes, "accelerator": trainer.accelerator}
+    model = get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"]))  # an adapter's, which all wait for
+    generation = SimpleNamespace(llm=engine, model=model, **sampling, **processes)
     trainer.sampler = VLLMColocateSampler(generation, trainer.eos_token_ids, contextlib.nullcontext)
     return engine

@@ -1,7 +1,4 @@
-"""
-What an installed package without extras must do: train three steps, and answer at the command line. A script, to be
-run where `fr3e_trl` is not in the working directory.
-"""
+"""Run where `fr3e_trl` is installed without extras, and not in the working directory: three steps, and commands."""
 
 import subprocess
 import sys
@@ -32,8 +29,7 @@ with tempfile.TemporaryDirectory() as directory:
 # The commands say what they do, or where those are that need a clone
 for command in (["--help"], ["train", "--help"]):
     subprocess.run([Path(sys.executable).with_name("fr3e"), *command], check=True, capture_output=True)
-missing = subprocess.run(
-    [Path(sys.executable).with_name("fr3e"), "compare", "--help"], capture_output=True, text=True, check=False
-)
+command = [Path(sys.executable).with_name("fr3e"), "compare", "--help"]
+missing = subprocess.run(command, capture_output=True, text=True, check=False)
 assert missing.returncode != 0 and "python -m benchmarks compare" in missing.stderr, missing.stderr
 print("The installed package works.")

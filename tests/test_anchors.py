@@ -10,22 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fr3e_trl.method.anchors import (
-    ANCHOR_RULES,
-    AboveThreshold,
-    Ranking,
-    StoppingRule,
-    anchor_rule,
-    at_random,
-    by_entropy,
-    by_surprisal,
-    eligible_positions,
-    next_threshold,
-    rank_anchors,
-    select_bases,
-    share_anchors,
-    uncertainty,
-)
+from fr3e_trl.method import anchors as rules
+from fr3e_trl.method.anchors import AboveThreshold, eligible_positions, rank_anchors, share_anchors, uncertainty
 from fr3e_trl.method.plan import Plan
 from fr3e_trl.method.shape import Shape
 
@@ -48,17 +34,17 @@ NAN = math.nan
     ],
 )
 def test_select_bases(rewards, selection, allowed):
-    chosen = [select_bases(rewards, selection, str(seed)) for seed in range(50)]
+    chosen = [rules.select_bases(rewards, selection, str(seed)) for seed in range(50)]
     assert all(choice in allowed for choice in chosen)
     assert all(choice in chosen for choice in allowed)  # each possibility comes up
 
 
 def test_scores_and_eligible_positions():
     entropies, logprobs = torch.tensor([0.5, 2.0]), torch.tensor([-3.0, -0.1])
-    assert by_entropy(entropies, logprobs, "0").tolist() == [0.5, 2.0]
-    torch.testing.assert_close(by_surprisal(entropies, logprobs, "0"), torch.tensor([3.0, 0.1]))
-    drawn = at_random(entropies, logprobs, "0")
-    assert drawn.shape == (2,) and drawn.tolist() == at_random(entropies, logprobs, "0").tolist()
+    assert rules.by_entropy(entropies, logprobs, "0").tolist() == [0.5, 2.0]
+    torch.testing.assert_close(rules.by_surprisal(entropies, logprobs, "0"), torch.tensor([3.0, 0.1]))
+    drawn = rules.at_random(entropies, logprobs, "0")
+    assert drawn.shape == (2,) and drawn.tolist() == rules.at_random(entropies, logprobs, "0").tolist()
     # The first position is never eligible, and the last is. Tokens of tools and positions past the budget are not
     for entropies, budget, eligible in (
         (torch.ones(4), 4, [False, True, True, True]),
@@ -68,19 +54,21 @@ def test_scores_and_eligible_positions():
         assert eligible_positions(entropies, budget).tolist() == eligible
 
 
-class EveryThird(StoppingRule):
+class EveryThird(rules.StoppingRule):
     def is_uncertain(self, entropies, positions):
         return positions % 3 == 0
 
 
 def test_the_rule_of_a_plan(monkeypatch):
     plan = Plan(num_rows=8, shape=Shape(2, 6, 1), anchor_threshold="auto", anchor_min_gap=2)
-    assert anchor_rule(plan, None) == Ranking(by_entropy, 2)  # nothing is known of the first step
-    assert anchor_rule(plan, 0.3) == AboveThreshold(threshold=0.3, min_gap=2)
-    assert anchor_rule(replace(plan, anchor_threshold=0.5), 0.3) == AboveThreshold(threshold=0.5, min_gap=2)
-    assert anchor_rule(replace(plan, anchor_threshold=None, anchor_score="surprisal"), 0.3) == Ranking(by_surprisal, 2)
-    monkeypatch.setitem(ANCHOR_RULES, "third", lambda threshold, min_gap: EveryThird(min_gap=min_gap))
-    rule = anchor_rule(replace(plan, anchor_threshold=None, anchor_score="third", anchor_min_gap=4))
+    assert rules.anchor_rule(plan, None) == rules.Ranking(rules.by_entropy, 2)  # nothing is known of the first step
+    assert rules.anchor_rule(plan, 0.3) == AboveThreshold(threshold=0.3, min_gap=2)
+    assert rules.anchor_rule(replace(plan, anchor_threshold=0.5), 0.3) == AboveThreshold(threshold=0.5, min_gap=2)
+    assert rules.anchor_rule(replace(plan, anchor_threshold=None, anchor_score="surprisal"), 0.3) == rules.Ranking(
+        rules.by_surprisal, 2
+    )
+    monkeypatch.setitem(rules.ANCHOR_RULES, "third", lambda threshold, min_gap: EveryThird(min_gap=min_gap))
+    rule = rules.anchor_rule(replace(plan, anchor_threshold=None, anchor_score="third", anchor_min_gap=4))
     eligible = eligible_positions(torch.ones(20), budget=20)
     assert rule.choose(torch.ones(20), None, eligible, 3) == [3, 9, 15]
 
@@ -150,22 +138,19 @@ def test_the_first_positions_above_a_threshold():
     for threshold, min_gap, expected in ((0.3, 1, [2, 3, 4]), (0.35, 2, [2, 4, 6]), (1.0, 1, [4, 6])):
         rule = AboveThreshold(threshold=threshold, min_gap=min_gap)  # the .3 itself, not the prompt's
         assert rule.choose(entropies, None, eligible, 3) == expected
-
-
-def test_the_threshold_follows_the_policy():
-    """By hand: the second, and the third most uncertain position, the median, and the smoothing."""
+    # The threshold that follows the policy, by hand: most uncertain positions, the median, smoothing
     entropies = torch.tensor([9.0, 0.2, 0.4, NAN, 2.0, 0.5])
     eligible = torch.tensor([False, True, True, False, True, True])
     assert [uncertainty(entropies, eligible, k) for k in (1, 2, 4, 5)] == pytest.approx([2.0, 0.5, 0.2, 0.0])
     assert math.isnan(uncertainty(entropies, eligible, 0))
     # Beside the fourth position there are none: with a gap, the second is the one at 2, and there is no third
     assert [uncertainty(entropies, eligible, k, min_gap=2) for k in (1, 2, 3)] == pytest.approx([2.0, 0.4, 0.0])
-    assert next_threshold(None, [0.5, 0.1, 0.3, NAN]) == pytest.approx(0.3)
-    assert next_threshold(0.2, [0.4]) == pytest.approx(0.7 * 0.2 + 0.3 * 0.4)
+    assert rules.next_threshold(None, [0.5, 0.1, 0.3, NAN]) == pytest.approx(0.3)
+    assert rules.next_threshold(0.2, [0.4]) == pytest.approx(0.7 * 0.2 + 0.3 * 0.4)
     # Where all entropies are alike, the threshold that follows them has anchors, unless they are 0
     entropies = np.full(8, 0.7)
     eligible = eligible_positions(entropies, 8)
-    threshold = next_threshold(None, [uncertainty(entropies, eligible, 3)] * 4)
+    threshold = rules.next_threshold(None, [uncertainty(entropies, eligible, 3)] * 4)
     assert threshold == 0.7
     assert AboveThreshold(threshold=threshold).choose(entropies, None, eligible, 3) == [1, 2, 3]
     assert AboveThreshold(threshold=0.0).choose(np.zeros(8), None, eligible, 3) == []

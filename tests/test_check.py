@@ -3,7 +3,6 @@
 import functools
 import os
 import re
-import resource
 import shutil
 import socket
 import subprocess
@@ -13,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_failures import limited
 from transformers import MptConfig
 from trl import GRPOTrainer
 
@@ -26,7 +26,6 @@ NOT_RUN_HERE = {"vLLM server", "vLLM colocate"}
 
 
 def test_on_a_cpu_all_lines_that_can_pass_do(tmp_path):
-    """And what the command prints is what it writes."""
     command = [sys.executable, "-m", "fr3e_trl.commands.cli", "check", "--num_processes=2", "--time_limit=280"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     text = (tmp_path / "fr3e_check.md").read_text()
@@ -41,7 +40,6 @@ def test_on_a_cpu_all_lines_that_can_pass_do(tmp_path):
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory):
-    """With a model that was made."""
     return made_in(tmp_path_factory.mktemp("setup"))
 
 
@@ -56,7 +54,6 @@ def changed(setup, **settings):
 
 
 def outcome_of(name, setup, *said):
-    """The outcome of a line, which must say so."""
     (line,) = [line for line in LINES if line.name == name]
     result = check.run_line(line, setup)
     assert all(re.search(part, result.told) for part in said), result.told
@@ -161,7 +158,9 @@ def test_a_sampler_that_breaks(settings, said, setup):
         check_lines.grow(setup, **settings)
 
 
-def test_an_adapter_that_stays(setup, monkeypatch):
+def test_an_adapter_that_stays_and_a_save_that_cannot_write(setup, monkeypatch):
+    with limited(20_000):
+        fails("save and resume", setup, "too large")
     monkeypatch.setattr(check_lines, "variety", lambda completions, **kwargs: [1.0] * len(completions))
     fails("LoRA", setup, "what moved is nothing")
 
@@ -175,15 +174,6 @@ def test_weights_that_were_cut_and_a_kernel_that_is_not_there(setup, tmp_path):
         fails(name, in_directory(setup, str(tmp_path)), "Safetensor")
 
 
-def test_a_save_that_cannot_write(setup):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        fails("save and resume", setup, "too large")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 def test_a_server_and_processes_that_do_not_start(setup, monkeypatch, capfd):
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
     fails("several processes", changed(setup, num_processes=2), "exit code")
@@ -192,9 +182,6 @@ def test_a_server_and_processes_that_do_not_start(setup, monkeypatch, capfd):
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     fails("vLLM server", changed(setup, vllm_server_base_url=url), "cannot be reached")
-
-
-# Lines that take their process down
 
 
 def run_here(tmp_path, *names, time_limit=200.0):

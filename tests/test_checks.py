@@ -82,6 +82,7 @@ def test_processes_that_wait_for_a_server_wait_long_enough(settings, is_told, ca
         (lambda completions, **kwargs: None, TypeError, "returned None. It must return a list"),
         (lambda completions, **kwargs: 1.0, TypeError, "returned 1.0. It must return a list"),
         (lambda completions, **kwargs: torch.tensor(1.0), TypeError, "0-d tensor"),
+        (lambda completions, **kwargs: 1 / 0, ZeroDivisionError, "division by zero"),
         (lambda completions, **kwargs: [1e39] * len(completions), ValueError, "returned inf for completion 1 of"),
         (lambda completions, **kwargs: [-1e20] * len(completions), ValueError, "between -1e+15 and 1e+15.*Scale it"),
     ],
@@ -89,7 +90,7 @@ def test_processes_that_wait_for_a_server_wait_long_enough(settings, is_told, ca
 def test_a_reward_function_that_returns_no_usable_rewards(reward, error, named):
     reward.__name__ = "my_reward"
     with pytest.raises(error, match=named.replace("+", r"\+")) as raised:
-        make_trainer(reward_funcs=reward).train()
+        make_trainer(reward_funcs=[letters, reward]).train()
     assert "my_reward" in "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
 
 
@@ -134,7 +135,9 @@ def test_generation_kwargs_that_cannot_be_honoured(kwargs, remedy):
         ("exponential_decay_length_penalty", (2, 3.0), "it to None"),
         ("stop_strings", ["="], "it to None"),
         # What is cut off is told
-        *(("min_p", 0.1, None), ("typical_p", 0.9, None), ("no_repeat_ngram_size", 2, None)),
+        ("min_p", 0.1, None),
+        ("typical_p", 0.9, None),
+        ("no_repeat_ngram_size", 2, None),
     ],
 )
 def test_the_same_in_the_models_own_configuration(name, value, remedy, caplog):
@@ -169,10 +172,7 @@ def test_generation_kwargs_that_are_honoured():
     trainer.train()
     sampled = {i for tree in trainer.trees for state in tree.states for r in state.rollouts for i in r.token_ids}
     assert sampled and not sampled & set(suppressed)
-
-
-def test_ends_of_ones_own_are_added_to_eos():
-    """As a number, which `GRPOTrainer` takes, or a list; and by vLLM's name for them."""
+    # Ends of one's own are added to EOS: a number, which `GRPOTrainer` takes, a list, and vLLM's name
     end, eos = 7, 1
     given = [{"eos_token_id": end}, {"eos_token_id": [end]}, {"stop_token_ids": [end]}]
     trainers = [make_trainer(generation_kwargs=kwargs, max_steps=1) for kwargs in given]

@@ -85,21 +85,14 @@ def test_t_quantiles_of_the_tables():
     assert {degrees: t_quantile(degrees) for degrees in told} == pytest.approx(told, rel=2e-3)
 
 
-# Recipes
-
-
 def test_recipe_extends_another():
     """By a path from its own folder; entries of mappings are laid over at every depth, and all else is replaced."""
     Path("folder").mkdir()
     Path("folder/low.yaml").write_text("seeds: [0]\nnum_evals: 3\nbase: {a: 1, b: 1}\narms: {x: {c: 1, d: 1}, y: {}}\n")
     Path("folder/middle.yaml").write_text("extends: low.yaml\nseeds: [1]\nbase: {b: 2}\n")
     Path("recipe.yaml").write_text("extends: folder/middle.yaml\nseeds: [2]\narms: {x: {d: [2]}}\n")
-    assert read_recipe(Path("recipe.yaml")) == {
-        "seeds": [2],
-        "num_evals": 3,
-        "base": {"a": 1, "b": 2},
-        "arms": {"x": {"c": 1, "d": [2]}, "y": {}},
-    }
+    expected = {"seeds": [2], "num_evals": 3, "base": {"a": 1, "b": 2}, "arms": {"x": {"c": 1, "d": [2]}, "y": {}}}
+    assert read_recipe(Path("recipe.yaml")) == expected
 
 
 def test_the_environment_of_a_recipe_that_is_extended(monkeypatch):

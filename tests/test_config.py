@@ -63,6 +63,9 @@ def test_defaults():
     assert make_config(value_tracker=False).value_prior_strength == 4
     assert not make_config(credit="rollout").value_tracker  # the prior is a fixed one
     assert make_config(scale_rewards="group", multi_objective_aggregation="normalize_then_sum").has_prior
+    # Every number of rows is taken
+    for num_generations, scaling in itertools.product(range(2, 24), ("none", "group", "batch")):
+        assert make_config(num_generations=num_generations, scale_rewards=scaling).num_anchors > 0
 
 
 # By what the error says is allowed: values that a setting cannot have
@@ -74,7 +77,7 @@ IMPOSSIBLE = {
     "at least 1": {"anchor_min_gap": [0], "num_base_trajectories": [0], "num_iterations": [0]},
     "at least 2": {"num_generations": [0, 1]},
     "above 0": {"epsilon": [0, math.inf], "epsilon_high": [-0.5], "temperature": [0.0, math.nan]}
-    | {"repetition_penalty": [0]},
+    | {"repetition_penalty": [0], "tool_timeout": [0]},
     "above 0 and at most 1": {"top_p": [0.0, 1.5]},
     "at least 0 and at most 1": {"min_p": [2.0]},
     "a finite number": {"value_prior_strength": [math.inf, "0.5"], "vllm_request_timeout": [math.nan]}
@@ -87,6 +90,7 @@ IMPOSSIBLE = {
     "True or False": {"reuse_base": ["no"], "value_tracker": [1]},
     "'entropy', 'surprisal', 'random'": {"anchor_score": ["entropi"]},
     "'all', 'mixed'": {"base_selection": ["mix"]},
+    "not allowed: it must be": {"replay_mismatch": ["ignore"]},
     "'none', 'exp', 'sharpened'": {"modulation": [None]},
     "'normalize_then_sum'": {"multi_objective_aggregation": ["normalise"]},
     "'group'": {"scale_rewards": ["std"]},
@@ -99,7 +103,9 @@ NOT_WITH_TREES = [
     ("importance_sampling_level", "sequence", "it must be 'token' with credit='tree'"),
     ("scale_rewards", "group", "not allowed: it must be 'none' or 'batch'"),
     ("multi_objective_aggregation", "normalize_then_sum", "'sum_then_normalize' with credit='tree'"),
-    *(("reuse_base", False, ""), ("base_selection", "mixed", ""), ("modulation", "exp", "")),
+    ("reuse_base", False, ""),
+    ("base_selection", "mixed", ""),
+    ("modulation", "exp", ""),
     ("num_anchors", 0, "not allowed: it must be above 0"),
 ]
 
@@ -215,6 +221,12 @@ def test_presets():
     assert (released.num_anchors, released.num_rollouts, released.num_bases) == (4, 16, 4)
     assert (released.anchor_score, released.modulation) == ("surprisal", "sharpened")
     assert (released.epsilon, released.epsilon_high, released.learning_rate) == (0.2, 0.3, 1e-5)
+    # Losses and a scaling that trees take
+    for settings in ({"loss_type": "grpo"}, {"loss_type": "sapo"}, {"scale_rewards": "batch"}):
+        config = FR3EConfig("unused", **CPU | settings)
+        plan = config.plan
+        assert config.parts_off() == [] and plan.credit == "tree"
+        assert (plan.length_normalized, plan.scale) == ("loss_type" in settings, settings.get("scale_rewards", "none"))
 
 
 @pytest.mark.parametrize(
@@ -285,11 +297,6 @@ def test_a_resolved_configuration_is_saved_and_copied(args):
         assert made.resolve().num_anchors == 3 and config.num_anchors == 6
 
 
-def test_every_number_of_rows_is_taken():
-    for num_generations, scaling in itertools.product(range(2, 24), ("none", "group", "batch")):
-        assert make_config(num_generations=num_generations, scale_rewards=scaling).num_anchors > 0
-
-
 def test_every_field_has_help_and_a_check_and_is_documented():
     own = [f for f in fields(FR3EConfig) if f.name not in GRPOConfig.__dataclass_fields__]
     assert {f.name for f in own} <= {check.name for check in CHECKS["given"]}
@@ -304,6 +311,14 @@ def test_what_was_not_set_is_none_until_a_trainer_is_made():
     assert (config.num_states, config.num_bases, config.has_prior, config.is_plain_grpo) == (7, 2, True, False)
     assert config.plan.credit == "tree" and config.num_anchors is None
     assert config.resolve() is config and (config.num_anchors, config.credit) == (6, "tree")
+    # Nor has a copy, or what is loaded again, anything set
+    config = FR3EConfig("unused", num_iterations=2, **CPU)
+    fewer = replace(config, num_generations=4, generation_batch_size=None)  # TRL has it beside steps_per_generation
+    assert (fewer.num_iterations, fewer.resolve().num_anchors) == (2, 3)
+    assert "num_anchors=None" in repr(config)
+    saved = json.loads(json.dumps(config.to_dict()))
+    again = FR3EConfig(**{name: value for name, value in saved.items() if name != "generation_batch_size"})
+    assert again.to_dict() == config.to_dict() and again.resolve().plan == config.plan
 
 
 @pytest.mark.parametrize(
@@ -341,16 +356,6 @@ def test_what_was_not_set_follows_what_is_changed_later(changes, expected, is_re
     assert config.to_dict() == again.to_dict()
 
 
-def test_a_replaced_or_saved_configuration_has_nothing_set_that_was_not():
-    config = FR3EConfig("unused", num_iterations=2, **CPU)
-    fewer = replace(config, num_generations=4, generation_batch_size=None)  # TRL has it beside steps_per_generation
-    assert (fewer.num_iterations, fewer.resolve().num_anchors) == (2, 3)
-    assert "num_anchors=None" in repr(config)
-    saved = json.loads(json.dumps(config.to_dict()))
-    again = FR3EConfig(**{name: value for name, value in saved.items() if name != "generation_batch_size"})
-    assert again.to_dict() == config.to_dict() and again.resolve().plan == config.plan
-
-
 BY_GROUP = "tree credit, value tracker and anchors by threshold are off because scale_rewards='group'. Set "
 BY_PRIOR = "value tracker is off because value_prior_strength=4.0. Set value_prior_strength=None to turn it on."
 BY_NONE = "anchors by threshold are off because anchor_threshold=None. Set anchor_threshold='auto' to turn them on."
@@ -373,14 +378,6 @@ def test_what_is_off_is_told(settings, lines, caplog):
     assert config.parts_off() == lines
     config.warn()
     assert caplog.messages == lines
-
-
-def test_losses_and_a_scaling_that_trees_take():
-    for settings in ({"loss_type": "grpo"}, {"loss_type": "sapo"}, {"scale_rewards": "batch"}):
-        config = FR3EConfig("unused", **CPU | settings)
-        plan = config.plan
-        assert config.parts_off() == [] and plan.credit == "tree"
-        assert (plan.length_normalized, plan.scale) == ("loss_type" in settings, settings.get("scale_rewards", "none"))
 
 
 @pytest.mark.parametrize(

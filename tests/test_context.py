@@ -43,7 +43,6 @@ LONGROPE |= {"original_max_position_embeddings": 4096}
     ],
 )
 def test_context_length(config, length, may_tell):
-    """And whether the model may tell where a row begins."""
     assert context_length(config) == length
     assert knows_padding(config) is may_tell
 

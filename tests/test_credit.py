@@ -7,16 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from enumeration import (
-    Policy,
-    at_random,
-    first_uncertain,
-    fixed,
-    grow,
-    most_uncertain,
-    of_trees,
-    several,
-)
+from enumeration import Policy, at_random, first_uncertain, fixed, grow, most_uncertain, of_trees, several
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,6 +69,10 @@ def test_copies():
     assert_credit(one_tree(rows, 0.5, 4, copies=[2, 1]), expected)
     # The same as a branch that left at its end, and has no token of its own
     assert_credit(one_tree([*rows, (0, 0, 4, 4)], 0.5, 4), expected)
+    # The standard deviation of a batch counts them
+    rows = paths([(1, None, 0, 4), (0, 0, 2, 5), (NAN, None, 0, 3)], copies=[2, 1, 1])
+    assert path_std(rows).item() == pytest.approx((1 / 3) ** 0.5 + 1e-4)  # of 1, 1, 0
+    assert path_std(paths([(1, None, 0, 4), (NAN, None, 0, 3)])) == 1
 
 
 def test_equal_rewards_teach_nothing_though_means_are_rounded():
@@ -88,7 +83,7 @@ def test_equal_rewards_teach_nothing_though_means_are_rounded():
         assert not credit.advantages.any()
 
 
-def test_rewards_by_length_of_which_a_tool_wrote_a_part():
+def test_rewards_by_length():
     # beta = .2, kappa = 4. The policy wrote 2, 5 and 8 tokens of 4, 5 and 8, which earn (1 - .2)/2 = .4, (0 - .2)/5 =
     # -.04 and (1 - .2)/8 = .1. 0-1: T all: .46.  2: T = {.4, .1}, U = {-.04}: .5 - 2 * -.04/5.  3: .4 - (.1 - .04)/6
     # First branch: -.04 - (.4 + .1)/6.  Second: .1 - (.4 - .04)/6. Each token counts for the sum of 1/L of its T
@@ -97,19 +92,10 @@ def test_rewards_by_length_of_which_a_tool_wrote_a_part():
     base = [(0, 0, 2, 0.46), (0, 2, 3, 0.516), (0, 3, 4, 0.39)]
     assert_credit(credit, [*base, (1, 2, 5, -0.04 - 0.5 / 6), (2, 3, 8, 0.1 - 0.36 / 6)])
     assert credit.weights.tolist() == pytest.approx([1 / 2 + 1 / 5 + 1 / 8, 1 / 2 + 1 / 8, 1 / 2, 1 / 5, 1 / 8])
-
-
-def test_rewards_by_length_without_a_baseline_are_about_the_trees_own_mean():
     # No prior and no other tree: about .5, rows of 4 and 5 tokens earn .125 and -.1. 0-1: nothing to compare with
     of_rows = paths([(1, None, 0, 4), (0, 0, 2, 5)])
     credit = tree_credit(of_rows, torch.full((2,), NAN), 4.0, length_normalized=True)
     assert_credit(credit, [(0, 0, 2, 0), (0, 2, 4, 0.225), (1, 2, 5, -0.225)])
-
-
-def test_the_standard_deviation_of_a_batch_counts_copies():
-    rows = paths([(1, None, 0, 4), (0, 0, 2, 5), (NAN, None, 0, 3)], copies=[2, 1, 1])
-    assert path_std(rows).item() == pytest.approx((1 / 3) ** 0.5 + 1e-4)  # of 1, 1, 0
-    assert path_std(paths([(1, None, 0, 4), (NAN, None, 0, 3)])) == 1
 
 
 @pytest.mark.parametrize(
@@ -128,7 +114,6 @@ def test_rows_that_are_no_trees(rows, message):
 
 @st.composite
 def batches(draw):
-    """Rows of one to four prompts, each of one to three trees, and their prompts."""
     rows, prompts, rewards = [], [], (0.0, 1.0, -0.5, 0.1, 100.0, NAN)
     for prompt in range(draw(st.integers(1, 4))):
         for _ in range(draw(st.integers(1, 3))):
@@ -339,10 +324,7 @@ def test_trees_whose_scoring_fails_at_random_are_unbiased(name, strength):
 
 @pytest.mark.parametrize("masked", NOT_COUNTED)
 def test_a_baseline_of_rows_that_left_changes_what_it_is_worth_to_count(masked):
-    """
-    What is learned of rows that do not count depends on the baseline. A finite prior strength has it depend on rewards
-    of rows that left, so that the gradient is not that of a fixed baseline.
-    """
+    """A finite prior strength has the baseline, and what counting is worth, depend on rewards of rows that left."""
     policy = Policy(vocabulary=3, length=3, seed=5, rewards="graded", eos=True)
     expected = 3 * gradient(policy, 0.3, masked=NOT_COUNTED[masked])
     mean = of_trees(policy, grow(policy, first_uncertain(0.5, 2), 2), 0.3, 4.0, masked=NOT_COUNTED[masked])

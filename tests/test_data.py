@@ -30,20 +30,29 @@ def accuracies(example, *texts, **settings):
     return mapped.get("prompt"), accuracy_reward(completions, [mapped["solution"]] * len(texts))
 
 
-def test_gsm8k_columns():
+def test_columns(tmp_path):
     # Without the separator math-verify takes the 3
     example = {"question": "How many pens?", "answer": "The answer is 3.\nTimes 400 is 1,200.\n#### 1,200"}
     settings = {"prompt_column": "question", "answer_separator": "####", "system_prompt": "Box it."}
     prompt, rewards = accuracies(example, "1200", "3", **settings)
     assert prompt == [{"role": "system", "content": "Box it."}, {"role": "user", "content": "How many pens?"}]
     assert rewards == [1.0, 0.0]
+    # Of a CSV, whose answers stay text
+    (tmp_path / "data.csv").write_text("problem,answer,level\nHalf of 8?,4,1\nHalf of none?,NA,2\n")
+    args = FR3EScriptArguments(dataset_name=str(tmp_path / "data.csv"), prompt_column="problem", answer_column="answer")
+    loaded = data.load_examples(args, "train", make_tokenizer())
+    assert list(loaded["solution"]) == [r"\boxed{4}", r"\boxed{NA}"]
+    assert list(loaded["level"]) == [1, 2]
 
 
 @pytest.mark.parametrize(
     ("answer", "right", "wrong"),
     [
         *((text, text, wrong) for text, wrong in ((r"2\sqrt{3}", "2"), (r"\dfrac{9}{7}", "9"), ("(3,4)", "4"))),
-        *((["$\\frac{1}{2}$"], "0.5", "2"), (["1", "-1"], "-1, 1", "1"), (204, "204", "20"), ("025", "25", "5")),
+        (["$\\frac{1}{2}$"], "0.5", "2"),
+        (["1", "-1"], "-1, 1", "1"),
+        (204, "204", "20"),
+        ("025", "25", "5"),
     ],
 )
 def test_answers_are_read_as_latex(answer, right, wrong):
@@ -62,14 +71,6 @@ def test_local_datasets(suffix, is_streamed, tmp_path):
     write[suffix](path, **({"lines": False} if suffix == "json" else {}))
     args = FR3EScriptArguments(dataset_name=str(path), dataset_streaming=is_streamed)
     assert list(data.load_examples(args, "train", make_tokenizer())) == examples
-
-
-def test_columns_of_a_csv(tmp_path):
-    (tmp_path / "data.csv").write_text("problem,answer,level\nHalf of 8?,4,1\nHalf of none?,NA,2\n")
-    args = FR3EScriptArguments(dataset_name=str(tmp_path / "data.csv"), prompt_column="problem", answer_column="answer")
-    loaded = data.load_examples(args, "train", make_tokenizer())
-    assert list(loaded["solution"]) == [r"\boxed{4}", r"\boxed{NA}"]
-    assert list(loaded["level"]) == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ POLICY = EXAMPLES / "demo_policy"
 
 
 def run(script: str, *arguments: str) -> str:
-    """What an example prints."""
     command = [sys.executable, str(EXAMPLES / script), *arguments]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

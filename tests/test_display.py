@@ -66,6 +66,8 @@ S3  before token 5 of 7: H = 0.50 nats, V = 0.00 (S0: 0.50), α = 1.65, rejected
 
 def test_everything_is_told_in_the_order_of_the_chains():
     assert render_tree(make_tree(), TOKENIZER).split("\n\nS0 is")[0] == TEXT
+    # A terminal obeys no completion
+    assert _shorten("\x1b[2J\r\t1\n2\x7f\x9b\u202e\u2069", WIDTH) == "␛[2J␍␉1↵2␡���"
 
 
 def test_branches_that_differ():
@@ -103,7 +105,3 @@ def test_long_texts_are_shortened_to_their_ends(length):
     text = render_tree(tree, TOKENIZER)
     assert max(map(len, text.splitlines())) <= WIDTH and len(text) < 4000
     assert all(part in text for part in ("    ✗ 4=777", "777-8\n", "what is 1+1", "1+2="))
-
-
-def test_a_terminal_obeys_no_completion():
-    assert _shorten("\x1b[2J\r\t1\n2\x7f\x9b\u202e\u2069", WIDTH) == "␛[2J␍␉1↵2␡���"

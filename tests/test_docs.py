@@ -61,7 +61,6 @@ def test_every_metric_is_documented():
 
 
 def anchors(page: Path) -> set[str]:
-    """What links to parts of a page may name."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -94,11 +93,7 @@ PROG = "(?:fr3e|python -m benchmarks)"
 
 
 def commands(page: Path) -> list[str]:
-    """
-    Commands of `fr3e` and `python -m benchmarks` that a page names, without those that leave something to fill in.
-
-    A command is left out too if its own line names the revision that it ran at: it need not run at this one.
-    """
+    """Complete commands that a page names, but for those whose own line names the revision that they ran at."""
     text = page.read_text().replace("\\\n", " ")
     found = []
     for match in re.finditer(rf"`({PROG} [^`]+)`|^[ >]*({PROG} [^\n#]+)", text, flags=re.MULTILINE):
@@ -111,7 +106,6 @@ def commands(page: Path) -> list[str]:
 
 @functools.cache
 def help_of(command: Any, *names: str) -> str:
-    """What a command says of its options."""
     with contextlib.redirect_stdout(io.StringIO()) as output:
         for option in ["--help", "--help-all"] if names == ("train",) else ["--help"]:
             with contextlib.suppress(SystemExit):
@@ -121,7 +115,6 @@ def help_of(command: Any, *names: str) -> str:
 
 @each_page
 def test_commands_are_those_that_there_are(page):
-    """Their subcommands, options, recipes and arms."""
     for command in commands(page):
         is_bench = command.strip().startswith("python")
         module = benchmarks if is_bench else cli
@@ -160,11 +153,7 @@ def lines_outside_code(page: Path) -> list[str]:
 
 @each_page
 def test_lines_are_short_and_tables_whole(page):
-    """
-    But for tables, code and addresses.
-
-    A table begins with titles and a rule, which a blank line in its middle would take from its second half.
-    """
+    """But for tables, code and addresses. A table begins with titles and a rule: a blank line amid it would end it."""
     lines = lines_outside_code(page)
     for i, line in enumerate(lines):
         if not line.startswith("|"):
@@ -211,7 +200,6 @@ def test_files_and_folders_that_are_named_exist(page):
 
 
 def test_what_make_is_asked_for_exists():
-    """In the pages, and in what CI runs."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for page in [*PAGES, ROOT / ".ci" / "run", *(ROOT / ".github" / "workflows").iterdir()]:
         for words in re.findall(r"(?:^|`|run: )make ([a-z][a-z -]*)", page.read_text(), flags=re.MULTILINE):

@@ -52,7 +52,6 @@ def test_tokens_and_steps_by_hand(tmp_path):
 
 
 def test_dry_run_needs_no_weights(tmp_path, capsys):
-    """Nor writes any. It tells the settings that differ from the defaults."""
     make_model().config.save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     Dataset.from_dict({"prompt": ["12", "1234"] * 8, "solution": ["1"] * 16}).to_json(tmp_path / "data.jsonl")
@@ -60,13 +59,8 @@ def test_dry_run_needs_no_weights(tmp_path, capsys):
     given |= {"gradient_accumulation_steps": 2, "bf16": False, "use_cpu": True}
     cli.main(["train", "--dry_run", *(f"--{name}={value}" for name, value in given.items())])
     printed = " ".join(capsys.readouterr().out.split())
-    for row in (
-        "num_anchors 6",
-        "completions per step 16 per device, 16 in all",
-        "prompts per step 2",
-        "optimizer updates in all 24",
-        "examples 16, used for 3 epochs",
-    ):
+    rows = ["num_anchors 6", "completions per step 16 per device, 16 in all", "prompts per step 2"]
+    for row in (*rows, "optimizer updates in all 24", "examples 16, used for 3 epochs"):
         assert row in printed, row
     assert not (tmp_path / "out").exists()
     told = dict(settings(args_of(tmp_path, learning_rate=2e-6)))

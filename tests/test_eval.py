@@ -45,9 +45,6 @@ async def length(completions, completion_ids, trainer_state, log_extra, log_metr
 """
 
 
-# Estimates, and the answers that they are of
-
-
 @given(
     counts=st.lists(st.integers(1, 4), max_size=4),
     num_without=st.integers(0, 3),
@@ -73,15 +70,13 @@ def test_estimates_are_means_over_all_choices(counts, num_without, rewards, data
     assert best_of_k([0.0 if i is None else rewards[i] for i in samples], k) == pytest.approx(fmean(best))
 
 
-def test_estimates_by_hand():
+def test_estimates_and_answers_by_hand():
     # 2 right of 4: of the 6 pairs only one has none. And 2 of 3 pairs have the right one of three answers, and a tie
     assert best_of_k([1, 0, 0, 1], 2) == pytest.approx(5 / 6)
     assert majority_of_k([(1, 1.0), (1, 0.0), (1, 0.0)], 0, 2) == pytest.approx(1 / 3)
     # Of 64 answers that all differ, each wins as often
     assert majority_of_k([(1, 1.0), *[(1, 0.0)] * 63], 0, 32) == pytest.approx(1 / 64)
-
-
-def test_answers_are_read_and_grouped():
+    # Answers are read and grouped
     texts = [r"So \boxed{0.5}.", r"It is $1$ or \boxed{\frac{1}{2}}.", "0.5", r"\boxed{" + "x+" * 400 + "x}", ""]
     answers = math_answers(texts)
     assert answers[:3] == ["0.5", r"\frac{1}{2}", None] and answers[4] is None
@@ -95,9 +90,6 @@ def test_answers_are_read_and_grouped():
     assert last_match(r"answer (\d+)|no answer", "no answer") is None
 
 
-# As a command
-
-
 @pytest.fixture
 def evaluate(tmp_path, monkeypatch):
     """Evaluates by the command; returns the results and the completions."""
@@ -107,15 +99,9 @@ def evaluate(tmp_path, monkeypatch):
     Dataset.from_list([{"prompt": f"{i}+{i}=", "solution": str(2 * i)} for i in range(3)]).to_json("data.jsonl")
 
     def run(*arguments, **settings):
-        defaults = {
-            "model_name_or_path": model_on_disk(),
-            "dataset_name": "data.jsonl",
-            "reward_funcs": "tests_of_eval.digit",
-            "num_samples": 4,
-            "max_completion_length": 6,
-            "batch_size": 4,
-            "output_dir": "out",
-        }
+        defaults = {"model_name_or_path": model_on_disk(), "dataset_name": "data.jsonl"}
+        defaults |= {"reward_funcs": "tests_of_eval.digit", "num_samples": 4, "max_completion_length": 6}
+        defaults |= {"batch_size": 4, "output_dir": "out"}
         settings = defaults | settings
         cli.main(["eval", *arguments, *(f"--{name}={v}" for name, v in settings.items() if v is not None)])
         output_dir = Path(settings["output_dir"])
@@ -170,8 +156,6 @@ def plain_model():
 
 @pytest.fixture
 def saved(tmp_path):
-    """Saves a model or adapter, with a tokenizer; returns its directory."""
-
     def save(model, tokenizer=None):
         model.save_pretrained(tmp_path / "model")
         (tokenizer or make_tokenizer()).save_pretrained(tmp_path / "model")
@@ -181,7 +165,6 @@ def saved(tmp_path):
 
 
 def greedy(model, *prompts, num_tokens=6):
-    """Without `generate`."""
     completions = []
     for prompt in prompts or ("0+0=", "1+1=", "2+2="):
         ids = make_tokenizer()(prompt, return_tensors="pt").input_ids
@@ -221,7 +204,6 @@ def test_what_the_model_asks_of_generation_changes_nothing(evaluate, temperature
 
 
 def test_directory_of_an_adapter(evaluate, saved, capsys):
-    """And one whose base is not there."""
     config = LoraConfig(target_modules="all-linear", init_lora_weights=False, r=16, lora_alpha=64)
     torch.manual_seed(0)
     adapter = saved(get_peft_model(plain_model(), config))
@@ -273,7 +255,6 @@ def test_recipe(evaluate, name):
 
 
 def test_completions_of_a_model_that_was_trained_since_are_refused(evaluate, tmp_path, capsys):
-    """It has the same name, and other weights."""
     model = tmp_path / "model"
     shutil.copytree(model_on_disk(), model)
     for _ in range(2):

@@ -118,7 +118,6 @@ def contents():
 
 
 def end_of(case, url, capsys):
-    """The exit code of a case's command, and what it told."""
     if callable(case.command):
         with pytest.raises(Exception) as raised:
             case.command()
@@ -155,15 +154,11 @@ def fr3e():
     processes = []
 
     def start(arguments: str) -> subprocess.Popen:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fr3e_trl.commands.cli", *shlex.split(arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # of a job in the background it is ignored
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored in a background job
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+        command = [sys.executable, "-m", "fr3e_trl.commands.cli", *shlex.split(arguments)]
+        process = subprocess.Popen(command, env=environment, **pipes)
         processes.append(process)
         return process
 

@@ -40,7 +40,6 @@ def make_sampler(model, may_grow=False, **generation_kwargs):
 
 
 def token_ids(length, seed=0):
-    """Tokens that are neither padding nor EOS."""
     return np.random.default_rng(seed).integers(2, 50, length).tolist()
 
 
@@ -136,10 +135,7 @@ COMPILED._compile_all_devices = True
     ids=["plain", "truncated", "penalties", "no cache", "compiled", "one logit kept", "few logits kept"],
 )
 def test_logprobs_and_entropies_are_the_policys(settings, monkeypatch):
-    """
-    Of each row at its temperature, whatever it is forced to begin with; before anything is changed or cut off. A sample
-    keeps nothing else: no view of the batch.
-    """
+    """Of each row at its temperature, before anything is changed or cut off. A sample keeps no view of the batch."""
     settings = dict(settings)
     monkeypatch.setattr(generate, "MAX_LOGITS", settings.pop("max_logits", generate.MAX_LOGITS))
     model, end_at_random = make_model(), make_model(seed=3)
@@ -244,23 +240,22 @@ def test_where_rows_have_a_state_of_their_own_none_leaves(settings):
 
 
 def make_recurrent_gemma():
-    """Its modules keep their state to themselves, and begin anew when a batch has another number of rows."""
     return make_family("RecurrentGemma")[0].train()
 
 
-def test_a_model_without_a_cache_is_told_of(caplog):
+def test_where_rows_cannot_grow(caplog, monkeypatch):
+    """A model without a cache is told of; what fails in any order is no matter of it; and one process keeps all."""
     model = make_model()
     model.generation_config.use_cache = False
     assert not make_sampler(model, may_grow=True).grows
     (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("fr3e_trl")]
     assert "set generation_kwargs={'use_cache': True}" in warning
-
-
-def test_what_fails_in_any_order_is_no_matter_of_it():
     sampler = make_sampler(make_model(), may_grow=True)
     sampler.generation_config().top_k = -1
     with pytest.raises(ValueError, match="top_k"):
         sampler.grows  # noqa: B018
+    monkeypatch.setattr(generate, "in_every_process", lambda function: [function(), "another model"])
+    assert not make_sampler(make_model(), may_grow=True).grows
 
 
 def test_a_model_that_keeps_its_rows_states_is_left_as_it_was(caplog):
@@ -282,12 +277,6 @@ def test_a_model_that_keeps_its_rows_states_is_left_as_it_was(caplog):
         assert vars(part).keys() == before[name].keys()
         assert all(value is before[name][key] for key, value in vars(part).items() if key != "training")
         assert part.training == before[name]["training"]
-
-
-def test_one_process_that_cannot_grow_rows_keeps_all_from_it(monkeypatch):
-    sampler = make_sampler(make_model(), may_grow=True)
-    monkeypatch.setattr(generate, "in_every_process", lambda function: [function(), "another model"])
-    assert not sampler.grows
 
 
 @pytest.mark.parametrize(
@@ -312,25 +301,14 @@ def test_a_compiled_policy_trains(threshold):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"top_k": 3, "top_p": 0.8, "min_p": 0.1},
-        {"typical_p": 0.6},
-        {"epsilon_cutoff": 0.1},
-        {"eta_cutoff": 0.3},
-        {"top_h": 0.5},
-        {"repetition_penalty": 9.0},
-        {"no_repeat_ngram_size": 1},
-        {"cache_implementation": "static"},
-        {"use_cache": False},
-        {"watermarking_config": {"bias": 2.0}},
+        *({}, {"top_k": 3, "top_p": 0.8, "min_p": 0.1}, {"typical_p": 0.6}, {"epsilon_cutoff": 0.1}),
+        *({"eta_cutoff": 0.3}, {"top_h": 0.5}, {"repetition_penalty": 9.0}, {"no_repeat_ngram_size": 1}),
+        *({"watermarking_config": {"bias": 2.0}}, {"cache_implementation": "static"}, {"use_cache": False}),
     ],
     ids=str,
 )
 def test_rows_are_sampled_as_generate_samples_them_alone(settings):
-    """
-    Chi-squared tests: two tokens from a prefix are distributed as those of `generate` with these settings. A right
-    sampler fails with a probability of 1e-6. One that took the temperature of another row in the batch would too.
-    """
+    """Chi-squared tests of two tokens against those of `generate`, which a right sampler fails once in 1e6 times."""
     model = make_model(seed=1)
     anchored = request(token_ids(6), token_ids(7, 2), 1000, 9, 1.4)
     torch.manual_seed(0)
@@ -351,15 +329,10 @@ def test_the_model_computes_elsewhere_than_its_weights_are():
 
 
 def generated(model, one, **settings):
-    """What `generate` itself samples for a request."""
     prefixes = torch.tensor([one.prefix_ids] * one.num_samples)
-    output = model.generate(
-        prefixes,
-        attention_mask=torch.ones_like(prefixes),
-        max_new_tokens=one.max_new_tokens,
-        temperature=one.temperature,
-        **{"do_sample": True, "top_k": 0, "disable_compile": True} | settings,
-    )
+    sampling = {"do_sample": True, "top_k": 0, "disable_compile": True, "temperature": one.temperature}
+    sampling |= {"max_new_tokens": one.max_new_tokens, "attention_mask": torch.ones_like(prefixes)}
+    output = model.generate(prefixes, **sampling | settings)
     return output[:, prefixes.shape[1] :].tolist()
 
 
@@ -380,7 +353,6 @@ def first_two(sample):
 
 
 def p_value(samples, probabilities):
-    """Chi-squared test of goodness of fit."""
     counts = torch.zeros_like(probabilities)
     for sample in samples:
         counts[first_two(sample)] += 1

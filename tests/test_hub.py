@@ -25,30 +25,15 @@ print(json.dumps([load(*arguments) for arguments in json.loads(sys.argv[1])]))
 """
 
 # What trains, by the repository that it is pushed to
-RUNS = {
-    "tiny-grpo": ("grpo",),
-    "tiny-model": ("fr3e",),
-    "tiny-saves": ("fr3e", "every_save"),
-    "tiny-adapter": ("fr3e", "lora"),
-}
+RUNS = {"tiny-grpo": ("grpo",), "tiny-model": ("fr3e",), "tiny-saves": ("fr3e", "every_save")}
+RUNS |= {"tiny-adapter": ("fr3e", "lora")}
 
 
 def run(hub, directory: Path, *command: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
-    """Run Python in `directory`, with `hub` as its hub and a cache of its own."""
-    variables = {
-        "HF_ENDPOINT": hub.endpoint,
-        "HF_TOKEN": "token-of-someone",
-        "HF_HOME": str(directory / "cache"),
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-    }
-    completed = subprocess.run(
-        [sys.executable, *command],
-        cwd=directory,
-        env=os.environ | variables | environment,
-        capture_output=True,
-        text=True,
-    )
+    variables = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "token-of-someone", "HF_HOME": str(directory / "cache")}
+    variables |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    given = {"cwd": directory, "env": os.environ | variables | environment, "capture_output": True, "text": True}
+    completed = subprocess.run([sys.executable, *command], **given)
     assert not check or completed.returncode == 0, completed.stderr[-3000:]
     return completed
 
@@ -102,7 +87,6 @@ def check_card(text: str, of_grpo: str) -> None:
 
 
 def test_a_hub_that_refuses_says_so_and_the_model_is_kept(tmp_path):
-    """It fails, or the token is wrong."""
     with running_hub() as hub:
         failed = train(hub, tmp_path, {"tiny-model": ("fr3e",)}, check=False, HF_TOKEN="wrong")
         assert failed.returncode != 0 and "401" in failed.stderr and not hub.repos

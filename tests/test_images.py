@@ -19,7 +19,6 @@ from models import make_dataset
 from peft import LoraConfig
 from recorder import Recorder
 from tool_policy import CALLS, WORDS, instead_of_look, look, make_tool_dataset, make_tool_tokenizer
-from transformers import set_seed
 from trl import GRPOTrainer
 from vision_models import FAMILIES, SPECIAL_TOKENS, make_image, make_image_dataset, make_processor, make_vision_model
 
@@ -54,11 +53,7 @@ def make_trainer(family, cls=Recorder, **settings):
     return factory.make_trainer(cls, model=model, **defaults | settings)
 
 
-def train(*args, **kwargs):
-    trainer = make_trainer(*args, **kwargs)
-    set_seed(1)
-    trainer.train()
-    return trainer
+train = functools.partial(factory.train, make=make_trainer)
 
 
 @torch.no_grad()
@@ -101,9 +96,6 @@ def close(x, y) -> bool:
     return np.allclose(np.asarray(x), np.asarray(y), atol=2e-4)
 
 
-# Without exploration, it is GRPOTrainer
-
-
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "smolvlm"])
 def test_rows_without_anchors_are_grpo_trainers(family):
     """The same model, seed and rewards by FR3E's own way to a batch; and reward functions are told the same."""
@@ -130,9 +122,6 @@ def test_rows_without_anchors_are_grpo_trainers(family):
     names = ["loss", "grad_norm", "reward", "entropy", "kl", "completions/mean_length", "completions/clipped_ratio"]
     torch.testing.assert_close(logged(ours, *names), logged(theirs, *names), atol=1e-6, rtol=1e-4)
     torch.testing.assert_close(weights(ours), weights(theirs), atol=1e-5, rtol=0)
-
-
-# Exploring
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -281,13 +270,10 @@ def test_prompts_that_differ_by_their_images_alone_are_remembered_apart():
 
 
 def test_resuming_continues_the_run():
-    """In the middle of a batch, with rows left over."""
     settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 5, "max_refills": 1, "value_prior_strength": 0}
     settings |= {"per_device_train_batch_size": 8, "steps_per_generation": 2, "reward_funcs": parity}
     whole = train("qwen2_5_vl", **settings)
-    resumed = make_trainer("qwen2_5_vl", **settings)
-    resumed.train(resume_from_checkpoint="output/checkpoint-3")
-    assert_same_run(resumed, whole)
+    assert_same_run(train("qwen2_5_vl", resume="output/checkpoint-3", **settings), whole)
 
 
 def test_the_best_model_is_loaded_at_the_end():
@@ -317,12 +303,10 @@ def digits_in(key):
 
 
 def make_picture(digit):
-    """Of a digit: of two sizes."""
     return make_image(int(digit), (16 + 8 * (int(digit) % 2), 16))
 
 
 def shown(digit):
-    """A tool's answer, with a picture."""
     return [{"type": "image", "image": make_picture(digit)}, {"type": "text", "text": digit}]
 
 
@@ -352,16 +336,10 @@ def make_tool_trainer(family, tool, cls=Recorder, with_images=True, **settings):
     model = make_vision_model(family, tokenizer=make_tool_tokenizer())
     model.load_state_dict(_trained_on_pictures(family))
     unwritten = [token for token in SPECIAL_TOKENS[family] if token in ("<image>", "<|image_pad|>", "<|video_pad|>")]
-    defaults = {
-        "model": model,
-        "tokenizer": processor,
-        "dataset": Dataset.from_dict(columns),
-        "reward_funcs": lambda completions, **kwargs: [float(len(completion)) for completion in completions],
-        "tools": tool and [tool],
-        "max_completion_length": 64,
-        "learning_rate": 0.0,
-        "generation_kwargs": {"suppress_tokens": processor.tokenizer.convert_tokens_to_ids(unwritten)},
-    }
+    defaults = {"model": model, "tokenizer": processor, "dataset": Dataset.from_dict(columns)}
+    defaults |= {"reward_funcs": lambda completions, **kwargs: [float(len(completion)) for completion in completions]}
+    defaults |= {"tools": tool and [tool], "max_completion_length": 64, "learning_rate": 0.0}
+    defaults |= {"generation_kwargs": {"suppress_tokens": processor.tokenizer.convert_tokens_to_ids(unwritten)}}
     return factory.make_trainer(cls, **defaults | settings)
 
 
@@ -481,22 +459,10 @@ def test_rollouts_that_are_given_up_keep_the_images_of_their_prefix():
 
 
 def test_without_exploration_it_is_grpo_trainer_exactly():
-    """Of prompts with images and tools that return them, in evaluation too."""
     settings = {"learning_rate": 1e-3, "num_generations": 4, "eval_strategy": "steps", "eval_steps": 1}
     settings |= {"eval_dataset": make_image_dataset(4), "per_device_eval_batch_size": 4}
-    theirs = make_tool_trainer("qwen2_5_vl", look_at_picture, GRPOTrainer, **settings)
-    ours = make_tool_trainer("qwen2_5_vl", look_at_picture, FR3ETrainer, num_anchors=0, **settings)
-    for trainer in (theirs, ours):
-        set_seed(1)
-        trainer.train()
-    assert_same_run(ours, theirs)
-
-
-def test_the_tokens_of_tools_images_are_there_when_the_model_takes_them():
-    """At the width that `generate` begins with, though no EOS follows them."""
-    for images, width in (([], 4), ([make_image(0)], 9)):
-        branch = SamplingRequest([3] * 9, 1, 2, 1.0, num_prompt_tokens=4, tool_images=images)
-        assert _initial_width([branch, SamplingRequest([3] * 4, 1, 7, 1.0)], [1]) == width
+    train = functools.partial(factory.train, "qwen2_5_vl", look_at_picture, make=make_tool_trainer, **settings)
+    assert_same_run(train(FR3ETrainer, num_anchors=0), train(GRPOTrainer))
 
 
 def test_what_the_engine_in_this_process_is_asked():
@@ -510,6 +476,10 @@ def test_what_the_engine_in_this_process_is_asked():
     ids = {"prompt_token_ids": [3, 4]}
     shown = [{}, {"multi_modal_data": {"image": image}}, {"multi_modal_data": {"image": [image, other]}}]
     assert asked == [ids | images for images in shown]
+    # Tokens of tools' images are there when the model takes them: no EOS follows
+    for images, width in (([], 4), ([make_image(0)], 9)):
+        branch = SamplingRequest([3] * 9, 1, 2, 1.0, num_prompt_tokens=4, tool_images=images)
+        assert _initial_width([branch, SamplingRequest([3] * 4, 1, 7, 1.0)], [1]) == width
 
 
 @pytest.mark.parametrize("with_tools", [False, True])

@@ -72,8 +72,6 @@ def test_a_reward_that_is_not_a_number_is_none():
 
 
 def test_refills_move_the_threshold_once_a_step():
-    """By all base trajectories of the step together, whenever they were drawn."""
-
     def rarely(completions, **kwargs):
         return [float(len(text) % 5 == 0) for text in completions]
 

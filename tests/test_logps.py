@@ -37,7 +37,6 @@ SOFTMAXES = [Softmax(), Softmax(temperature=0.7, scale=0.25), Softmax(temperatur
 
 
 def of_all_logits(hidden, weight, bias, targets, softmax):
-    """By the definition, with the autograd of PyTorch."""
     logits = hidden @ weight.t() * softmax.scale
     if bias is not None:
         logits = logits + bias * softmax.scale

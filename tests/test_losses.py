@@ -46,12 +46,8 @@ def make_trainer(num_micro_batches=1, prompts=("1", "2"), num_generations=2, rew
     defaults = {"optim": "sgd", "learning_rate": 1.0, "negative_advantage_scale": 0.5, "max_completion_length": 8}
     rows = {"per_device_train_batch_size": len(prompts) * num_generations // num_micro_batches}
     rows |= {"num_generations": num_generations, "gradient_accumulation_steps": num_micro_batches, "max_steps": 1}
-    trainer = factory.make_trainer(
-        KeepsMicroBatches,
-        reward_funcs=reward_func or reward,
-        dataset=Dataset.from_dict({"prompt": prompts}),
-        **fr3e | defaults | rows | settings,
-    )
+    given = {"reward_funcs": reward_func or reward, "dataset": Dataset.from_dict({"prompt": prompts})}
+    trainer = factory.make_trainer(KeepsMicroBatches, **given | fr3e | defaults | rows | settings)
     if reward_func is None:
         trainer.sampler = FixedSampler(trainer.processing_class)
     return trainer

@@ -59,7 +59,6 @@ MAMBA_FIRST = {"layer_types": ["mamba", "attention"]}
 
 
 def like(names, settings):
-    """Families with the same settings."""
     return dict.fromkeys(names.split(), settings)
 
 
@@ -263,7 +262,6 @@ SHORT = {
 
 
 def reason(obstacle):
-    """An obstacle without what differs from one machine to the next."""
     if obstacle is None:
         return "yes"
     for pattern, short in SHORT.items():

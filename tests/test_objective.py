@@ -11,9 +11,7 @@ from fr3e_trl import FR3ETrainer
 
 
 def probability_of_the_better_arm(**settings) -> float:
-    """
-    Train on a bandit, whose arm is the parity of the first token: an even one is worth .6, an odd one a coin of 1 or 0.
-    """
+    """On a bandit whose arm is the parity of the first token: an even one is worth .6, an odd one a coin of 1 or 0."""
     coin = random.Random(0)
 
     def reward(completion_ids, **kwargs):

@@ -48,7 +48,8 @@ class Engine:
 @torch.no_grad()
 def logprobs(trainer, prefix, tokens, temperature, min_p=0.0, top_k=0, top_p=1.0) -> list[float]:
     """Of each token, with its own logits of the whole model: what a naive reading of the definition gives."""
-    logits = trainer.model(torch.tensor([prefix + tokens])).logits[0, len(prefix) - 1 : -1].double()
+    ids = torch.tensor([prefix + tokens], device=trainer.model.device)
+    logits = trainer.model(ids).logits[0, len(prefix) - 1 : -1].cpu().double()
     found = []
     for of_position, token in zip((logits / temperature).softmax(-1), tokens, strict=True):
         likely = of_position.argsort(descending=True).tolist()
@@ -103,7 +104,6 @@ LORA = LoraConfig(r=4, target_modules="all-linear")
     ids=lambda settings: ", ".join(f"{key}={value}" for key, value in settings.items() if key != "peft_config"),
 )
 def test_only_the_engines_error_is_corrected(settings):
-    """The ratio of the engines, what the loss divides by, and the engine's log-probs, all as by the definition."""
     settings = dict(settings)
     name = settings.pop("model", None)
     trainer = make_trainer(tiny(name, **MODELS[name]) if name else None, **settings)
@@ -202,15 +202,10 @@ def test_another_model_is_refused():
 
 def test_rollouts_that_are_given_up_have_none_to_correct():
     """Those that skip a mismatch have no log-probs. The others of their process are corrected all the same."""
-    trainer = factory.make_tool_trainer(
-        environment_factory=MoodyWalk,
-        replay_mismatch="skip",
-        anchor_threshold=None,
-        max_steps=1,
-        learning_rate=0.0,
-        reward_funcs=lambda completions, **kwargs: [float(i % 2) for i in range(len(completions))],
-        vllm_importance_sampling_mode="token_truncate",
-    )
+    settings = {"environment_factory": MoodyWalk, "replay_mismatch": "skip", "anchor_threshold": None, "max_steps": 1}
+    settings |= {"learning_rate": 0.0, "vllm_importance_sampling_mode": "token_truncate"}
+    settings |= {"reward_funcs": lambda completions, **kwargs: [float(i % 2) for i in range(len(completions))]}
+    trainer = factory.make_tool_trainer(**settings)
     engine = Engine(trainer)
     engine.sampler = trainer.sampler.sampler
     context = SimpleNamespace(max_model_len=TINY["max_position_embeddings"])

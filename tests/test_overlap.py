@@ -8,13 +8,13 @@ from contextlib import nullcontext
 
 import pytest
 from accelerate.utils import is_deepspeed_available
-from factory import digits
-from launches import launch
+from factory import digits, train
+from launches import launch, wait_until
 from models import CPU, make_dataset, make_tokenizer
 from overlap_train import SETTINGS, make
 from tool_policy import WORDS, Walk, instead_of_look, look, make_tool_dataset, make_tool_tokenizer
 from torch.utils.data import SequentialSampler
-from transformers import TrainerCallback, set_seed
+from transformers import TrainerCallback
 
 from benchmarks.cost.stand_in import StandIn
 from fr3e_trl import FR3EConfig, FR3ETrainer
@@ -42,17 +42,11 @@ def check_nothing_is_left(server):
     def threads():
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("fr3e-")]
 
-    until = time.monotonic() + 5
-    while (server.num_in_flight or threads()) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert server.num_in_flight == 0 and not threads()
+    wait_until(lambda: server.num_in_flight == 0 and not threads(), seconds=5)
 
 
-def trained(server, *args, resume=None, **settings):
-    trainer = make(*args, vllm_server_base_url=server.url, **settings)
-    set_seed(1)
-    trainer.train(resume)
-    return trainer
+def trained(server, *args, **settings):
+    return train(*args, make=make, vllm_server_base_url=server.url, **settings)
 
 
 def losses(trainer):
@@ -99,8 +93,6 @@ def test_losses_are_those_without_overlap(server, settings):
 
 
 def test_generation_hides_behind_training(server):
-    """As long as all updates take: what is logged, and when requests begin."""
-
     class Slow(FR3ETrainer):
         def _compute_loss(self, *args, **kwargs):
             time.sleep(0.1)
@@ -151,9 +143,7 @@ def test_tools_are_called_when_the_batch_begins(tools):
     settings, callers = tools
     found = []
     for max_staleness in (0, 2):
-        trainer = make(**settings, max_staleness=max_staleness)
-        set_seed(1)
-        trainer.train()
+        trainer = train(make=make, **settings, max_staleness=max_staleness)
         found.append(losses(trainer))
     assert found[1] == [pytest.approx(step) for step in found[0]]
     assert len(callers) > 20 and set(callers) == {threading.main_thread()}
@@ -189,9 +179,6 @@ def test_a_resumed_run_begins_its_batch_anew(server, tmp_path, max_staleness):
     for step in (2, 3):
         resumed = trained(server, **settings, resume=f"{tmp_path}/checkpoint-{step}")
         assert losses(resumed)[step:] == losses(whole)[step:]
-
-
-# What is refused
 
 
 @pytest.mark.parametrize(
@@ -241,12 +228,7 @@ def test_another_order_of_the_data(server):
         trained(server, Sequential, max_staleness=2, dataset=make_dataset(1000))
 
 
-# Live settings, faults and ends
-
-
 class Act(TrainerCallback):
-    """Does something at the end of a step."""
-
     def __init__(self, act, step=2):
         self.act, self.step = act, step
 
@@ -309,7 +291,6 @@ def test_a_server_that_dies_meanwhile(server, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_an_interrupt_at_any_moment(server, tmp_path, seed):
-    """Leaves nothing behind, and the last checkpoint is one to go on from."""
     settings = {"max_staleness": 1 + seed % 2, "output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1}
     trainer = make(vllm_server_base_url=server.url, **settings, max_steps=100)
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))

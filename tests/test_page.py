@@ -82,7 +82,6 @@ def close(x, y):
     ids=["defaults", "published", "refill"],
 )
 def test_the_page_has_what_was_explored(settings):
-    """Every number and text of the page, from the trees of the run themselves."""
     trainer = make_trainer(**settings, **({"per_device_train_batch_size": 24} if "reuse_base" in settings else {}))
     trainer.train()
     main(["tree", "run"])
@@ -186,7 +185,6 @@ def test_every_so_many_steps(num_iterations, steps):
 
 
 def test_a_run_that_goes_on_leaves_no_steps_of_another(caplog):
-    """Those after the checkpoint are moved aside."""
     make_trainer(max_steps=6, save_strategy="steps", save_steps=2).train()
     assert "trees" in Page(Path("run/trees.html")).index
     Path("run/trees/step-9.json.gz").write_bytes(b"")  # of an earlier run
@@ -207,7 +205,6 @@ def test_a_run_that_goes_on_leaves_no_steps_of_another(caplog):
 
 @pytest.mark.parametrize("failure", ["damaged log", "full disk", "directory"])
 def test_what_is_shown_ends_no_run(failure, caplog):
-    """Where the trees of an earlier step are damaged, or there is no room, or nothing can be written at all."""
     if failure == "damaged log":
         make_trainer(max_steps=2, save_strategy="steps", save_steps=2).train()
         log.step_path(Path("run"), 1).write_bytes(b"")
@@ -252,7 +249,6 @@ def test_training_is_what_it_is_without(caplog):
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    """Of bytes: characters beyond ASCII are made of several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -264,7 +260,6 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Writes spaces between tokens."""
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["one", "two", "three", "?"])}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words)
@@ -336,7 +331,6 @@ def test_steps_may_be_chosen(capsys):
 
 
 def test_curves():
-    """Long ones are thinned to means."""
     entries = [{"step": step, "reward": float(step % 2)} for step in range(1, 4001)]
     others = [{"train_runtime": 1.0}, {"reward": math.nan}, {"reward": None}]
     (chart,) = charts([*entries, *({"step": 4000} | other for other in others)])
@@ -464,7 +458,6 @@ def opened(browser):
 
 
 def expect_text(page, selector: str, text: str) -> None:
-    """Wait until the first of what is selected says so."""
     from playwright.sync_api import expect
 
     expect(page.locator(selector).first).to_have_text(text)
@@ -489,7 +482,6 @@ def test_two_hundred_trees_of_three_thousand_tokens(opened):
 
 
 def test_the_page_tells_a_tree(opened):
-    """What is on the screen, from what was logged."""
     record = made_step(5, num_trees=3, length=40)
     tree = record["trees"][1]
     tree["rollouts"][1]["tools"] = [[10, 14]]
@@ -702,6 +694,10 @@ def test_the_page_goes_to_weights_and_biases(monkeypatch, caplog):
     (html,) = Path("wandb").glob("offline-run-*/files/media/html/trees_*.html")
     assert html.read_text() == Path("run/trees.html").read_text()
     assert "was not logged" not in caplog.text
+    # A page that cannot be reported does not stop the training
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as where it is not installed
+    report(Path("trees.html"), ["wandb"])
+    assert "trees.html was not logged to wandb" in caplog.text
 
 
 def test_the_page_goes_to_trackio(tmp_path):
@@ -714,9 +710,3 @@ def test_the_page_goes_to_trackio(tmp_path):
     page = Path("run/trees.html").read_bytes()
     copies = [path for path in Path("trackio").rglob("*") if path.is_file() and path.read_bytes() == page]
     assert len(copies) == 2  # the artifact, and the page to be looked at
-
-
-def test_a_page_that_cannot_be_reported_does_not_stop_the_training(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as where it is not installed
-    report(Path("trees.html"), ["wandb"])
-    assert "trees.html was not logged to wandb" in caplog.text

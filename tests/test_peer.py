@@ -1,9 +1,4 @@
-"""
-The peer's guard: what TRL's own tests of `GRPOTrainer` go through, with FR3E's trainer in its place.
-
-Each case trains for a step or two, exploring, by groups of 3 as they do, and moves the weights. Tools, environments and
-images have tests of their own.
-"""
+"""What TRL's own tests of `GRPOTrainer` go through, by groups of 3 as there, with FR3E's trainer in its place."""
 
 import asyncio
 import functools
@@ -13,7 +8,7 @@ from pathlib import Path
 import factory
 import pytest
 import torch
-from factory import letters
+from factory import letters, steps_of
 from models import TINY, make_dataset, make_model, make_tokenizer, model_on_disk, on_disk
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
 from test_matrix import make_family
@@ -23,8 +18,6 @@ from trl import GRPOConfig
 from fr3e_trl import FR3EConfig, FR3ETrainer
 
 SIZES = {"num_generations": 3, "per_device_train_batch_size": 6, "max_completion_length": 8, "max_steps": 2}
-
-# Reward functions of each kind
 
 
 def distinct(completions, **kwargs):
@@ -55,11 +48,7 @@ def by_step(completions, trainer_state, **kwargs):
 
 @functools.cache
 def reward_model_on_disk(cls=Qwen3ForSequenceClassification) -> str:
-    """Directory of a tiny reward model, of the policy's family or another."""
     return on_disk(cls(cls.config_class(**TINY, num_labels=1)), make_tokenizer())
-
-
-# Training
 
 
 make_trainer = functools.partial(factory.make_trainer, FR3ETrainer, reward_funcs=letters, learning_rate=0.01, **SIZES)
@@ -84,12 +73,8 @@ def train(moves=True, **kwargs):
     assert all(trainer.model.get_parameter(name).equal(p) for name, p in frozen.items())
     if not trainer.args.is_plain_grpo:
         assert trainer.trees and all(tree.states[0].rollouts for tree in trainer.trees)
-        assert any("fr3e/anchor/count" in entry and entry["fr3e/anchor/count"] > 0 for entry in logs(trainer))
+        assert any("fr3e/anchor/count" in entry and entry["fr3e/anchor/count"] > 0 for entry in steps_of(trainer))
     return trainer
-
-
-def logs(trainer):
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 ACCUMULATED = {"gradient_accumulation_steps": 2}
@@ -99,8 +84,7 @@ CONVERSATIONAL = {"dataset": make_dataset(conversational=True)}
 AGGREGATED = {"multi_objective_aggregation": "normalize_then_sum"}
 # With an FR3EConfig, some of these are among the modes of test_trainer.py, and all losses
 OF_A_GRPO_CONFIG = {
-    "dapo": {"loss_type": "dapo"} | ACCUMULATED,
-    "grpo": {"loss_type": "grpo"} | ACCUMULATED,
+    **{loss_type: {"loss_type": loss_type} | ACCUMULATED for loss_type in ("dapo", "grpo")},
     "conversational": CONVERSATIONAL,
     "None": {"reward_funcs": [letters, none]},
     "sync and async": {"reward_funcs": [letters, ones, later], "reward_weights": [0.7, 0.3, 0.5]},
@@ -108,8 +92,7 @@ OF_A_GRPO_CONFIG = {
     "more generations than a micro-batch": {"num_generations": 6, "per_device_train_batch_size": 3} | ACCUMULATED,
     "iterations": {"num_iterations": 2, "max_steps": 4},
     "beta": {"beta": 0.1},
-    "scale group": {"scale_rewards": "group"},
-    "scale batch": {"scale_rewards": "batch"},
+    **{f"scale {scaling}": {"scale_rewards": scaling} for scaling in ("group", "batch")},
 }
 MODEL = make_model()
 SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
@@ -160,7 +143,7 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM
 def test_models_train(family):
     trainer = train(model=make_family(family)[0])
     if trainer.aux_loss_enabled:
-        assert all(math.isfinite(entry["aux_loss"]) for entry in logs(trainer))
+        assert all(math.isfinite(entry["aux_loss"]) for entry in steps_of(trainer))
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])
@@ -188,9 +171,6 @@ def test_learned_prompts_train(kind):
     assert all("prompt_encoder" in name for name in weights(trainer)) and not trainer.shares_prefixes
 
 
-# Rewards
-
-
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
 def test_the_logged_reward_is_weighted(aggregation):
     def zeros(completions, **kwargs):
@@ -198,8 +178,8 @@ def test_the_logged_reward_is_weighted(aggregation):
 
     settings = {"reward_funcs": [ones, zeros], "reward_weights": [0.7, 0.3]}
     trainer = train(moves=False, multi_objective_aggregation=aggregation, weight_decay=0.0, **settings)
-    assert [entry["reward"] for entry in logs(trainer)] == pytest.approx([0.7, 0.7])
-    (first, _), names = logs(trainer), ("ones", "zeros")
+    assert [entry["reward"] for entry in steps_of(trainer)] == pytest.approx([0.7, 0.7])
+    (first, _), names = steps_of(trainer), ("ones", "zeros")
     assert {f"rewards/{name}/{kind}" for name in names for kind in ("mean", "std")} <= first.keys()
 
 
@@ -209,16 +189,13 @@ def test_rewards_that_are_all_none(caplog):
     assert "All reward functions returned None" in caplog.text
 
 
-# The loss
-
-
 def test_truncated_completions_are_masked():
     never = {"generation_kwargs": {"suppress_tokens": [0, 1]}, "weight_decay": 0.0}
     trainer = train(moves=False, mask_truncated_completions=True, loss_type="dapo", **never)
-    assert [entry["completions/clipped_ratio"] for entry in logs(trainer)] == [1, 1]
+    assert [entry["completions/clipped_ratio"] for entry in steps_of(trainer)] == [1, 1]
     # Sums of digits end early now and then: those that do are learned from
     some = train(mask_truncated_completions=True, num_generations=12, per_device_train_batch_size=12)
-    assert any(0 < entry["completions/clipped_ratio"] < 1 for entry in logs(some))
+    assert any(0 < entry["completions/clipped_ratio"] < 1 for entry in steps_of(some))
 
 
 @pytest.mark.parametrize("settings", [{}, ACCUMULATED], ids=str)
@@ -228,19 +205,16 @@ def test_the_entropy_bonus_adapts(settings):
     trainer = train(entropy_target=15.0, **settings)
     assert trainer.entropy_coef == pytest.approx(0.01 + 0.005 * trainer.state.global_step)
     trainer = train(moves=False, reward_funcs=ones, entropy_target=0.01, **settings)
-    assert {trainer.entropy_coef, *(entry["entropy_coef"] for entry in logs(trainer))} == {0.01}
+    assert {trainer.entropy_coef, *(entry["entropy_coef"] for entry in steps_of(trainer))} == {0.01}
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "luspo"])
 def test_the_entropy_bonus_has_its_scale(loss_type):
     level = "sequence" if loss_type == "luspo" else "token"
     trainer = train(loss_type=loss_type, importance_sampling_level=level, entropy_coef=0.5)
-    for entry in logs(trainer):
+    for entry in steps_of(trainer):
         entropy = entry.get("entropy", 0.0)  # a step without a row in the loss has none
         assert entry["policy_loss"] - entry["loss"] == pytest.approx(0.5 * entropy, rel=0.3)
-
-
-# Generation
 
 
 def test_a_rollout_func():
@@ -257,7 +231,7 @@ def test_a_rollout_func():
         return letters(completions)
 
     trainer = train(rollout_func=rollout_func, reward_funcs=reward, num_anchors=0)
-    assert [entry["completions/mean_length"] for entry in logs(trainer)] == [2.0, 2.0]  # of what is not masked
+    assert [entry["completions/mean_length"] for entry in steps_of(trainer)] == [2.0, 2.0]  # of what is not masked
     with pytest.raises(ValueError, match="rollout_func must return keys"):
         train(rollout_func=lambda prompts, trainer: {"prompt_ids": [], "completion_ids": []}, num_anchors=0)
     with pytest.raises(NotImplementedError, match=r"rollout_func.*sampler="):
@@ -265,7 +239,6 @@ def test_a_rollout_func():
 
 
 def test_names_in_place_of_everything(monkeypatch):
-    """Paths of a policy and of a reward model, no configuration, no tokenizer."""
     monkeypatch.setattr(FR3EConfig, "_validate_args", lambda self: None)  # TRL's default of bf16 asks for a GPU
     trainer = FR3ETrainer(model_on_disk(), reward_model_on_disk(), train_dataset=make_dataset())
     assert Path(trainer.args.output_dir).name.endswith("-FR3E") and trainer.args.num_anchors == 6

@@ -42,7 +42,6 @@ def letters(completions, **kwargs):
 
 
 def make_family(family, implementation="sdpa"):
-    """A tiny model of a family, with sharpened logits."""
     set_seed(0)
     name = {"Gemma3": "Gemma3Text"}.get(family, family)
     config = getattr(transformers, f"{name}Config")(**SIZES | FAMILIES.get(family, {}))
@@ -246,8 +245,6 @@ def test_every_way_to_train(settings):
 
 
 class CountsPositions(FR3ETrainer):
-    """Counts the tokens that are forwarded to score completions."""
-
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.forwarded = Counter()
@@ -274,14 +271,8 @@ def test_rows_of_a_prompt_stay_together(batch_size):
     """And those that share most, where a micro-batch has place for fewer. TRL's shuffle scatters them."""
     num_prompts = {}
     for share in (True, False):
-        trainer = make_trainer(
-            cls=KeepsMicroBatches,
-            share_prefixes=share,
-            per_device_train_batch_size=batch_size,
-            gradient_accumulation_steps=32 // batch_size,
-            max_steps=1,
-        )
-        trainer.train()
+        sizes = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 32 // batch_size}
+        trainer = train(share, KeepsMicroBatches, max_steps=1, **sizes)
         num_prompts[share] = [len({tuple(ids) for ids in b["prompt_ids"].tolist()}) for b in trainer.micro_batches]
         assert sum(len(batch["prompt_ids"]) for batch in trainer.micro_batches) == 32
     assert num_prompts[True] == [1] * (32 // batch_size)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from factory import CONTINUOUS, letters, logged, make_trainer, train, weights
+from factory import CONTINUOUS, letters, logged, make_trainer, steps_of, train, weights
 from models import make_dataset, make_model
 from recorder import Recorder
 from transformers import GenerationConfig, TrainerCallback, set_seed
@@ -42,11 +42,6 @@ def changed(change, cls=Recorder, before=2, **settings):
     return callback.trainer
 
 
-def steps(trainer):
-    """What each step logged."""
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
-
-
 def chain(lists):
     return [item for of_list in lists for item in of_list]
 
@@ -61,8 +56,6 @@ def completions(trainer):
 
 
 class Judge:
-    """A reward that has a state, and counts its calls."""
-
     __name__ = "judge"
 
     def __init__(self):
@@ -175,13 +168,10 @@ def test_evaluation_honours_it_too(name):
 @pytest.mark.parametrize("settings", [{}, {"share_prefixes": True}, {"beta": 0.1}, {"loss_type": "grpo"}], ids=str)
 @pytest.mark.parametrize("temperature", [0.3, 2.0])
 def test_a_temperature_is_that_of_samples_and_loss(settings, temperature):
-    """
-    With a rate of 0 the ratio stays 1. A batch that is in use when it changes keeps the one it was sampled at. That of
-    `trainer.args` changes nothing, as with TRL.
-    """
+    """With a rate of 0 the ratio stays 1. A batch in use keeps its own, and that of `trainer.args` changes nothing."""
     change = both(set_trainer(temperature=temperature), lambda trainer: setattr(trainer.args, "temperature", 9.0))
     trainer = changed(change, **{"learning_rate": 0.0, "num_iterations": 2, "max_steps": 6} | settings)
-    logs = steps(trainer)
+    logs = steps_of(trainer)
     assert len(trainer.batches) == 3 and all(entry["clip_ratio/region_mean"] == 0 for entry in logs)
     entropies = [entry["entropy"] for entry in logs]
     first, last = sum(entropies[:2]), sum(entropies[2:4])
@@ -195,21 +185,15 @@ def test_a_temperature_is_that_of_samples_and_loss(settings, temperature):
 
 def test_a_temperature_that_changes_amid_a_batch_holds_from_the_next_one():
     trainer = changed(set_trainer(temperature=0.3), before=1, learning_rate=0.0, num_iterations=2)
-    first, second, third, _ = steps(trainer)
+    first, second, third, _ = steps_of(trainer)
     assert first["entropy"] == pytest.approx(second["entropy"]) and third["entropy"] < second["entropy"] / 2
     assert second["clip_ratio/region_mean"] == third["clip_ratio/region_mean"] == 0
-
-
-def test_a_batch_keeps_its_temperature_in_a_checkpoint():
+    # In a checkpoint it is kept
     settings = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 3}
     whole = changed(set_trainer(temperature=0.3), **settings)
-    resumed = make_trainer(reward_funcs=letters, max_steps=4, **settings)
-    resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-3")
+    resumed = train(reward_funcs=letters, max_steps=4, resume=f"{whole.args.output_dir}/checkpoint-3", **settings)
     assert weights(resumed).equal(weights(whole))
-
-
-def test_the_gradient_is_that_of_the_new_temperature():
-    """A trainer that was made with it, and one that was given it: the same updates."""
+    # A trainer that was made with it, and one that was given it, make the same updates
     made = train(reward_funcs=letters, max_steps=3, temperature=0.7)
     given = changed(set_trainer(temperature=0.7), before=0, max_steps=3)
     torch.testing.assert_close(weights(given), weights(made), atol=1e-5, rtol=1e-4)
@@ -252,12 +236,11 @@ def test_what_plain_grpo_takes_is_left_to_it():
 
 
 def test_reward_functions_are_the_users_own():
-    """And may be replaced, by a curriculum."""
     judge, sevens = Judge(), lambda completions, **kwargs: [7.0] * len(completions)
     replace = lambda trainer: trainer.reward_funcs.__setitem__(1, sevens)  # noqa: E731
     trainer = changed(both(lambda trainer: setattr(judge, "calls", 100), replace), reward_funcs=[judge, letters])
     assert trainer.reward_funcs == [judge, sevens] and judge.calls == 102 and judge.__name__ == "judge"
-    rewards = [entry["rewards/letters/mean"] for entry in steps(trainer)]
+    rewards = [entry["rewards/letters/mean"] for entry in steps_of(trainer)]
     assert 7.0 not in rewards[:2] and rewards[2:] == [7.0, 7.0]
 
 
@@ -265,7 +248,6 @@ def test_reward_functions_are_the_users_own():
     "settings", [{}, {"multi_objective_aggregation": "normalize_then_sum", "num_generations": 4}], ids=str
 )
 def test_reward_weights_are_honoured(settings):
-    """No function counts: then no row teaches anything."""
     trainer = changed(lambda trainer: trainer.reward_weights.zero_(), **settings)
     advantages = [batch["advantages"].abs().max().item() for batch, _ in trainer.batches]
     assert min(advantages[:2]) > 0
@@ -279,7 +261,7 @@ def test_reward_weights_are_honoured(settings):
 def test_clipping_is_honoured(name):
     """As TRL's loss reads it: at a range of -1 every ratio is beyond it."""
     trainer = changed(lambda trainer: setattr(trainer, name, -0.5))
-    clipped = [entry["clip_ratio/region_mean"] for entry in steps(trainer)]
+    clipped = [entry["clip_ratio/region_mean"] for entry in steps_of(trainer)]
     assert max(clipped[:2]) == 0 and min(clipped[2:]) > 0
 
 
@@ -330,7 +312,6 @@ for _name in WRAPPED:
 
 
 def test_callbacks_and_methods_that_call_super():
-    """They see and are called as in GRPOTrainer, and change nothing."""
     settings = {"reward_funcs": letters, "max_steps": 3, "eval_dataset": make_dataset(4)}
     settings |= {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2, "per_device_eval_batch_size": 4}
     settings |= {"save_strategy": "steps", "save_steps": 2}

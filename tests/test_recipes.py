@@ -33,14 +33,9 @@ BASELINES = [name for name in RECIPES if name.endswith("_grpo")]
 FR3E_SETTINGS = {field.name for field in fields(FR3EConfig)} - {field.name for field in fields(GRPOConfig)}
 
 # What the recipes' datasets on the hub look like
-HUB_DATASETS = {
-    "openai/gsm8k": [
-        {"question": f"Tom has {i}. How many?", "answer": f"{i}=<<{i}={i}>>\n#### {i}"} for i in range(16)
-    ],
-    "agentica-org/DeepScaleR-Preview-Dataset": [
-        {"problem": f"Half of ${i}$?", "answer": rf"\frac{{{i}}}{{2}}", "solution": "It is half."} for i in range(16)
-    ],
-}
+PENS = [{"question": f"Tom has {i}. How many?", "answer": f"{i}=<<{i}={i}>>\n#### {i}"} for i in range(16)]
+HALVES = [{"problem": f"Half of ${i}$?", "answer": rf"\frac{{{i}}}{{2}}", "solution": "Half."} for i in range(16)]
+HUB_DATASETS = {"openai/gsm8k": PENS, "agentica-org/DeepScaleR-Preview-Dataset": HALVES}
 
 
 @pytest.fixture
@@ -57,12 +52,10 @@ def trainers(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def at_root(monkeypatch):
-    """Recipes are launched from the root of the repository."""
     monkeypatch.chdir(ROOT)
 
 
 def read(name):
-    """A recipe with the settings of its preset."""
     recipe = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text())
     return PRESETS.get(recipe.pop("preset", None), {}) | recipe
 
@@ -252,7 +245,7 @@ def test_a_recipe_for_a_gpu_loads_the_model_in_the_type_that_it_trains_in(tmp_pa
     assert args.bf16 and model.dtype == "bfloat16"
 
 
-def test_help_of_training_is_a_page_of_options_that_there_are(capsys):
+def test_help_of_training_is_a_page_of_options_that_there_are(capsys, tmp_path):
     script = "from fr3e_trl.commands import cli; cli.main(['train', '--help']); print('torch' in sys.modules)"
     command = [sys.executable, "-c", f"import sys; {script}"]
     page = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60).stdout
@@ -269,9 +262,7 @@ def test_help_of_training_is_a_page_of_options_that_there_are(capsys):
     assert {*options} <= option_names("fr3e eval")
     assert {"limit", "pass_at"} <= {field.name for field in fields(EvalArguments)}
     assert {"num_samples", "vllm_server_base_url"} <= {*options} and "use_peft" not in options
-
-
-def test_what_a_command_says_before_it_imports_anything(tmp_path, capsys):
+    # What a command says before it imports anything
     with pytest.raises(SystemExit):
         cli.main([])
     assert "train     " in capsys.readouterr().err

@@ -76,10 +76,12 @@ def test_a_batch_of_hopeless_prompts_ends():
     assert logged(trainer, "fr3e/rows/informative") == [0.0] * 3
     assert logged(trainer, "loss") == [0.0] * 3
     assert all(map(torch.equal, trainer.model.parameters(), make_model().parameters()))
+    # A stream is refused
+    with pytest.raises(ValueError, match="max_refills=2 draws prompts from a Dataset"):
+        make_trainer(make_dataset(16).to_iterable_dataset(), max_refills=2)
 
 
 def test_a_batch_that_is_full_draws_nothing():
-    """And is the same as without refill: the prompts come in the same order."""
     dataset = make_prompts(40, 40)
     settings = GRPO | {"num_generations": 16, "max_steps": 2}
     plain, filled = train(dataset, **settings), train(dataset, max_refills=5, **settings)
@@ -89,7 +91,6 @@ def test_a_batch_that_is_full_draws_nothing():
 
 
 def test_no_prompt_comes_twice_in_an_epoch():
-    """Nor is one left out: refills and steps draw from the same order."""
     dataset = make_prompts(30, 6)
     trainer = train(dataset, max_refills=2, max_steps=6)
     drawn = [tuple(tree.prompt_ids) for _, trees in trainer.batches for tree in trees]
@@ -193,9 +194,7 @@ def test_fill_batch_and_num_to_draw_by_hand():
     assert num_to_draw(100, num_informative=24, num_explored=6, limit=8) == 8
     assert num_to_draw(1, num_informative=24, num_explored=6, limit=8) == 1
     assert num_to_draw(10, num_informative=0, num_explored=6, limit=8) == 8
-
-
-def test_a_stream_goes_on_where_it_was():
+    # A stream of prompts goes on where it was
     shuffled = partial(RepeatSampler, range(7), mini_repeat_count=1, seed=1)
     stream = PromptStream(shuffled)
     drawn = [stream.draw(5) for _ in range(5)]
@@ -242,8 +241,3 @@ def test_a_callback_that_looks_at_the_data_changes_nothing():
         trainer.train()
         runs.append([tree.prompt_ids.tolist() for _, trees in trainer.batches for tree in trees])
     assert runs[0] == runs[1]
-
-
-def test_refill_takes_a_dataset_that_can_be_drawn_from():
-    with pytest.raises(ValueError, match="max_refills=2 draws prompts from a Dataset"):
-        make_trainer(make_dataset(16).to_iterable_dataset(), max_refills=2)

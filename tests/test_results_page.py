@@ -3,25 +3,16 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from benchmarks.results import summary
 from benchmarks.results.families import FAMILIES, further_runs, kept_families
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def table():
-    return summary.table(kept_families(), further_runs("shipped", FAMILIES))
-
-
-def test_the_page_has_the_table(table):
+def test_the_page_has_the_table_and_readme_a_part_of_it():
+    """Of README, each task that it has a row for: GRPO, FR3E and the difference."""
+    table = summary.table(kept_families(), further_runs("shipped", FAMILIES))
     assert table.markdown() in (ROOT / "docs" / "results.md").read_text()
-
-
-def test_readme_has_a_part_of_it(table):
-    """Each task that README has a row for: GRPO, FR3E and the difference."""
     shown = ("GRPO as TRL ships it", "GRPO, best variant", "FR3E (default)", "FR3E − GRPO as TRL ships it")
     columns = [table.header.index(name) for name in shown]
     by_task = {row[0]: [row[i] for i in columns] for row in table.rows}

@@ -40,20 +40,12 @@ def make_trainer(cls=FR3ETrainer, **settings):
     return factory.make_trainer(cls, **SAVING | defaults | settings)
 
 
-def train(*args, **settings):
-    """A trainer that has trained, from the same seed each time."""
-    trainer = make_trainer(*args, **settings)
-    set_seed(1)
-    trainer.train()
-    return trainer
+train = partial(factory.train, make=make_trainer)
 
 
 def resume(step=None, **settings):
     """A trainer that has gone on from a checkpoint, the last by default, and saves elsewhere."""
-    resumed = make_trainer(**{"output_dir": "resumed"} | settings)
-    set_seed(100)
-    resumed.train(resume_from_checkpoint=f"output/checkpoint-{step}" if step else True)
-    return resumed
+    return train(resume=f"output/checkpoint-{step}" if step else True, **{"output_dir": "resumed"} | settings)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +108,6 @@ def test_going_on_and_beginning_anew_in_the_same_process_are_exact(settings):
 
 
 def test_beginning_anew_in_the_same_process():
-    """Nothing is trained on that the run before has left."""
     sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
     trainer = make_trainer(**sizes, max_steps=2)
     cut(trainer, step=0)
@@ -151,8 +142,6 @@ def test_a_checkpoint_saved_within_an_update_is_exact(settings, step):
 
 
 def test_tables_of_completions_are_kept():
-    """With what reward functions log, of whatever type."""
-
     def logging_func(completions, log_extra, **kwargs):
         log_extra("length", [np.int64(len(text)) for text in completions])
         return letters(completions)
@@ -178,11 +167,9 @@ def test_a_checkpoint_that_is_there_is_not_written_again():
 @pytest.mark.parametrize(
     "setting, saved, present, rows",
     [
-        ("steps_per_generation", 4, 2, [8] * 2),
-        ("steps_per_generation", 4, 5, [8] * 5),
+        *(("steps_per_generation", 4, present, [8] * present) for present in (2, 5)),
+        *(("per_device_train_batch_size", 8, present, [present] * 4) for present in (4, 12)),
         ("num_generations", 8, 16, [8] * 4),
-        ("per_device_train_batch_size", 8, 4, [4] * 4),
-        ("per_device_train_batch_size", 8, 12, [12] * 4),
         ("num_iterations", 1, 2, [8] * 8),
         ("gradient_accumulation_steps", 1, 3, [8] * 4),
     ],
@@ -249,7 +236,6 @@ def test_rows_left_over_are_kept_where_they_fit(others, are_kept, caplog):
 
 
 def num_left_over_before(entry):
-    """Rows that a step found, by what it logged."""
     return entry["fr3e/refill/reused"] + entry["fr3e/refill/dropped"]
 
 
@@ -312,7 +298,6 @@ def test_a_stream_goes_on_exactly_within_its_first_pass(caplog):
 
 @pytest.mark.parametrize("save_only_model", [False, True])
 def test_a_checkpoint_without_its_state_is_told_of(save_only_model, caplog):
-    """That losses will differ, and what is kept; the run goes on."""
     train(max_steps=2, save_only_model=save_only_model)
     Path("output/checkpoint-2/grpo_state_0.pt").unlink(missing_ok=save_only_model)
     assert resume(2, max_steps=5).state.global_step == 5
@@ -323,7 +308,6 @@ def test_a_checkpoint_without_its_state_is_told_of(save_only_model, caplog):
 
 
 def test_weights_that_are_tied_are_not_said_to_be_missing(caplog):
-    """They are saved once."""
     config = Qwen3Config(**make_model().config.to_dict() | {"tie_word_embeddings": True})
     train(model=Qwen3ForCausalLM(config), max_steps=1)
     logger = logging.getLogger("transformers")
@@ -351,7 +335,6 @@ def test_weights_that_are_tied_are_not_said_to_be_missing(caplog):
     ],
 )
 def test_settings_that_differ_from_the_checkpoints_are_told(saved, present, told, caplog):
-    """The run goes on with those that it has now."""
     train(**saved, max_steps=2)
     assert resume(2, **present, max_steps=4).state.global_step == 4
     messages = [message for message in caplog.messages if "other settings" in message]
@@ -369,32 +352,27 @@ def test_a_batch_that_was_drawn_with_other_settings_is_dropped(settings):
     assert log["clip_ratio/region_mean"] == 0 and "fr3e/value/S0" in log
 
 
-def test_another_learning_rate_is_told_to_have_no_effect(caplog):
+def test_a_rate_without_effect_a_run_that_is_done_and_a_new_reference_model(caplog):
     constant = {"lr_scheduler_type": "constant"}
     train(**constant, max_steps=2)
     resumed = resume(2, **constant, max_steps=3, learning_rate=1e-5)
     assert resumed.state.log_history[-2]["learning_rate"] == 1e-2
     assert "continues with learning_rate=0.01" in caplog.text and "1e-05, has no effect" in caplog.text
     assert "other settings" not in caplog.text
-
-
-def test_a_reference_model_that_begins_anew_is_told_of(caplog):
+    # A run that is done is not trained further
+    whole = train(max_steps=2)
+    assert_same_run(resume(max_steps=2, output_dir="output"), whole)
+    # A reference model that begins anew is told of
     settings = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 2}
     train(**settings)
     resume(1, **settings)
     assert caplog.text.count("Checkpoints do not hold the reference model") == 1
 
 
-def test_a_run_that_is_done_is_not_trained_further():
-    whole = train(max_steps=2)
-    assert_same_run(resume(max_steps=2, output_dir="output"), whole)
-
-
 SCRIPT = Path(__file__).with_name("resume_train.py")
 
 
 def start(*arguments):
-    """A run in a process of its own, when it begins to train."""
     process = start_script(SCRIPT, *arguments)
     line_of(process, "training")
     return process

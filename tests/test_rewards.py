@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import psutil
 import pytest
 from datasets import Dataset
 from factory import digits, make_trainer
+from launches import wait_until
 from trl.rewards import accuracy_reward
 
 from fr3e_trl.rewards import WORKER, get_math_reward, math_answers
@@ -53,7 +53,7 @@ def test_ordinary_answers_get_what_trl_gives(conversational):
     assert {1.0, 0.0, None} == set(rewards)
 
 
-def test_the_answer_of_a_dialogue_is_in_its_last_turn():
+def test_answers_of_dialogues_and_long_ones():
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
     last = [{"type": "text", "text": "So "}, {"type": "text", "text": r"\boxed{4}"}]
     told = [
@@ -61,9 +61,7 @@ def test_the_answer_of_a_dialogue_is_in_its_last_turn():
         for said in (r"\boxed{4}", last)
     ]
     assert get_math_reward()([*told, [call]], solution=["4"] * 3) == [1.0, 1.0, 0.0]
-
-
-def test_a_long_answer_of_many_bytes_leaves_the_next_as_it_is():
+    # A long answer of many bytes leaves the next as it is
     texts = [r"\boxed{\text{" + "𝑥" * 900 + "}}", r"\boxed{7}", r"\boxed{8}"]
     first, *others = math_answers(texts)
     assert len(first) == 500 and others == ["7", "8"]
@@ -90,16 +88,8 @@ def test_it_works_in_any_thread_and_in_several_at_once():
 
 
 def workers_of(pid: int) -> list[int]:
-    """The processes of the pools that a process has."""
     children = [child for child in psutil.Process(pid).children() if child.status() != psutil.STATUS_ZOMBIE]
     return [worker.pid for child in children if str(WORKER) in child.cmdline() for worker in child.children()]
-
-
-def wait_until(condition) -> None:
-    give_up = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.1)
 
 
 def test_a_worker_that_is_killed_is_replaced():
@@ -149,13 +139,7 @@ def test_a_worker_that_cannot_start_says_why(monkeypatch, tmp_path):
         get_math_reward()([r"\boxed{4}"], solution=["4"])
 
 
-def test_without_math_verify_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r'pip install "fr3e-trl\[math\]"'):
-        get_math_reward()([r"\boxed{4}"], solution=["4"])
-
-
-def test_bad_arguments_are_refused_by_name():
+def test_what_cannot_be_is_refused(monkeypatch):
     for name in ("time_limit", "num_workers"):
         with pytest.raises(ValueError, match=f"{name}=0"):
             get_math_reward(**{name: 0})
@@ -163,10 +147,13 @@ def test_bad_arguments_are_refused_by_name():
         get_math_reward()([r"\boxed{4}"], solution=[4])
     with pytest.raises(ValueError, match="zip"):
         get_math_reward()([r"\boxed{4}"], solution=["4", "5"])
+    # Without math-verify it says what to install
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'pip install "fr3e-trl\[math\]"'):
+        get_math_reward()([r"\boxed{4}"], solution=["4"])
 
 
 def test_it_trains():
-    """In a run, with a completion that hangs math-verify in every call."""
     reward = get_math_reward(time_limit=3)
 
     def hostile_math_reward(completions, **kwargs):

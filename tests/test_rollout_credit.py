@@ -10,17 +10,9 @@ from enumeration import Policy, fixed, grow
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fr3e_trl.method.credit import rollout as credit
 from fr3e_trl.method.credit.prior import Prior, state_values
-from fr3e_trl.method.credit.rollout import (
-    compared_rewards,
-    compute_advantages,
-    degenerate_states,
-    modulation_factors,
-    normalized_rewards,
-    row_advantages,
-    row_baselines,
-    weighted_rewards,
-)
+from fr3e_trl.method.credit.rollout import compute_advantages, row_baselines
 from fr3e_trl.method.tree import Rollout, Score, Tree
 
 pytestmark = pytest.mark.fast
@@ -31,7 +23,6 @@ FORK = [None, 0, 1, 0]  # two trajectories: S_0 -> S_1 -> S_2, and S_0 -> S_3
 
 
 def rows(*states: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards (R,) and states (R,) of rows that are given state by state."""
     rewards = torch.tensor([reward for state in states for reward in state], dtype=torch.float64)
     return rewards, torch.tensor([i for i, state in enumerate(states) for _ in state])
 
@@ -47,7 +38,7 @@ def test_an_environments_own_reward_has_a_weight_of_one(given):
     tree = Tree([1], 9)
     scores = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
     tree.states[0].rollouts = [Rollout([1], None, Score(rewards, sum(rewards))) for rewards in scores]
-    compared = compared_rewards([tree], SimpleNamespace(normalization="each", reward_weights=given))
+    compared = credit.compared_rewards([tree], SimpleNamespace(normalization="each", reward_weights=given))
     # Each function's are ±.5 / .577 about their mean; weighed, -.25, .25, .75 and -.75 of that, of deviation .645
     assert_close(compared, [-0.3873, 0.3873, 1.1619, -1.1619], atol=1e-3)
 
@@ -81,6 +72,10 @@ def test_modulation():
     check(of_fork, FORK, factors=[1, 0.7788, 1.6487, 1.2840], advantages=advantages)
     # V = 300, 100, 700: differences -200 and 600 become exponents 5 and -5
     check(([200, 400], [0, 200], [600, 800]), CHAIN, factors=[1, math.exp(5), math.exp(-5)])
+    # V = 0.5, 1, 0.5, 0. Chain 1: delta = 0.5, 0.5, -0.5, of equal size: shares 1/3, 1/3, -1/3.
+    # Chain 2: delta = 0.5, -0.5: shares 1/2, -1/2. S_0 is in both: the mean, (1/3 + 1/2) / 2 = 5/12
+    factors = credit.modulation_factors(torch.tensor([0.5, 1.0, 0.5, 0.0]), FORK, "sharpened")
+    assert_close(factors, [math.exp(-5 / 12), math.exp(-1 / 3), math.exp(1 / 3), math.exp(1 / 2)])
 
 
 def test_rows_and_states_that_do_not_count():
@@ -100,6 +95,11 @@ def test_rows_and_states_that_do_not_count():
     # kappa = 1: S_0's prior is the other's V, 1. Its one scorable row has (1 * 1 + 0) / (1 + 1 - 1) = 1
     # The other: prior 0, (1 * 0 + 1) / (1 + 2 - 1) = 0.5
     check(([0, NAN], [1, 1]), [None, None], {"prior": Prior(1)}, advantages=[-1, 0, 0.5, 0.5])
+    # Three times 0.1 has a mean that is not 0.1 in floating point; a hair's difference is a difference
+    rewards, states = rows([0.1, 0.1, 0.1], [0.1, 0.1 + 1e-12, 0.1], [NAN, 7.0], [NAN, NAN], [0, 1])
+    assert credit.degenerate_states(rewards, states, 5).tolist() == [True, False, True, True, False]
+    result = compute_advantages(rewards, states, [None] * 5)
+    assert result.advantages[:3].tolist() == [0, 0, 0]
 
 
 def test_negative_advantages_are_scaled():
@@ -111,31 +111,16 @@ def test_negative_advantages_are_scaled():
     check(states, [None, 0, 0], {"negative_scale": 0}, advantages=[0.75, 0, 0, 0, 0.3894, 0, 0, 0])
 
 
-def test_sharpened_with_two_trajectories():
-    # V = 0.5, 1, 0.5, 0. Chain 1: delta = 0.5, 0.5, -0.5, of equal size: shares 1/3, 1/3, -1/3.
-    # Chain 2: delta = 0.5, -0.5: shares 1/2, -1/2. S_0 is in both: the mean, (1/3 + 1/2) / 2 = 5/12
-    factors = modulation_factors(torch.tensor([0.5, 1.0, 0.5, 0.0]), FORK, "sharpened")
-    assert_close(factors, [math.exp(-5 / 12), math.exp(-1 / 3), math.exp(1 / 3), math.exp(1 / 2)])
-
-
-def test_degenerate_is_exact_equality():
-    # Three times 0.1 has a mean that is not 0.1 in floating point; a hair's difference is a difference
-    rewards, states = rows([0.1, 0.1, 0.1], [0.1, 0.1 + 1e-12, 0.1], [NAN, 7.0], [NAN, NAN], [0, 1])
-    assert degenerate_states(rewards, states, 5).tolist() == [True, False, True, True, False]
-    result = compute_advantages(rewards, states, [None] * 5)
-    assert result.advantages[:3].tolist() == [0, 0, 0]
-
-
 def test_scale_by_group_and_batch():
     # S_0: mean 0.25, deviations 0.75 and three of -0.25, variance 0.75 / 3 = 0.25, standard deviation 0.5
     rewards, states = rows([1, 0, 0, 0], [3, 1])
-    advantages = row_advantages(rewards, states, row_baselines(rewards, states, [None, 0]), 2, "group")
+    advantages = credit.row_advantages(rewards, states, row_baselines(rewards, states, [None, 0]), 2, "group")
     # S_1: mean 2, variance 2 / 1, standard deviation 1.41421
     expected = [0.75 / 0.5001, *[-0.25 / 0.5001] * 3, 1 / 1.41431, -1 / 1.41431]
     assert_close(advantages, expected)
     # By batch. All five scorable rewards 1 0 1 1 0: mean 0.6, variance (3 * 0.16 + 2 * 0.36) / 4 = 0.3, root 0.547723
     rewards, states = rows([1, 0, NAN], [1, 1, 0])
-    advantages = row_advantages(rewards, states, row_baselines(rewards, states, [None, 0]), 2, "batch")
+    advantages = credit.row_advantages(rewards, states, row_baselines(rewards, states, [None, 0]), 2, "batch")
     assert_close(advantages, [0.5 / 0.547823, -0.5 / 0.547823, 0, *[1 / 3 / 0.547823] * 2, -2 / 3 / 0.547823])
 
 
@@ -163,10 +148,10 @@ def test_normalized_and_weighted_rewards():
     rewards = torch.tensor([[1, 0.1], [2, NAN], [3, 0.1], [NAN, 5], [5, 0.1], [4, NAN]], dtype=torch.float64)
     prompts = torch.tensor([0, 1, 0, 1, 0, 1])
     a, b = 2 / 2.0001, 1 / (math.sqrt(2) + 1e-4)
-    assert_close(normalized_rewards(rewards, prompts, 2)[:, 0], [-a, -b, 0, NAN, a, b])
-    assert normalized_rewards(rewards, prompts, 2)[:, 1].nan_to_num(9).tolist() == [0, 9, 0, 0, 0, 9]
+    assert_close(credit.normalized_rewards(rewards, prompts, 2)[:, 0], [-a, -b, 0, NAN, a, b])
+    assert credit.normalized_rewards(rewards, prompts, 2)[:, 1].nan_to_num(9).tolist() == [0, 9, 0, 0, 0, 9]
     rewards_per_func = torch.tensor([[1.0, 2.0], [NAN, 2.0], [NAN, NAN]])
-    assert_close(weighted_rewards(rewards_per_func, torch.tensor([1.0, 0.5])), [2.0, 1.0, NAN])
+    assert_close(credit.weighted_rewards(rewards_per_func, torch.tensor([1.0, 0.5])), [2.0, 1.0, NAN])
 
 
 @st.composite
@@ -218,13 +203,9 @@ def test_what_shares_the_batch_changes_nothing(batch, other, modulation, scale):
     rewards, states, parents = batch
     others, other_states, other_parents = other
     shift = len(parents)
-    together = compute_advantages(
-        torch.cat([rewards, others]),
-        torch.cat([states, other_states + shift]),
-        parents + [None if parent is None else parent + shift for parent in other_parents],
-        modulation=modulation,
-        scale=scale,
-    )
+    all_rewards, all_states = torch.cat([rewards, others]), torch.cat([states, other_states + shift])
+    all_parents = parents + [None if parent is None else parent + shift for parent in other_parents]
+    together = compute_advantages(all_rewards, all_states, all_parents, modulation=modulation, scale=scale)
     alone = compute_advantages(rewards, states, parents, modulation=modulation, scale=scale)
     assert_close(together.advantages[: len(rewards)], alone.advantages.tolist(), atol=1e-9)
     assert together.rejected[:shift].equal(alone.rejected)

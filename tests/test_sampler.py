@@ -97,8 +97,6 @@ def test_the_built_in_sampler_may_be_passed(make):
 
 @dataclass(repr=False)
 class Returns:
-    """Gives the first request another answer."""
-
     change: Callable
 
     def sample(self, requests: list[SamplingRequest]) -> list[list[Sample]]:
@@ -147,10 +145,7 @@ def test_the_example(tmp_path):
 
 
 def test_the_order_in_which_a_server_is_asked():
-    """
-    For branches before further base trajectories, of which many would drop a branch's prefix from its cache; and for
-    nothing more once it has failed: it may hang, and each further request would wait for it as long.
-    """
+    """First for branches, whose prefix its cache still has; and for nothing once it fails: each would wait for it."""
     order = []
 
     def ask(item):
@@ -168,10 +163,7 @@ def test_the_order_in_which_a_server_is_asked():
 
 
 def test_a_colocated_vllm_with_tensor_parallelism(tmp_path):
-    """
-    Two processes that share an engine train as one process does. The engine is a fake one, of which all processes must
-    ask the same at the same time; the group of processes is real.
-    """
+    """As in one process. The engine is a fake one, of which all must ask the same at once; their group is real."""
     settings = {"num_generations": 8, "optim": "sgd"}  # moves the weights by their gradients, and by no more
     runs = {}
     for num_processes in (1, 2):
@@ -182,9 +174,6 @@ def test_a_colocated_vllm_with_tensor_parallelism(tmp_path):
     assert len(alone["engine"]) == 6 and shared[0]["engine"] == shared[1]["engine"] == alone["engine"]
     assert same(trees_of(shared), trees_of([alone]))
     torch.testing.assert_close(weights_of(tmp_path / "2"), weights_of(tmp_path / "1"), atol=1e-6, rtol=1e-6)
-
-
-# vLLM
 
 
 def test_vllms_branches_leave_while_their_base_trajectories_grow():

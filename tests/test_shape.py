@@ -13,17 +13,22 @@ pytestmark = pytest.mark.fast
     ("arguments", "expected"),
     [
         # (G, K, B, reuse_base, has_prior): (B, K, M). Chosen with a prior: a row of four is a base trajectory
-        *(((8, None, None, True, True), (2, 6, 1)), ((3, None, None, True, True), (1, 2, 1))),
+        ((8, None, None, True, True), (2, 6, 1)),
+        ((3, None, None, True, True), (1, 2, 1)),
         ((8, None, 3, True, True), (3, 5, 1)),
         # Chosen without: 12 = (2 + 1) * 4 rather than (3 + 1) * 3
-        *(((12, None, None, True, False), (4, 2, 4)), ((6, None, None, True, False), (2, 2, 2))),
+        ((12, None, None, True, False), (4, 2, 4)),
+        ((6, None, None, True, False), (2, 2, 2)),
         # 16 = (3 + 1) * 4, and 16 = 4 + 6 * 2
-        *(((16, 3, None, True, False), (4, 3, 4)), ((16, 6, 4, True, False), (4, 6, 2))),
+        ((16, 3, None, True, False), (4, 3, 4)),
+        ((16, 6, 4, True, False), (4, 6, 2)),
         # Thrown away, the base trajectories are no rows: 16 = (3 + 1) * 4 whatever B
-        *(((16, 3, None, False, False), (4, 3, 4)), ((16, 3, 9, False, True), (9, 3, 4))),
+        ((16, 3, None, False, False), (4, 3, 4)),
+        ((16, 3, 9, False, True), (9, 3, 4)),
         ((16, None, None, False, True), (4, 3, 4)),
         # No exploration: all rows are the prompt's
-        *(((7, 0, None, True, False), (7, 0, 7)), ((7, 0, None, False, True), (4, 0, 7))),
+        ((7, 0, None, True, False), (7, 0, 7)),
+        ((7, 0, None, False, True), (4, 0, 7)),
     ],
 )
 def test_rows_are_shared_out(arguments, expected):

@@ -1,8 +1,7 @@
 """
 Attention of shared prefixes by the kernels that GPUs run, and how large its tensors are.
 
-No GPU is needed, and none was used. FlashAttention is a stand-in that has its signature and computes by definition.
-flex_attention has no backward pass on a CPU, and has a stand-in too, which reads the same mask.
+FlashAttention and flex_attention's backward pass, which CPUs lack, have stand-ins that compute by definition.
 """
 
 import functools
@@ -128,7 +127,6 @@ def trainer_with(family, implementation):
 
 @functools.cache
 def scored_apart(family):
-    """By definition: eager attention, row by row."""
     trainer = trainer_with(family, "eager")
     rows = padded(trainer)
     return rows, score(trainer, *rows, share=False)

@@ -6,9 +6,11 @@ import math
 import re
 import time
 from collections import defaultdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import factory
 import pytest
 import tool_policy
 import torch
@@ -26,6 +28,7 @@ from fr3e_trl.generation.tools import EnvironmentFailure
 from fr3e_trl.method.sampling import Sample
 
 TOKENIZER = tool_policy.make_tool_tokenizer()
+train = partial(factory.train, make=make_trainer)
 
 
 @pytest.fixture(autouse=True)
@@ -36,13 +39,11 @@ def forget():
 
 
 def explored(trainer):
-    """The trees of each step of a training, and its batches."""
     trainer.train()
     return [(trees, batch) for batch, trees in trainer.batches]
 
 
 def keys_of(rollout):
-    """What the calls in a completion asked for."""
     calls = [call for message in rollout.dialogue.messages for call in message.get("tool_calls") or []]
     return [call["function"]["arguments"]["key"] for call in calls]
 
@@ -61,10 +62,7 @@ PUBLISHED = {"reuse_base": False, "base_selection": "mixed", "num_generations": 
 
 @pytest.mark.parametrize("settings", [{}, PUBLISHED], ids=["defaults", "published"])
 def test_branches_go_on_amid_a_dialogue(settings):
-    """
-    A rollout is its prefix, what the policy wrote and what the tool said to that; the prefix's calls stand. Entropies
-    and log-probs that generation tells are those of a forward pass over the whole completion.
-    """
+    """The prefix's calls stand. Entropies and log-probs of generation are those of a pass over the whole completion."""
     trainer = make_trainer(learning_rate=0.0, **settings)
     steps, depths, num_calls = explored(trainer), set(), 0
     all_calls = len(CALLS)
@@ -129,7 +127,6 @@ TURN = "<|tool|>{}<eos><|assistant|>"
 
 
 def test_a_dialogue_by_hand():
-    """Budgets, masks and anchors of one tree, worked out."""
     first, second = "<call>1</call><eos>" + TURN.format(4), "<call>4</call><eos>" + TURN.format(3)
     sampler = Scripted(
         {
@@ -168,13 +165,6 @@ def test_a_dialogue_by_hand():
     budgets = [(request.num_sampled_before, request.max_new_tokens) for request in sampler.requests]
     assert budgets == [(0, 20), (8, 12), (16, 4), (1, 19), (8, 12), (9, 11), (16, 4), (16, 4)]
     assert CALLS == ["1", "4", "2", "5"]
-
-
-def test_max_tool_calling_iterations_counts_those_of_the_prefix():
-    trainer = make_trainer(max_tool_calling_iterations=1)
-    for trees, _ in explored(trainer):
-        for _, _, rollout in rollouts_of(trees):
-            assert len(rollout.dialogue.turns) <= 2
 
 
 @instead_of_look
@@ -221,18 +211,17 @@ def test_a_tool_that_fails_or_hangs_is_an_answer(tool, error, num_anchors):
         assert set(told) <= {f"{{'error': '{error}'}}"}
 
 
-def test_an_answer_too_long_for_the_budget_ends_the_completion():
-    """As in TRL: the call stays, and its answer is dropped."""
-    trainer = make_trainer(tools=[huge])
-    for trees, _ in explored(trainer):
-        for _, _, rollout in rollouts_of(trees):
-            assert all(rollout.mask) and len(rollout.dialogue.messages) == 1
+def test_turns_end_at_their_limit_and_with_an_answer_too_long_for_the_budget():
+    """Those of the prefix count. As in TRL, the last call stays, and its answer is dropped."""
+    for trees, _ in explored(make_trainer(max_tool_calling_iterations=1)):
+        assert all(len(rollout.dialogue.turns) <= 2 for _, _, rollout in rollouts_of(trees))
+    CALLS.clear()
+    for trees, _ in explored(make_trainer(tools=[huge])):
+        assert all(all(r.mask) and len(r.dialogue.messages) == 1 for _, _, r in rollouts_of(trees))
     assert CALLS
 
 
 def change_calls(monkeypatch, change):
-    """Have the policy's calls be other ones."""
-
     def parse(*args, **kwargs):
         message = parse_response(*args, **kwargs)
         if message.get("tool_calls"):
@@ -342,7 +331,6 @@ def test_calls_that_reach_no_tool_are_answered_alike_in_every_branch(settings, m
 
 
 def owned(environments, **kwargs):
-    """How many looks an instance has seen."""
     return [float(len(environment.keys)) for environment in environments]
 
 
@@ -358,10 +346,7 @@ def check_rewards(trees):
     "environment", [ForkingWalk, Walk, tool_policy.LateLockedWalk, tool_policy.ReplayedWalk, LockedWalk]
 )
 def test_an_environment_is_copied_or_replayed(environment):
-    """
-    By its own method, by a deep copy, or by one as long as there is one; or repeated where it says so, or has to be:
-    once for each branch of a later turn, from a reset, and what it tells is what it told.
-    """
+    """By its own method, by a deep copy as long as there is one, or repeated, once for each branch of a later turn."""
     trainer = make_trainer(environment_factory=environment, reward_funcs=[owned], max_steps=1)
     ((trees, _),) = explored(trainer)
     check_rewards(trees)
@@ -492,20 +477,15 @@ def test_an_environment_owns_the_data(tmp_path):
 
 def test_an_environment_owns_all_of_the_data():
     """Without a dataset, as in TRL: the world asks, and `max_steps` says how often."""
-    trainer = Recorder(
-        tool_policy.make_tool_policy(),
-        [owned],
-        FR3EConfig(**CPU | DEFAULTS | {"per_device_train_batch_size": 32, "max_completion_length": 24}),
-        processing_class=tool_policy.make_tool_tokenizer(),
-        environment_factory=Greeting,
-    )
+    args = FR3EConfig(**CPU | DEFAULTS | {"per_device_train_batch_size": 32, "max_completion_length": 24})
+    parts = {"processing_class": tool_policy.make_tool_tokenizer(), "environment_factory": Greeting}
+    trainer = Recorder(tool_policy.make_tool_policy(), [owned], args, **parts)
     for trees, _ in explored(trainer):
         assert {TOKENIZER.decode(tree.prompt_ids) for tree in trees} == {"<|user|>0?<eos><|assistant|>"}
         assert len(trees) == 4
 
 
 def test_a_reset_that_fails_loses_nothing(tmp_path, monkeypatch):
-    """The last step is saved, and training goes on from it."""
     sizes = {"num_generations": 4, "per_device_train_batch_size": 4, "max_steps": 3, "output_dir": str(tmp_path)}
     trainer, again = (make_trainer(environment_factory=Walk, reward_funcs=[owned], **sizes) for _ in range(2))
     reset = Walk.reset
@@ -523,33 +503,21 @@ def test_a_reset_that_fails_loses_nothing(tmp_path, monkeypatch):
     assert again.state.global_step == 3
 
 
-# Everything else goes on as it did
-
-
-def test_a_run_that_was_cut_goes_on(tmp_path):
+def test_a_run_that_was_cut_goes_on():
     """With an environment; with tools see test_kill_9_at_random_moments."""
     settings = {"environment_factory": Walk, "max_steps": 4, "max_refills": 1, "num_anchors": 3}
     settings |= {"value_prior_strength": 0.0, "save_strategy": "steps", "save_steps": 2}
-    whole = make_trainer(output_dir=str(tmp_path / "whole"), **settings)
-    whole.train()
-    resumed = make_trainer(output_dir=str(tmp_path / "whole"), **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    assert weights(resumed).equal(weights(whole))
+    whole, resumed = (weights(train(resume=resume, **settings)) for resume in (None, "output/checkpoint-2"))
+    assert resumed.equal(whole)
 
 
-def test_continuous_batching(tmp_path):
-    trainer = make_trainer(output_dir=str(tmp_path), **CONTINUOUS | {"bf16": False})
+def test_other_ways_to_train():
+    trainer = make_trainer(**CONTINUOUS | {"bf16": False})
     before = weights(trainer)
     trainer.train()
     assert not weights(trainer).equal(before)
-
-
-def test_shared_prefixes_change_nothing():
-    runs = []
-    for share_prefixes in (True, False):
-        trainer = make_trainer(share_prefixes=share_prefixes, max_steps=3)
-        trainer.train()
-        runs.append(weights(trainer))
+    # Shared prefixes change nothing
+    runs = (weights(train(share_prefixes=share_prefixes, max_steps=3)) for share_prefixes in (True, False))
     torch.testing.assert_close(*runs, rtol=1e-4, atol=1e-5)
 
 
@@ -571,13 +539,6 @@ def test_the_game_trains(tmp_path, monkeypatch, capsys):
     for log in logs:
         assert float(log["tools/call_frequency"]) > 2 and float(log["tools/failure_frequency"]) < 0.2
         assert float(log["reward_std"]) > 0 and float(log["fr3e/anchor/count"]) > 0
-
-
-@pytest.mark.parametrize("setting", [{"tool_timeout": 0}, {"replay_mismatch": "ignore"}])
-def test_impossible_settings(setting):
-    (name,) = setting
-    with pytest.raises(ValueError, match=f"{name}=.* is not allowed: it must be"):
-        FR3EConfig("output", **CPU, **setting)
 
 
 def test_what_a_tool_wrote_may_be_very_unlikely():

@@ -1,8 +1,4 @@
-"""
-The two stages, on a policy that is a function: what it samples depends on the prefix and the sample's number alone.
-
-The same stages on a real model are in test_trainer.py.
-"""
+"""The two stages, on a policy that is a function: a sample depends on its prefix and its number alone."""
 
 import math
 import pickle
@@ -87,7 +83,6 @@ class CountingScorer:
 
 
 def token_statistics(prompt_ids, completion_ids, multimodal=None):
-    """Entropies that depend on the prompt and the tokens before."""
     return [
         (
             torch.tensor([-random.Random(repr((p, c[: i + 1]))).random() for i in range(len(c))]),
@@ -272,10 +267,7 @@ def test_metrics_by_hand():
     expected |= {"tokens/generated": 8 + 4 + 2 + 6, "tokens/per_row": 20 / 8, "tokens/per_informative_row": 20 / 2}
     expected |= {"rows/informative": 2 / 8, "rows/copied": 0.0, "advantage/mean": 0.0, "advantage/std": 0.3}
     assert metrics == pytest.approx({f"fr3e/{name}": value for name, value in expected.items()}, abs=1e-6)
-
-
-def test_metrics_of_base_trajectories_leave_out_other_rows():
-    """A tool's tokens are not the policy's; a row that S_0 got for a missing anchor is no base trajectory."""
+    # A tool's tokens are not the policy's; a row of S_0 for a missing anchor is no base trajectory
     bases = [rollout(0.0, 4), Rollout([1] * 4, None, Score([0.0], 0.0), mask=np.array([True, False, False, False]))]
     tree = Tree([1], 9, bases, mean_entropies=[0.5, 1.0])
     tree.states[0].rollouts = [*bases, rollout(1.0)]

@@ -1,5 +1,6 @@
 """Tree credit as a setting: advantages of tokens from the trees to the loss, through `train()`."""
 
+import functools
 import math
 from dataclasses import replace
 
@@ -11,7 +12,6 @@ from models import CPU, make_tokenizer
 from processes_train import FakeSampler
 from recorder import Recorder
 from test_credit import by_definition
-from transformers import set_seed
 
 from fr3e_trl import FR3EConfig
 from fr3e_trl.method.credit import credit_rows
@@ -32,13 +32,13 @@ def parity(prompts, completions, **kwargs):
     return [is_hopeful * float(sum(map(ord, text)) % 5) for is_hopeful, text in zip(hopeful, completions, strict=True)]
 
 
-def train(cls=Recorder, sampler=None, reward_func=graded, **settings):
+def make_trainer(cls=Recorder, sampler=None, reward_func=graded, **settings):
     trainer = factory.make_trainer(cls, reward_funcs=reward_func, **DEFAULTS | settings)
-    if sampler is not None:
-        trainer.sampler = sampler
-    set_seed(1)
-    trainer.train()
+    trainer.sampler = sampler or trainer.sampler
     return trainer
+
+
+train = functools.partial(factory.train, make=make_trainer)
 
 
 def paths_in(trees):
@@ -61,7 +61,6 @@ def paths_in(trees):
     ids=["graded", "scaled", "rejected"],
 )
 def test_the_batch_has_the_advantages_of_the_definition(reward_func, num_anchors, strength, scale):
-    """Two base trajectories a prompt, short completions, unscorable rows."""
     settings = {"num_base_trajectories": 2, "num_anchors": num_anchors}
     settings |= {"value_prior_strength": strength, "negative_advantage_scale": scale}
     trainer = train(sampler=FakeSampler(), reward_func=reward_func, **settings)
@@ -108,7 +107,6 @@ def credited(trees, plan=None, **settings):
 
 
 def other_tree(reward=0.2):
-    """Worth `reward`, whatever its form."""
     return make_tree((reward,) * 3)
 
 
@@ -155,10 +153,7 @@ def test_a_tree_by_length_by_hand():
     # Equal rewards teach nothing, however rounded
     equal = credited([other_tree(0.1), other_tree(0.1)], plan={"length_normalized": True})
     assert not any(row.in_loss for row in equal)
-
-
-def test_a_batch_scaled_by_its_deviation():
-    """As by GRPO, over all rows, copies included: here 0, 1, 0 and three times .2."""
+    # Scaled by the deviation of all rows, copies included: here of 0, 1, 0 and three times .2
     deviation = torch.tensor([0, 1, 0, 0.2, 0.2, 0.2]).std().item() + 1e-4
     plain, scaled = (credited([make_tree(), other_tree()], plan={"scale": scale}) for scale in ("none", "batch"))
     for one, other in zip(plain, scaled, strict=True):
@@ -187,6 +182,12 @@ def test_rows_without_credit_leave_the_loss():
     assert [row.in_loss for row in rows[:3]] == [True, False, True]
     assert [state.rejected for state in trees[0].states] == [False, True, False]
     assert all(row.in_loss for row in credited([other_tree(1.0)] * 2, reject_degenerate_states=False))
+    # Rows of older checkpoints have no credit of tokens, and a temperature that is not looked at
+    state = {"holder": 1, "index": 0, "length": 3, "num_written": 3, "rewards": [1.0], "reward": 1.0, "credit": []}
+    state |= {"temperature": 1.2, "advantage": 0.5, "in_loss": True, "is_left_over": True}
+    row = row_from(state, [{"prompt": "1+1="}])
+    assert row.rollout.credit == [(3, 1.0, 0.5)] and row.advantage == 0.5
+    assert row_from(row_state(row, with_tokens=False), [{}]).rollout.credit == row.rollout.credit
 
 
 class KeepsGradients(Recorder):
@@ -256,12 +257,3 @@ def test_the_off_policy_mask_is_about_the_advantages_of_tokens():
     torch.testing.assert_close(all_masked, without_negatives)
     torch.testing.assert_close(none_masked, plain)
     assert all((masked - other).abs().max() > 1e-3 for masked in (all_masked, none_masked))
-
-
-def test_rows_of_older_checkpoints_have_no_credit_of_their_tokens():
-    """And a temperature of their own, which is not looked at."""
-    state = {"holder": 1, "index": 0, "length": 3, "num_written": 3, "rewards": [1.0], "reward": 1.0, "credit": []}
-    state |= {"temperature": 1.2, "advantage": 0.5, "in_loss": True, "is_left_over": True}
-    row = row_from(state, [{"prompt": "1+1="}])
-    assert row.rollout.credit == [(3, 1.0, 0.5)] and row.advantage == 0.5
-    assert row_from(row_state(row, with_tokens=False), [{}]).rollout.credit == row.rollout.credit

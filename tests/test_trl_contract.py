@@ -35,9 +35,6 @@ PACKAGE = Path(fr3e_trl.__file__).parent
 DOCUMENTED = {"trl", "trl.rewards", "trl.data_utils", "accelerate", "accelerate.utils", "transformers"}
 
 
-# The names
-
-
 def relied_on() -> dict[str, set[str]]:
     """Names that other libraries do not document, and the files that use them."""
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
@@ -74,10 +71,6 @@ def private_attributes(*classes) -> set[str]:
     }
 
 
-def test_few_names_are_relied_on():
-    assert len(relied_on()) <= 60, "\n".join(sorted(relied_on()))
-
-
 def test_every_override_is_checked(caplog):
     """And says what it changes. This TRL fits."""
     overridden = {
@@ -93,6 +86,8 @@ def test_every_override_is_checked(caplog):
     check_trl()
     assert not caplog.records
     assert FR3ETrainer.__bases__ == (ExactResume,) and ExactResume.__bases__ == (GRPOTrainer,)
+    # Few names are relied on
+    assert len(relied_on()) <= 60, "\n".join(sorted(relied_on()))
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
@@ -110,15 +105,8 @@ def test_a_method_that_has_moved_is_named(name):
         check_trl(Moved)
 
 
-def test_the_trainer_is_not_made_with_another_trl(monkeypatch):
-    monkeypatch.setattr(GRPOTrainer, "_generate", lambda self, batch: None)
-    with pytest.raises(ImportError, match=r"_generate takes \(batch\), and must take \(prompts\) first"):
-        train(FR3ETrainer, per_device_train_batch_size=8)
-
-
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_without_an_optional_name_a_line_says_what_is_off(name, monkeypatch, caplog):
-    """And training goes on."""
     others = {other: getattr(GRPOTrainer, other) for other in {*OVERRIDDEN, *OPTIONAL} - {name}}
     with caplog.at_level(logging.WARNING):
         check_trl(type("Without", (), others))
@@ -153,21 +141,20 @@ def test_a_trainer_made_without_its_constructor_computes_a_loss():
     assert loss.item() == pytest.approx(-2)
 
 
-def test_nothing_is_left_on_a_trainer_that_has_trained():
-    trainer = train(FR3ETrainer, per_device_train_batch_size=8, num_iterations=2, beta=0, max_steps=3)
-    assert not {*OVERRIDDEN, *OPTIONAL} & vars(trainer).keys()
-    assert not [name for name, value in vars(trainer).items() if inspect.ismethod(value) and value.__self__ is trainer]
-
-
-# The constructor, and how TRL behaves
-
-
-def test_the_constructor_takes_what_grpo_trainer_takes():
+def test_the_constructor_takes_what_grpo_trainer_takes(monkeypatch):
     ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (FR3ETrainer, GRPOTrainer))
     own = inspect.Parameter("sampler", inspect.Parameter.KEYWORD_ONLY, default=None)
     assert [(p.name, p.kind, p.default) for p in ours.values()] == [
         (p.name, p.kind, p.default) for p in (*theirs.values(), own)
     ]
+    # Training leaves no method on the trainer
+    trainer = train(FR3ETrainer, per_device_train_batch_size=8, num_iterations=2, beta=0, max_steps=3)
+    assert not {*OVERRIDDEN, *OPTIONAL} & vars(trainer).keys()
+    assert not [name for name, value in vars(trainer).items() if inspect.ismethod(value) and value.__self__ is trainer]
+    # It is not made with another TRL
+    monkeypatch.setattr(GRPOTrainer, "_generate", lambda self, batch: None)
+    with pytest.raises(ImportError, match=r"_generate takes \(batch\), and must take \(prompts\) first"):
+        train(FR3ETrainer, per_device_train_batch_size=8)
 
 
 def test_what_a_batch_consists_of():
@@ -219,10 +206,7 @@ def test_what_a_batch_consists_of():
 
 
 def test_groups_are_consecutive_shuffled_by_one_permutation_and_buffered_in_micro_batches():
-    """
-    Each batch is generated once, and `inputs[::num_generations]` are its prompts. Whatever else is in it is shuffled
-    too: rows are put together by a column that numbers them.
-    """
+    """`inputs[::num_generations]` are a batch's prompts, and rows are put together by a column that numbers them."""
     seen = []
 
     class Numbered(GRPOTrainer):

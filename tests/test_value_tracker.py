@@ -10,7 +10,6 @@ from factory import graded
 from launches import launch
 from models import make_dataset
 from test_processes import assert_same_training, weights_of
-from transformers import set_seed
 
 from fr3e_trl.method.credit.prior import ValueTracker, prompt_key
 from fr3e_trl.method.tree import as_ids
@@ -156,17 +155,13 @@ def test_a_checkpoint_is_small_and_plain(tmp_path):
 
 
 def digits(completions, **kwargs):
-    """All scorable."""
     return [float(sum(map(ord, text)) % 5) for text in completions]
 
 
-def train(reward_func=graded, resume=None, **settings):
+def train(reward_func=graded, **settings):
     three_steps_an_epoch = make_dataset(6)
     defaults = {"max_completion_length": 10, "max_steps": 6, "learning_rate": 1e-2, "value_tracker": True}
-    trainer = factory.make_trainer(reward_funcs=reward_func, dataset=three_steps_an_epoch, **defaults | settings)
-    set_seed(1)
-    trainer.train(resume)
-    return trainer
+    return factory.train(reward_funcs=reward_func, dataset=three_steps_an_epoch, **defaults | settings)
 
 
 def value_of(tree, args):

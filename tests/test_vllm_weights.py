@@ -51,10 +51,15 @@ def test_vllm_is_set_up_with_what_trl_sets_it_up_with(monkeypatch):
     assert ours == trls and len(ours) > 15
 
 
-def test_a_loss_that_needs_ratios_of_tokens_is_refused_ratios_of_rows():
+def test_what_is_refused():
     """As by TRL, whose constructor checks it only where it sets up vLLM by itself."""
     with pytest.raises(ValueError, match="vllm_importance_sampling_mode='sequence_mask' must be 'token_truncate' or"):
         make_trainer(use_vllm=True, loss_type="vespo", num_anchors=0)
+    # A quantized model is not merged for a colocated engine
+    generation = object.__new__(FR3EVLLMGeneration)
+    generation.mode, generation.model = "colocate", SimpleNamespace(is_loaded_in_4bit=True)
+    with pytest.raises(ValueError, match=r"vllm_mode='colocate' is not possible with a quantized model.*'server'"):
+        generation._init_vllm()
 
 
 def make_policy(model=None, **lora):
@@ -87,13 +92,6 @@ def test_biases_with_an_adapter_of_their_own_are_sent_as_by_trl():
     ours, theirs = sent_by(FR3EVLLMGeneration, trainer), sent_by(VLLMGeneration, trainer)
     biases = [name for name in theirs if name.endswith("q_proj.bias")]
     assert biases and all(torch.allclose(ours[name], theirs[name], atol=0.02) for name in biases)
-
-
-def test_a_quantized_model_is_not_merged_for_a_colocated_engine():
-    generation = object.__new__(FR3EVLLMGeneration)
-    generation.mode, generation.model = "colocate", SimpleNamespace(is_loaded_in_4bit=True)
-    with pytest.raises(ValueError, match=r"vllm_mode='colocate' is not possible with a quantized model.*'server'"):
-        generation._init_vllm()
 
 
 @pytest.mark.parametrize(

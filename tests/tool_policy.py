@@ -25,20 +25,10 @@ TEMPLATE = (
 )
 
 # What the policy writes, as messages
-RESPONSE_TEMPLATE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|assistant|>",
-    "fields": {
-        "tool_calls": {
-            "open": "<call>",
-            "close_pattern": "</call>",
-            "repeats": True,
-            "content": "text",
-            "transform": {"type": "function", "function": {"name": "look", "arguments": {"key": "{content}"}}},
-        },
-        "content": {"close_pattern": "<eos>", "content": "text"},
-    },
-}
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"key": "{content}"}}}
+OF_CALLS = {"open": "<call>", "close_pattern": "</call>", "repeats": True, "content": "text", "transform": CALL}
+RESPONSE_TEMPLATE = {"defaults": {"role": "assistant"}, "start_anchor": "<|assistant|>"}
+RESPONSE_TEMPLATE |= {"fields": {"tool_calls": OF_CALLS, "content": {"close_pattern": "<eos>", "content": "text"}}}
 
 CALLS: list[str] = []  # the arguments of all calls of `look`
 
@@ -52,6 +42,9 @@ def look(key: str) -> str:
     """
     CALLS.append(key)
     return str((3 * int(key) + 1) % 10)
+
+
+DOCUMENTATION = look.__doc__
 
 
 def instead_of_look(tool):
@@ -70,12 +63,9 @@ def make_tool_tokenizer() -> PreTrainedTokenizerFast:
 def make_tool_dataset(num_prompts: int = 16) -> Dataset:
     """From a digit, two looks on: what is the second answer?"""
     digits = [i % 10 for i in range(num_prompts)]
-    return Dataset.from_dict(
-        {
-            "prompt": [[{"role": "user", "content": f"{digit}?"}] for digit in digits],
-            "answer": [str((3 * ((3 * digit + 1) % 10) + 1) % 10) for digit in digits],
-        }
-    )
+    prompts = [[{"role": "user", "content": f"{digit}?"}] for digit in digits]
+    answers = [str((3 * ((3 * digit + 1) % 10) + 1) % 10) for digit in digits]
+    return Dataset.from_dict({"prompt": prompts, "answer": answers})
 
 
 class Walk:
@@ -93,16 +83,12 @@ class Walk:
         self.answer = answer
         return None
 
-    def look(self, key: str) -> str:  # what it is for, classes below take over
-        """
-        Look a digit up.
-
-        Args:
-            key: The digit.
-        """
+    def look(self, key: str) -> str:
         Walk.looks.append((self.number, key, len(self.keys)))
         self.keys.append(key)
         return str((3 * int(key) + len(self.keys)) % 10)
+
+    look.__doc__ = DOCUMENTATION  # which classes below take over
 
     def get_reward(self) -> float:
         return float(len(set(self.keys)))
@@ -221,11 +207,7 @@ def right(completions, answer, **kwargs):
 
 
 def train_tool_policy(model, inputs_of, answers_at_once=False):
-    """
-    Have a model know the form of dialogues, and be unsure of the digits.
-
-    It is trained on what `inputs_of` makes of texts; every other calls no tool where it `answers_at_once`.
-    """
+    """Teach a model the form of dialogues, by `inputs_of` texts, half of which call no tool if `answers_at_once`."""
     generator = torch.Generator().manual_seed(0)
     model.lm_head.weight.data.div_(20)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -130,11 +130,8 @@ def train(name: str, directory: Path, checkpoint: str | None = None) -> None:
     trainer.train(checkpoint)
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     parts = [state[key].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for key in sorted(state)]
-    steps = [
-        {key: repr(value) for key, value in entry.items() if not key.endswith(TIMES)}
-        for entry in trainer.state.log_history
-        if "loss" in entry
-    ]
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    steps = [{key: repr(value) for key, value in entry.items() if not key.endswith(TIMES)} for entry in logs]
     result = {"weights": digest(parts), "completions": digest([text.encode() for text in sorted(texts)])}
     if trainer.accelerator.is_main_process:
         result |= {"package": str(Path(fr3e_trl.__file__).parent), "steps": steps}
@@ -159,9 +156,8 @@ def run(name: str, directory: Path, checkpoint: str | None = None) -> str:
         with log.open("w") as file:
             subprocess.run([*command, __file__, "train", directory, "--only", name], stdout=file, stderr=file)
     else:
-        process = multiprocessing.get_context("fork").Process(
-            target=train_to_log, args=(name, directory, checkpoint, log)
-        )
+        arguments = name, directory, checkpoint, log
+        process = multiprocessing.get_context("fork").Process(target=train_to_log, args=arguments)
         process.start()
         process.join()
     return "saved" if (directory / f"{name}.json").exists() else f"failed, see {log}"

@@ -108,46 +108,32 @@ def make_vision_model(family: str, seed: int = 0, tokenizer=None) -> PreTrainedM
         rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
         vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
         vision |= {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
-        config = transformers.Qwen2_5_VLConfig(
-            text_config={**text, "rope_parameters": rope},
-            vision_config=vision,
-            image_token_id=ids["<|image_pad|>"],
-            video_token_id=ids["<|video_pad|>"],
-            vision_start_token_id=ids["<|vision_start|>"],
-            vision_end_token_id=ids["<|vision_end|>"],
-        )
+        tokens = {f"vision_{end}_token_id": ids[f"<|vision_{end}|>"] for end in ("start", "end")}
+        tokens |= {f"{kind}_token_id": ids[f"<|{kind}_pad|>"] for kind in ("image", "video")}
+        text |= {"rope_parameters": rope}
+        config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
     elif family == "gemma3":
-        config = transformers.Gemma3Config(
-            text_config=transformers.Gemma3TextConfig(**text, head_dim=8, query_pre_attn_scalar=8, sliding_window=64),
-            vision_config=transformers.SiglipVisionConfig(**VISION, image_size=16, patch_size=4),
-            mm_tokens_per_image=4,
-            boi_token_index=ids["<start_of_image>"],
-            eoi_token_index=ids["<end_of_image>"],
-            image_token_index=ids["<image_soft_token>"],
-            tie_word_embeddings=False,
-        )
+        names = {"boi": "start_of_image", "eoi": "end_of_image", "image": "image_soft_token"}
+        tokens = {f"{name}_token_index": ids[f"<{token}>"] for name, token in names.items()}
+        text |= {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 64}
+        parts = {"text_config": transformers.Gemma3TextConfig(**text)}
+        parts |= {"vision_config": transformers.SiglipVisionConfig(**VISION, image_size=16, patch_size=4)}
+        config = transformers.Gemma3Config(**parts, **tokens, mm_tokens_per_image=4, tie_word_embeddings=False)
     elif family == "smolvlm":
-        config = transformers.SmolVLMConfig(
-            text_config=transformers.LlamaConfig(**text),
-            vision_config=SmolVLMVisionConfig(**VISION, image_size=16, patch_size=4),
-            scale_factor=2,
-            image_token_id=ids["<image>"],
-        )
+        text = transformers.LlamaConfig(**text)
+        vision = SmolVLMVisionConfig(**VISION, image_size=16, patch_size=4)
+        tokens = {"scale_factor": 2, "image_token_id": ids["<image>"]}
+        config = transformers.SmolVLMConfig(text_config=text, vision_config=vision, **tokens)
     elif family == "internvl":
-        config = transformers.InternVLConfig(
-            text_config=transformers.Qwen2Config(**text),
-            vision_config=transformers.InternVLVisionConfig(**VISION, image_size=16, patch_size=4),
-            image_token_id=ids["<IMG_CONTEXT>"],
-            image_seq_length=4,
-            tie_word_embeddings=False,
-        )
+        text = transformers.Qwen2Config(**text)
+        vision = transformers.InternVLVisionConfig(**VISION, image_size=16, patch_size=4)
+        tokens = {"image_token_id": ids["<IMG_CONTEXT>"], "image_seq_length": 4, "tie_word_embeddings": False}
+        config = transformers.InternVLConfig(text_config=text, vision_config=vision, **tokens)
     else:
         vision = VISION | {"num_hidden_layers": 2, "image_size": 16, "patch_size": 8}
-        config = transformers.LlavaConfig(
-            text_config=make_model(vocab_size=len(tokenizer)).config,
-            vision_config=transformers.CLIPVisionConfig(**vision),
-            image_token_id=ids["<image>"],
-        )
+        text = make_model(vocab_size=len(tokenizer)).config
+        vision = transformers.CLIPVisionConfig(**vision)
+        config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_id=ids["<image>"])
     model = transformers.AutoModelForImageTextToText.from_config(config)
     if family == "gemma3":
         model.model.multi_modal_projector.mm_input_projection_weight.data.normal_()  # zero at first: blind
@@ -170,11 +156,7 @@ def make_image(i: int, size: tuple[int, int] = (16, 16)) -> Image.Image:
 
 
 def make_image_dataset(num_prompts: int = 8, form: str = "image") -> Dataset | IterableDataset:
-    """
-    Questions with images of several sizes.
-
-    In the column "image" each has one, in "images" one or two, and in "parts" one among the parts of its message.
-    """
+    """Questions with images of any size: one in a column "image", one or two in "images", or one among its "parts"."""
     images = [make_image(i, (16 + 8 * (i % 3), 16)) for i in range(num_prompts)]
     texts = [f"{3 * i}+{i}=" for i in range(num_prompts)]
     prompts = [[{"role": "user", "content": text}] for text in texts]

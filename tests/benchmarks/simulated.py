@@ -45,36 +45,17 @@ def simulated(generator, num_seeds, arms=("grpo", "fr3e"), num_prompts=48, num_s
                 log_odds = START + prompts + progress * (GAINS[arm] + steady[seed])
                 right = at_start if i == 0 else generator.binomial(num_samples, share(log_odds))
                 spent = BUDGET * i / num_evals * (1 + 0.01 * number * (i == num_evals))
-                evaluations.append(
-                    {
-                        "batches": i,
-                        "generated_tokens": spent,
-                        "training_rows": 10 * i,
-                        "forward_backward_tokens": 3 * spent,
-                        "seconds": spent * (1 - 0.1 * number),
-                        "rewards": [[1.0] * n + [0.0] * (num_samples - n) for n in right.tolist()],
-                        "entropy": 1 - 0.5 * progress,
-                        "completion_length": 20.0 + i,
-                        "num_unscored": 0,
-                    }
-                )
+                costs = {"generated_tokens": spent, "training_rows": 10 * i, "forward_backward_tokens": 3 * spent}
+                costs |= {"batches": i, "seconds": spent * (1 - 0.1 * number)}
+                found = {"entropy": 1 - 0.5 * progress, "completion_length": 20.0 + i, "num_unscored": 0}
+                rewards = [[1.0] * n + [0.0] * (num_samples - n) for n in right.tolist()]
+                evaluations.append(costs | found | {"rewards": rewards})
             batch = {"differing": 0.4, "signal": 0.8, "rejected": 0.0, "advantage_mean": 0.0, "advantage_std": 0.5}
             batches = [batch | {"generated_tokens": 10 * i, "reward": i / 10} for i in range(1, 11)]
             about = {"arm": arm, "seed": seed, "cost": "generated_tokens", "amount": BUDGET}
             runs.append(about | {"evaluations": evaluations, "evaluation_seconds": 1.0, "batches": batches})
     settings = {arm: {"num_prompts": 8, "num_generations": 4, "learning_rate": 1e-3} for arm in arms}
-    arguments = {
-        "task": "simulated",
-        "dataset_name": None,
-        "reference": arms[0],
-        "generated_tokens": BUDGET,
-        "seeds": list(range(num_seeds)),
-        "num_evals": num_evals,
-        "num_heldout": num_prompts,
-        "num_samples": num_samples,
-        "pass_at": [4],
-        "arms": settings,
-        "tuning_tokens": None,
-        **(extra or {}),
-    }
+    arguments = {"task": "simulated", "dataset_name": None, "reference": arms[0], "arms": settings, "pass_at": [4]}
+    arguments |= {"generated_tokens": BUDGET, "seeds": list(range(num_seeds)), "num_evals": num_evals}
+    arguments |= {"num_heldout": num_prompts, "num_samples": num_samples, "tuning_tokens": None} | (extra or {})
     return Results(arguments, "python -m benchmarks compare --config simulated.yaml", settings, runs, [], [])

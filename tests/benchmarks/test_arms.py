@@ -10,15 +10,8 @@ from models import model_on_disk
 
 from benchmarks.arms import check_settings, make_trainer
 
-SETTINGS = {
-    "loss_type": "dapo",
-    "num_generations": 4,
-    "num_prompts": 4,
-    "num_iterations": 2,
-    "num_train_examples": 16,
-    "learning_rate": 1e-3,
-    "logging_steps": 1,
-}
+SETTINGS = {"loss_type": "dapo", "num_generations": 4, "num_prompts": 4, "num_iterations": 2, "num_train_examples": 16}
+SETTINGS |= {"learning_rate": 1e-3, "logging_steps": 1}
 FR3E = {"trainer": "fr3e", "scale_rewards": "none", "epsilon_high": 0.28}
 
 
@@ -46,9 +39,7 @@ def test_stale_rollouts_are_of_the_policy_of_so_many_updates_before(staleness, u
     """The log-probs that they come with are those of the weights of then, and the update begins with newer ones."""
     fresh, _ = trained(**FR3E)
     trainer = make_trainer(
-        SETTINGS | FR3E | {"staleness": staleness},
-        *(Path(model_on_disk()), Letters(), Path("out"), 0),
-        max_steps=6,
+        SETTINGS | FR3E | {"staleness": staleness}, *(Path(model_on_disk()), Letters(), Path("out"), 0), max_steps=6
     )
     weights, batches, score = [], [], trainer._generate_and_score_completions
 
@@ -58,10 +49,8 @@ def test_stale_rollouts_are_of_the_policy_of_so_many_updates_before(staleness, u
 
     trainer._generate_and_score_completions = kept
     begin_update = trainer.begin_update
-    trainer.begin_update = lambda: (
-        weights.append({name: p.clone() for name, p in trainer.model.state_dict().items()}),
-        begin_update(),
-    )
+    copied = lambda: {name: p.clone() for name, p in trainer.model.state_dict().items()}  # noqa: E731
+    trainer.begin_update = lambda: weights.append(copied()) or begin_update()
     trainer.train()
     assert [step for step, _ in batches] == [0, 2, 4]
     for step, batch in batches:

@@ -42,15 +42,8 @@ from fr3e_trl.generation.generate import GenerateSampler
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "bench_task.py"
 
-BASE = {
-    "trainer": "fr3e",
-    "num_prompts": 4,
-    "num_generations": 4,
-    "num_train_examples": 64,
-    "learning_rate": 1e-3,
-    "epsilon_high": 0.28,
-    "scale_rewards": "none",
-}
+BASE = {"trainer": "fr3e", "num_prompts": 4, "num_generations": 4, "num_train_examples": 64, "learning_rate": 1e-3}
+BASE |= {"epsilon_high": 0.28, "scale_rewards": "none"}
 # What may be tuned left out
 UNTUNED = {name: value for name, value in BASE.items() if name not in ("learning_rate", "num_prompts")}
 GRPO = {"trainer": "grpo"}
@@ -60,35 +53,19 @@ THROWN_AWAY = {"num_anchors": 1, "reuse_base": False, "num_base_trajectories": 3
 
 @pytest.fixture(autouse=True)
 def light(request, monkeypatch):
-    """One thread, as in a worker; and plots, which take longer than these runs, where a test is about them alone."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Plots take longer than these runs: they are drawn where a test is about them alone."""
     if request.node.get_closest_marker("plots") is None:
         monkeypatch.setattr("benchmarks.report.plot_all", lambda results, headline: [])
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def arguments(**overrides):
-    settings = {
-        "task": "ones",
-        "policy": model_on_disk(),
-        "output_dir": "out",
-        "base": BASE,
-        "arms": {"fr3e": FR3E, "grpo": GRPO},
-        "reference": "grpo",
-        "generated_tokens": 500,
-        "seeds": [0],
-        "num_evals": 2,
-        "num_heldout": 6,
-        "num_samples": 4,
-        "pass_at": [2],
-    }
+    settings = {"task": "ones", "policy": model_on_disk(), "output_dir": "out", "base": BASE}
+    settings |= {"arms": {"fr3e": FR3E, "grpo": GRPO}, "reference": "grpo", "generated_tokens": 500, "seeds": [0]}
+    settings |= {"num_evals": 2, "num_heldout": 6, "num_samples": 4, "pass_at": [2]}
     return CompareArguments(**settings | overrides)
 
 
 def run(**overrides):
-    """Compare, and return the raw results."""
     args = arguments(**overrides)
     compare(args, "python -m benchmarks compare --config x.yaml")
     return json.loads((Path(args.output_dir) / "results.json").read_text())
@@ -105,11 +82,7 @@ def without_times(results):
     return results
 
 
-# Statistics, by hand
-
-
 def test_interval_over_seeds_and_prompts():
-    """Two seeds and three prompts, by hand."""
     values = np.array([[0.2, 0.5, 0.8], [0.4, 0.5, 0.9]])
     # Means of seeds .5, .6: variance .005. Of prompts .3, .5, .85: .0775. What is left: ±.05, ∓.05, 0, twice as squares
     # .01, over 1 · 2 degrees of freedom .005
@@ -120,14 +93,7 @@ def test_interval_over_seeds_and_prompts():
     # Noise alone, ±½ four times, 1 as squares over 1 · 1 degrees of freedom: nothing is left for the prompts
     noise = np.array([[0.0, 1.0], [1.0, 0.0]])
     assert stats.half_widths(noise) == pytest.approx((12.706205 * (1 / 4) ** 0.5, 0), rel=1e-6)
-
-
-def ends(interval):
-    return interval.low, interval.high
-
-
-def test_intervals_stay_in_their_bounds():
-    """Wilson's for a share p of n: (p + z²/2n ± z √(p (1 − p)/n + z²/4n²)) / (1 + z²/n)."""
+    # Wilson's for a share p of n: (p + z²/2n ± z √(p (1 − p)/n + z²/4n²)) / (1 + z²/n)
     half_width, ratio = 1.96 * (0.9 * 0.1 / 40) ** 0.5, 1.96**2 / 40
     spread = 1.96 * (0.9 * 0.1 / 40 + ratio / 160) ** 0.5
     expected = [(0.9 + ratio / 2 + side * spread) / (1 + ratio) for side in (-1, 1)]
@@ -142,7 +108,11 @@ def test_intervals_stay_in_their_bounds():
     assert stats.mean_interval([0.1, 1.0], (0.0, math.inf)).low == 0
 
 
-def test_curves():
+def ends(interval):
+    return interval.low, interval.high
+
+
+def test_curves_and_whole_batches():
     x, y = [0, 10, 20], [0.0, 0.5, 0.7]
     assert [stats.interpolate(x, y, at) for at in (0, 5, 15, 20)] == pytest.approx([0.0, 0.25, 0.6, 0.7])
     assert stats.interpolate(x, y, 21) != stats.interpolate(x, y, 21)  # NaN
@@ -151,10 +121,7 @@ def test_curves():
     assert stats.first_reached(x, y, 0.6) == pytest.approx(15)
     assert stats.first_reached(x, y, 0.0) == 0
     assert stats.first_reached(x, y, 0.8) == float("inf")
-
-
-def test_prompts_that_make_whole_batches():
-    """Of 4 rows each; also in micro-batches of 6, or in five of them."""
+    # Prompts that make whole batches, of 4 rows each; also in micro-batches of 6, or in five of them
     rows, most = {"num_generations": 4}, {"num_generations": 4, "num_train_examples": 64}
     given = [(7.4, rows), (0.2, rows), (70, most), (7.4, rows | {"per_device_train_batch_size": 6})]
     given += [(7.6, rows | {"steps_per_generation": 5}), (70, most | {"steps_per_generation": 5})]
@@ -171,9 +138,6 @@ def test_signal_of_a_batch():
     expected = {"signal": 3 / 6, "rejected": 2 / 6, "advantage_mean": 0.25 / 6}
     expected |= {"advantage_std": ((0.5 + 0.0625) / 6 - (0.25 / 6) ** 2) ** 0.5}
     assert batch_signal(advantages, in_loss) == pytest.approx(expected, abs=1e-6)
-
-
-# What runs count
 
 
 @pytest.mark.parametrize("arm", [GRPO, FR3E, THROWN_AWAY, {"num_anchors": 0, "reject_degenerate_states": True}])
@@ -204,12 +168,9 @@ def test_stops_at_the_tokens_to_one_batch(arm, monkeypatch):
 def test_a_batch_is_trained_on_to_its_end():
     """Micro-batches, steps and iterations of one batch: all its tokens go through the loss as often."""
     micro = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 2}
-    ends = []
-    for number in (1, 2):
-        arms = {"grpo": GRPO | micro | {"num_iterations": number}}
-        (result,) = run(output_dir=f"{number}", arms=arms, generated_tokens=1, num_evals=1)["runs"]
-        ends.append(result["evaluations"][-1])
-    once, twice = ends
+    arms = {f"{number}": GRPO | micro | {"num_iterations": number} for number in (1, 2)}
+    results = run(arms=arms, reference="1", generated_tokens=1, num_evals=1)["runs"]
+    once, twice = (result["evaluations"][-1] for result in results)
     assert once["batches"] == twice["batches"] == 1 and once["generated_tokens"] == twice["generated_tokens"]
     assert twice["forward_backward_tokens"] == 2 * once["forward_backward_tokens"] > 2 * once["generated_tokens"]
 
@@ -235,13 +196,10 @@ def test_measuring_changes_nothing(tmp_path):
     settings = BASE | GRPO | {"max_completion_length": 8, "max_steps": 2, "logging_steps": 1}
 
     def make_plain():
-        return GRPOTrainer(
-            AutoModelForCausalLM.from_pretrained(model_on_disk(), dtype=torch.float32),
-            task.reward,
-            make_config(settings, tmp_path, seed=3),
-            train_dataset=task.examples("train", 3, 64),
-            processing_class=AutoTokenizer.from_pretrained(model_on_disk(), padding_side="left"),
-        )
+        model = AutoModelForCausalLM.from_pretrained(model_on_disk(), dtype=torch.float32)
+        args, dataset = make_config(settings, tmp_path, seed=3), task.examples("train", 3, 64)
+        tokenizer = AutoTokenizer.from_pretrained(model_on_disk(), padding_side="left")
+        return GRPOTrainer(model, task.reward, args, dataset, processing_class=tokenizer)
 
     losses = []
     for make in (lambda: make_trainer(settings, Path(model_on_disk()), task, tmp_path, seed=3), make_plain):
@@ -255,6 +213,25 @@ def test_measuring_changes_nothing(tmp_path):
 # The report
 
 
+def spent_by(result):
+    return [evaluation["generated_tokens"] for evaluation in result["evaluations"]]
+
+
+def pass_at_1(result):
+    """At each evaluation, of each prompt."""
+    return np.array([np.mean(evaluation["rewards"], axis=1) for evaluation in result["evaluations"]])
+
+
+def at(result, tokens, measure=pass_at_1):
+    return np.array([np.interp(tokens, spent_by(result), curve) for curve in measure(result).T])
+
+
+def mean_along(result, end):
+    """Mean of pass@1 along a run of so many tokens, of each prompt, by the trapezes between its evaluations."""
+    x = [*(tokens for tokens in spent_by(result) if tokens < end), end]
+    return np.trapezoid([at(result, tokens) for tokens in x], x, axis=0) / end
+
+
 def rows_of(report, heading):
     """Cells of the table below a heading, by the name in the first."""
     _, _, section = report.partition(f"# {heading}")
@@ -263,13 +240,8 @@ def rows_of(report, heading):
 
 
 def test_report_has_the_numbers_of_the_raw_data():
-    """All recomputed here, from the JSON alone."""
     raw = run(seeds=[0, 1, 2], arms={"fr3e": FR3E, "grpo": GRPO, "fixed": GRPO | {"learning_rate": 0.0}})
     report = Path("out/report.md").read_text()
-
-    def pass_at_1(run):
-        """At each evaluation, of each prompt."""
-        return np.array([np.mean(evaluation["rewards"], axis=1) for evaluation in run["evaluations"]])
 
     def pass_at_2(run):
         wrong = 4 - 4 * pass_at_1(run)
@@ -277,16 +249,6 @@ def test_report_has_the_numbers_of_the_raw_data():
 
     def entropy(run):
         return np.array([[evaluation["entropy"]] for evaluation in run["evaluations"]])
-
-    def spent_by(run):
-        return [evaluation["generated_tokens"] for evaluation in run["evaluations"]]
-
-    def at(run, tokens, measure=pass_at_1):
-        return np.array([np.interp(tokens, spent_by(run), curve) for curve in measure(run).T])
-
-    def area(run):
-        x = [*(tokens for tokens in spent_by(run) if tokens < 500), 500]
-        return np.trapezoid([at(run, tokens) for tokens in x], x, axis=0) / 500
 
     def summary(values, sign=""):
         """Over seeds and prompts: of each seed a measure, or one for each prompt."""
@@ -306,10 +268,11 @@ def test_report_has_the_numbers_of_the_raw_data():
     assert [run["seed"] for run in runs["fr3e"]] == [0, 1, 2]
     table = rows_of(report, "ones: arms at equal generated tokens")
     for arm, of_arm in runs.items():
-        assert table[arm][0] == summary([area(run) for run in of_arm])
+        assert table[arm][0] == summary([mean_along(run, 500) for run in of_arm])
         assert table[arm][2] == summary([at(run, 500) for run in of_arm])
         if arm != "grpo":
-            difference = [area(run) - area(other) for run, other in zip(of_arm, runs["grpo"], strict=True)]
+            pairs = zip(of_arm, runs["grpo"], strict=True)
+            difference = [mean_along(run, 500) - mean_along(other, 500) for run, other in pairs]
             assert table[arm][1] == summary(difference, "+")
         course = rows_of(report, "pass@1 along the run")[arm]
         assert course == [summary([at(run, tokens) for run in of_arm]) for tokens in (0, 250, 500)]
@@ -325,17 +288,6 @@ def test_report_has_the_numbers_of_the_raw_data():
     assert "python -m benchmarks compare --config x.yaml" in report
     # A policy that does not learn stays what it was
     assert all((pass_at_1(run).mean(1) == pass_at_1(runs["grpo"][0])[0].mean()).all() for run in runs["fixed"])
-
-
-# Tuning, sizes
-
-
-def mean_along(result, end):
-    """Mean of pass@1 along a run of so many tokens, by the trapezes between its evaluations."""
-    points = [(e["generated_tokens"], sum(map(sum, e["rewards"])) / 24) for e in result["evaluations"]]
-    (x0, y0), (x1, y1) = points[-2:]
-    points[-1] = (end, y0 + (y1 - y0) * (end - x0) / (x1 - x0))
-    return sum((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in itertools.pairwise(points)) / end
 
 
 @pytest.mark.plots
@@ -355,7 +307,7 @@ def test_both_sides_are_tuned_alike(monkeypatch, capsys):
         for result in raw["screening"]:
             if result["arm"] == arm:
                 assert result["amount"] == 150
-                screened.setdefault(point_of(result), {})[result["seed"]] = mean_along(result, 150)
+                screened.setdefault(point_of(result), {})[result["seed"]] = mean_along(result, 150).mean()
         assert all(of_point.keys() == {7, 8} for of_point in screened.values())
         rates, sizes, updates = (set(values) for values in zip(*screened, strict=True))
         assert rates == {0.0, 1e-2} and len(sizes) == 2 and updates == ({1} if arm == "own" else {1, 2})
@@ -366,7 +318,7 @@ def test_both_sides_are_tuned_alike(monkeypatch, capsys):
         for result in raw["tuning"]:
             if result["arm"] == arm:
                 assert result["amount"] == 300
-                means[point_of(result)] += mean_along(result, 300) / 3
+                means[point_of(result)] += mean_along(result, 300).mean() / 3
         assert means.keys() == set(finalists)
         (chosen,) = {point_of(result) for result in raw["runs"] if result["arm"] == arm}
         assert chosen == max(finalists, key=lambda point: means[point])
@@ -400,10 +352,9 @@ def check_kept(raw, monkeypatch, capsys):
     assert {line["stage"] for line in lines if "stage" in line} == {"screening", "tuning"}
     for line, result in zip(of_runs, raw["runs"], strict=True):
         assert all(line[name] == result[name] for name in ("arm", "seed", "revision")) and line["revision"]["trl"]
-        tokens = [evaluation["generated_tokens"] for evaluation in result["evaluations"]]
-        assert line["evaluations"]["generated_tokens"] == tokens
-        rates = [sum(map(sum, evaluation["rewards"])) / 24 for evaluation in result["evaluations"]]
-        assert [*line["pass@1"], line["mean"]] == pytest.approx([*rates, mean_along(result, 300)], abs=1e-6)
+        assert line["evaluations"]["generated_tokens"] == spent_by(result)
+        expected = [*pass_at_1(result).mean(1), mean_along(result, 300).mean()]
+        assert [*line["pass@1"], line["mean"]] == pytest.approx(expected, abs=1e-6)
 
 
 def point_of(result):
@@ -445,9 +396,6 @@ def test_batches_of_equal_tokens():
             assert result["settings"]["num_prompts"] == 3
         else:
             assert result["batches"][-1]["generated_tokens"] / len(result["batches"]) == pytest.approx(600, rel=0.15)
-
-
-# Interrupted
 
 
 def write_config(**settings):
@@ -505,7 +453,6 @@ def test_killed_comparison_goes_on_as_the_uncut_one(monkeypatch):
 
 
 def test_results_of_other_arguments_are_not_mixed():
-    """In the same directory, and with the file that is kept of a comparison."""
     shutil.copytree(model_on_disk(), "a/policy")
     settings = {"arms": {"grpo": GRPO}, "generated_tokens": 100, "policy": "a/policy"}
     run(**settings)
@@ -542,9 +489,6 @@ def test_results_of_other_arguments_are_not_mixed():
     os.utime(next(Path("a/policy").glob("*.safetensors")))
     with pytest.raises(UsageError, match="has results of other arguments: weights was "):
         run(**settings)
-
-
-# Several comparisons
 
 
 def write_results(name, **means):

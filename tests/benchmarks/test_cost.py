@@ -18,7 +18,6 @@ SMALL = ["--num_turns=1", "--num_generations=4", "--max_completion_length=8"]
 
 
 def cells(output, name):
-    """Of the row of that name in a table."""
     (row,) = re.findall(rf"^│ +{name} +│(.*)│$", output, re.MULTILINE)
     return [cell.strip() for cell in row.split("│")]
 
@@ -110,7 +109,6 @@ def test_bookkeeping(capsys):
 
 
 def test_overlap(capsys, monkeypatch):
-    """In small: what overlaps, and the timeline. Times are not held to anything."""
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr("benchmarks.cost.overlap.GENERATION_SECONDS", 0.1)
     monkeypatch.setattr("benchmarks.cost.overlap.UPDATE_SECONDS", 0.05)

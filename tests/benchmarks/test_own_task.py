@@ -6,11 +6,10 @@ import os
 import shutil
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
-import torch
+from launches import wait_until
 from models import model_on_disk
 
 import benchmarks.__main__ as cli
@@ -39,31 +38,17 @@ ARMS = {"grpo": {"trainer": "fr3e", "num_anchors": 0}, "fr3e": {"trainer": "fr3e
 
 @pytest.fixture(autouse=True)
 def task(monkeypatch):
-    """A task in files; one thread, as in a worker, and no plots, which take longer than these runs."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """A task in files, and no plots, which take longer than these runs."""
     monkeypatch.setattr("benchmarks.report.plot_all", lambda results, headline: [])
     Path("my_rewards.py").write_text(REWARDS)
     examples = [{"prompt": f"{i}+{i}=", "question": f"{i}+{i}=", "right": "1"} for i in range(40)]
     Path("data.jsonl").write_text("\n".join(map(json.dumps, examples)))
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def command(**settings):
-    """Arguments of a comparison of seconds."""
-    defaults = {
-        "model_name_or_path": model_on_disk(),
-        "dataset_name": "data.jsonl",
-        "reward_funcs": "my_rewards.py:score",
-        "base": BASE,
-        "arms": ARMS,
-        "generated_tokens": 400,
-        "seeds": [0],
-        "num_evals": 2,
-        "num_heldout": 4,
-        "output_dir": "out",
-    }
+    defaults = {"model_name_or_path": model_on_disk(), "dataset_name": "data.jsonl"}
+    defaults |= {"reward_funcs": "my_rewards.py:score", "base": BASE, "arms": ARMS, "generated_tokens": 400}
+    defaults |= {"seeds": [0], "num_evals": 2, "num_heldout": 4, "output_dir": "out"}
     words = ["compare"]
     for name, value in (defaults | settings).items():
         if value is not None:
@@ -73,7 +58,6 @@ def command(**settings):
 
 
 def run(**settings):
-    """All that runs found."""
     cli.main(command(**settings))
     return json.loads(Path("out/results.json").read_text())
 
@@ -114,13 +98,6 @@ def test_no_prompt_is_held_out_and_trained_on():
     task = OwnTask(args, num_heldout=8)
     first, second = (list(task.examples("train", seed, 100)["prompt"]) for seed in (0, 1))
     assert first != second and set(first) == set(second) == set(splits["train"]["prompt"])
-
-
-def wait_until(holds, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def no_workers_are_left():
@@ -180,14 +157,9 @@ def test_arms_by_default_differ_in_the_trainer_alone():
     assert "lora_r" not in report and "model_name_or_path" in report
 
 
-@pytest.mark.parametrize(
-    ("budget", "amount", "cost", "told"),
-    [
-        ("training_rows", 40, "training_rows", "training rows"),
-        ("train_seconds", 0.5, "seconds", "CPU (or GPU) seconds"),
-    ],
-)
-def test_other_stops(budget, amount, cost, told):
+@pytest.mark.parametrize("budget, amount", [("training_rows", 40), ("train_seconds", 0.5)])
+def test_other_stops(budget, amount):
+    cost, told = ("seconds", "CPU (or GPU) seconds") if budget == "train_seconds" else (budget, "training rows")
     (result,) = run(generated_tokens=None, arms={"fr3e": ARMS["fr3e"]}, **{budget: amount})["runs"]
     assert result["evaluations"][0][cost] == 0 and result["evaluations"][-1][cost] >= amount
     assert cost == "seconds" or len(result["batches"]) == 3  # of 16 rows

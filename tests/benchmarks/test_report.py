@@ -70,20 +70,13 @@ def test_intervals_of_an_evaluation_hold_the_truth(num_problems, log_odds):
 
 
 def test_an_evaluation_with_all_right_is_not_sure():
-    """
-    Of 48 problems: with a 0 and a 1 more, 49 of 50 are right, and the variance of their mean is .02 · .98 / 49.
-
-    So it is Wilson's interval of 49 draws, 49 / (49 + 2.0096²) to 1.
-    """
+    """With 48 problems, a 0 and a 1: Wilson's interval of 49 draws (of .02 · .98 / 49), 49 / (49 + 2.0096²) to 1."""
     of_all = {"mean": 1.0, "low": 49 / (49 + 2.0096**2), "high": 1.0}
     assert with_interval([1.0] * 48, are_shares=True) == pytest.approx(of_all, abs=1e-4)
     alike = with_interval([0.3] * 5, are_shares=True)
     assert alike["low"] < 0.2 and alike["high"] > 0.4
     assert with_interval([0.2, 0.4], are_shares=False)["low"] < 0  # with rewards of other bounds
     assert with_interval([1.0], are_shares=True) == {"mean": 1.0}
-
-
-# What the report says
 
 
 ARMS = tuple(GAINS)
@@ -124,7 +117,7 @@ def test_no_figure_is_impossible(num_seeds):
 
 
 def test_where_no_arm_improved_nothing_is_measured():
-    """And a level that a run begins at has no ratio."""
+    """A level that a run begins at has no ratio."""
     assert speed(compared(3), "fr3e", "grpo", "generated_tokens", level=0.0) == "3 runs"
     fallen = compared(3)
     for run in fallen.runs:
@@ -132,9 +125,7 @@ def test_where_no_arm_improved_nothing_is_measured():
             evaluation["rewards"] = [[0.0] * len(rewards) for rewards in evaluation["rewards"]]
     assert verdict(fallen).startswith("No arm improved. ") and "75%" not in costs(fallen)
     assert speed(fallen, "fr3e", "grpo", "generated_tokens", fallen.levels()["75%"]) == "not measured"
-
-
-def test_collapse():
+    # Collapse
     for is_so, *rewards in (
         (True, 0.1, 0.5, 0.2),
         (False, 0.1, 0.5, 0.3, 0.26),
@@ -180,22 +171,13 @@ def test_what_is_out_of_the_ordinary_is_told(tmp_path):
 
 def test_plan():
     """Runs and tokens of each stage, and nothing is run; hours by what an earlier call has measured."""
-    args = CompareArguments(
-        task="chain",
-        policy=model_on_disk(),
-        output_dir="out",
-        base={"num_generations": 4, "num_iterations": 3, "epsilon_high": 0.28, "scale_rewards": "none"},
-        arms={"fr3e": {"trainer": "fr3e"}, "grpo": {"trainer": "grpo"}},
-        generated_tokens=500,
-        seeds=[0, 1],
-        num_evals=2,
-        learning_rates=[1e-3, 3e-3, 1e-2],
-        tokens_per_batch=[300],
-        tuning_tokens=100,
-        tuning_finalists=2,
-        tuning_seeds=[7, 8, 9],
-        plan=True,
-    )
+    base = {"num_generations": 4, "num_iterations": 3, "epsilon_high": 0.28, "scale_rewards": "none"}
+    arms = {"fr3e": {"trainer": "fr3e"}, "grpo": {"trainer": "grpo"}}
+    budget = {"generated_tokens": 500, "seeds": [0, 1], "num_evals": 2, "output_dir": "out"}
+    grid = {"learning_rates": [1e-3, 3e-3, 1e-2], "tokens_per_batch": [300]}
+    tuning = {"tuning_tokens": 100, "tuning_finalists": 2, "tuning_seeds": [7, 8, 9]}
+    given = {"task": "chain", "policy": model_on_disk(), "plan": True}
+    args = CompareArguments(base=base, arms=arms, **budget, **grid, **tuning, **given)
     # 2 arms: 3 rates × 2 seeds of 100 tokens; 2 finalists × 3 seeds, and 2 seeds, of 500
     assert plan_of(args).splitlines() == [
         "Plan: 9,200 generated tokens, with what is done already",

@@ -40,9 +40,6 @@ def said(content):
     return {"role": "assistant", "content": content}
 
 
-# The tool and the demonstrator
-
-
 def test_demonstrations_without_noise_find_the_answer():
     for problem in TASK.examples("heldout", 0, 100):
         _, name, _, *titles, _ = problem["prompt"][0]["content"].split()
@@ -54,9 +51,6 @@ def test_demonstrations_without_noise_find_the_answer():
             name = REGISTER[name, relation]
         assert messages == [*expected, said(f"= {name}")]
         assert TASK.is_right(messages, problem)
-
-
-# Messages and tokens
 
 
 def test_reward():
@@ -124,9 +118,6 @@ def test_a_demonstration_is_what_the_loop_makes_of_it():
     assert log["tools/failure_frequency"] == 0
 
 
-# A policy, and what is measured of it
-
-
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
     """One that calls the tool, if not wisely."""
@@ -134,8 +125,6 @@ def policy(tmp_path_factory):
 
 
 class Counted(Search):
-    """The same, counting what the tool is asked."""
-
     def __init__(self):
         super().__init__()
         self.__dict__["calls"] = []  # it is frozen
@@ -216,9 +205,6 @@ def test_entropy_is_of_what_the_policy_writes(policy, tmp_path, monkeypatch):
     assert len(entropies) < sum(len(ids) for _, completion_ids, *_ in generated for ids in completion_ids)
     assert evaluation.completion_length == len(entropies) / 32
     assert evaluation.entropy == pytest.approx(sum(entropies) / len(entropies), rel=1e-4)
-
-
-# The example
 
 
 def test_agent_is_launched_with_a_model(policy, tmp_path):

@@ -25,11 +25,7 @@ def columns(examples):
 
 
 def test_demonstrations(task):
-    """
-    Without noise they are right.
-
-    The noise leaves the task hard enough that there is something to learn, and easy enough that some are right.
-    """
+    """Right without noise, which leaves the task hard enough to learn something, and easy enough for some."""
     problems = task.examples("heldout", 0, 100)
     clean = [task.demonstrate(problem, random.Random(0), is_noisy=False) for problem in problems]
     assert all(task.is_right(text, problem) for text, problem in zip(clean, problems, strict=True))
@@ -75,26 +71,27 @@ REWARDS = {
         [
             ("+3 10 *5 11 = 11", 1.0),
             ("+3 10 *5 12 = 12", 0.0),
-            ("+3 10 *5 12 = 11", 1.0),  # the answer counts
             ("= 11 11", 0.0),
             ("", 0.0),
+            ("+3 10 *5 12 = 11", 1.0),  # the answer counts
         ],
     ),
     "countdown": (
         {"numbers": [3, 8, 2], "target": 22},
         [
-            ("8 + 3 = 11 ; 11 * 2 = 22", 1.0),
-            ("3 + 8 = 11 ; 2 * 11 = 22", 1.0),
-            ("8 * 3 = 24 ; 24 - 2 = 22", 1.0),
+            *(
+                (right, 1.0)
+                for right in ("8 + 3 = 11 ; 11 * 2 = 22", "3 + 8 = 11 ; 2 * 11 = 22", "8 * 3 = 24 ; 24 - 2 = 22")
+            ),
             ("8 + 3 = 12 ; 12 * 2 = 22", 0.0),
             ("8 + 3 = 11 ; 11 * 2 = 21", 0.0),
             ("8 + 3 = 11 ; 11 + 2 = 22", 0.0),  # that is 13
             ("8 + 3 = 11", 0.0),  # not all numbers
             ("8 + 8 = 16 ; 16 + 3 = 19 ; 19 + 3 = 22", 0.0),  # there is one 8
             ("11 * 2 = 22", 0.0),
+            ("", 0.0),
             ("8 + 3 = 11 ; 11 * 2 = 22 ;", 0.0),
             ("8 ** 3 = 11 ; 11 * 2 = 22", 0.0),
-            ("", 0.0),
         ],
     ),
     "distractors": (
@@ -152,7 +149,6 @@ def test_graded_bets_are_fair():
 
 
 def test_policy_is_made_once(tmp_path, monkeypatch):
-    """And not cut short."""
     tiny = replace(TASKS["chain"], policy_steps=2, policy_batch_size=4, hidden_size=16)
 
     def interrupted(self):

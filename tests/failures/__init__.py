@@ -1,8 +1,4 @@
-"""
-Ways to use the package wrongly, or in bad luck, and what the user is told: see test_failures.py.
-
-A category is a module with a list `CASES`.
-"""
+"""Ways to use the package wrongly, or in bad luck, by category, and what the user is told: see test_failures.py."""
 
 from . import api, commands, data, evaluating, files, resuming, servers
 

@@ -30,13 +30,10 @@ def made(**arguments: Any) -> None:
     model, dataset = arguments.pop("model", make_model), arguments.pop("train_dataset", make_dataset)
     tokenizer = arguments.pop("processing_class", make_tokenizer)
     reward_funcs = arguments.pop("reward_funcs", zeros)
-    FR3ETrainer(
-        model() if callable(model) else model,
-        reward_funcs,
-        FR3EConfig(**CPU | SETTINGS | {"max_steps": 2} | arguments),
-        train_dataset=dataset() if callable(dataset) else dataset,
-        processing_class=tokenizer() if callable(tokenizer) else tokenizer,
-    ).train()
+    made = [part() if callable(part) else part for part in (model, dataset, tokenizer)]
+    model, dataset, tokenizer = made
+    args = FR3EConfig(**CPU | SETTINGS | {"max_steps": 2} | arguments)
+    FR3ETrainer(model, reward_funcs, args, dataset, processing_class=tokenizer).train()
 
 
 def case(name: str, *says: str, **arguments: Any) -> Case:
@@ -63,12 +60,7 @@ def without_eos() -> Any:
 
 
 CASES = [
-    case(
-        "an encoder with a decoder",
-        "T5ForConditionalGeneration",
-        "causal",
-        model=lambda: T5ForConditionalGeneration(T5),
-    ),
+    case("an encoder with a decoder", "T5ForCondition", "causal", model=lambda: T5ForConditionalGeneration(T5)),
     case("a model without a head", "Qwen3Model", "cannot generate", model=lambda: Qwen3Model(make_model().config)),
     case("a number for a model", "model is a int", model=5),
     case("a tokenizer without EOS", "EOS", "tokenizer.eos_token", processing_class=without_eos),

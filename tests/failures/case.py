@@ -22,29 +22,17 @@ EVAL = (
 
 @dataclass(frozen=True)
 class Case:
-    """
-    Something that cannot work.
+    """Something that cannot work."""
 
-    Args:
-        name: unique in its category.
-        command: arguments of `fr3e`, as a shell has them, with `{url}` for the address of `server`. Or a function of
-            the API, which must raise.
-        says: what the line that the user gets must have in it.
-        files: files of the directory, beside data.jsonl, rewards.py and model.
-        after: a command whose results are in `out` before. It is run once for all cases.
-        setup: is called in the directory before the command.
-        server: status and body that a server answers at each path; 404 at others.
-        largest_file: bytes of the largest file that may be written, as by a full disk.
-    """
-
-    name: str
+    name: str  # unique in its category
+    # Arguments of `fr3e`, as a shell has them, with `{url}` for the address of `server`; or a call that must raise
     command: str | Callable[[], Any]
-    says: tuple[str, ...]
-    files: Mapping[str, str | bytes] = field(default_factory=dict)
-    after: str | None = None
-    setup: Setup | None = None
-    server: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    largest_file: int | None = None
+    says: tuple[str, ...]  # what the line that the user gets must have in it
+    files: Mapping[str, str | bytes] = field(default_factory=dict)  # beside data.jsonl, rewards.py and model
+    after: str | None = None  # a command whose results are in `out` before, run once for all cases
+    setup: Setup | None = None  # is called in the directory before the command
+    server: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # status and body at each path, else 404
+    largest_file: int | None = None  # bytes that a file may have, as by a full disk
 
     def arguments(self, url: str) -> list[str]:
         assert isinstance(self.command, str)

@@ -88,8 +88,5 @@ CASES = [
     of_reward("broken.py:score", "broken.py:score", **{"broken.py": "def score(completions, **kwargs:\n"}),
     of_reward("fails.py:score", "fails.py:score", "division by zero", **{"fails.py": "1 / 0\n"}),
     *[lacking("solution", ANSWERS, "math_reward", "answer_column", command=command) for command in (TRAIN, EVAL)],
-    *[
-        lacking("level", GOOD, "rewards.py:needs_level", "prompt, solution", command=command)
-        for command in (TRAIN, EVAL)
-    ],
+    lacking("level", GOOD, "rewards.py:needs_level", "prompt, solution"),
 ]

@@ -28,17 +28,14 @@ def changed(name: str, file: str, old: bytes, new: bytes) -> Case:
     return Case(name, EVAL, says, after=EVAL, setup=change(file, lambda content: content.replace(old, new)))
 
 
+OUT_OF_RANGE = "num_samples=0 limit=0 batch_size=-1 seed=-1 max_completion_length=0 "
+OUT_OF_RANGE += "temperature=-1 temperature=nan top_p=0 top_p=1.1"
+
 CASES = [
     Case("two at once", EVAL, ("output_dir='out'", "in use by process 7", "another output_dir"), setup=hold),
     changed("another reward of that name", "rewards.py", b"01234", b"56789"),
     changed("other data of that name", "data.jsonl", b"3+3", b"4+4"),
-    *[
-        refused(setting, setting)
-        for setting in (
-            *("num_samples=0", "limit=0", "batch_size=-1", "seed=-1", "max_completion_length=0"),
-            *("temperature=-1", "temperature=nan", "top_p=0", "top_p=1.1"),
-        )
-    ],
+    *[refused(setting, setting) for setting in OUT_OF_RANGE.split()],
     refused("temperature=0", "temperature=0", "num_samples=2"),
     refused("pass_at 4", "pass_at=[4]", "num_samples=2"),
     refused("pass_at 0", "pass_at=[0]"),

@@ -15,16 +15,7 @@ from datasets import Dataset
 from factory import letters, logged
 from models import make_tokenizer
 from peft import LoraConfig
-from policies import (
-    load_policy,
-    logprobs_of_policy,
-    lora,
-    loss_mask,
-    make_dataset,
-    make_trainer,
-    ratios,
-    with_adapter,
-)
+from policies import load_policy, logprobs_of_policy, lora, loss_mask, make_dataset, make_trainer, ratios, with_adapter
 from servers import BLOCK_SIZE, MAX_LORA_RANK, POLICY
 from transformers import AutoTokenizer, BitsAndBytesConfig
 from trees import rollouts_of
