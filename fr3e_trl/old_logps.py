@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from .compat import TypedTrainer, in_float32, is_sharded, own_rows
-from .generation.context import knows_padding
+from .generation.context import depends_on_padding
 from .images import images_in, multimodal_of, select_rows
 from .logps import Truncation
 from .method.rows import Row
@@ -159,7 +159,7 @@ def _known(trainer: TypedTrainer, rows: Sequence[Row], has_own_sampler: bool) ->
     half precision it rounds otherwise. With learned positions it counts from a row's first token, and training, as TRL
     has it, from the first column of the padded batch.
     """
-    is_alike = in_float32(trainer) and not trainer.use_vllm and not knows_padding(trainer.model.config)
+    is_alike = in_float32(trainer) and not trainer.use_vllm and not depends_on_padding(trainer.model.config)
     is_told = has_own_sampler or is_alike
     return [
         row.old_logprobs

@@ -112,15 +112,15 @@ def first(sample: Sample):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda samples: samples[1:], "samples of 1 requests for 2"),
+        (lambda samples: samples[1:], "1 lists of samples for 2 requests"),
         (lambda samples: [samples[0][1:], *samples[1:]], "1 samples for request 0, whose num_samples=2"),
         (lambda samples: [samples[0] * 2, *samples[1:]], "4 samples for request 0, whose num_samples=2"),
         (first(Sample([])), "request 0 that has no tokens"),
         (first(Sample([5] * 13)), "13 tokens, and the request's max_new_tokens=12"),
         (first(Sample([5, 1], [0.0])), "1 logprobs for 2 tokens"),
-        (first(Sample([5, 1], [0.0, float("nan")])), "2 logprobs for 2 tokens. There must be a finite one"),
+        (first(Sample([5, 1], [0.0, float("nan")])), "2 logprobs for 2 tokens. It must have a finite"),
         (first(Sample([5, 1], [0.0, 0.0], [0.1] * 3)), "3 entropies for 2 tokens"),
-        (first(Sample([5, 1], None, [0.1] * 2)), "entropies and no logprobs"),
+        (first(Sample([5, 1], None, [0.1] * 2)), "entropies but no logprobs"),
     ],
 )
 def test_what_is_not_what_was_asked_for(change, named):
