@@ -116,7 +116,7 @@ def first(sample: Sample):
         (lambda samples: [samples[0][1:], *samples[1:]], "1 samples for request 0, whose num_samples=2"),
         (lambda samples: [samples[0] * 2, *samples[1:]], "4 samples for request 0, whose num_samples=2"),
         (first(Sample([])), "request 0 that has no tokens"),
-        (first(Sample([5] * 13)), "13 tokens, and the request's max_new_tokens=12"),
+        (first(Sample([5] * 13)), "13 tokens, more than the request's max_new_tokens=12"),
         (first(Sample([5, 1], [0.0])), "1 logprobs for 2 tokens"),
         (first(Sample([5, 1], [0.0, float("nan")])), "2 logprobs for 2 tokens. It must have a finite"),
         (first(Sample([5, 1], [0.0, 0.0], [0.1] * 3)), "3 entropies for 2 tokens"),

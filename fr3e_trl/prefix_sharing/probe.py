@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..generation.context import context_length
-from ..generation.decoding import unchanged
+from ..generation.decoding import restored_state
 from ..generation.growing_probe import name_of, tolerance, usual_tokens, without_dropout
 from .attention import share
 from .trie import Trie, fold
@@ -59,7 +59,7 @@ def obstacle_to_sharing(
     num_columns = input_ids.size(1) // 2
     trie = fold(input_ids, mask, mask[:, -num_columns:].bool())
     try:
-        with torch.no_grad(), unchanged(model, device), without_dropout(model):
+        with torch.no_grad(), restored_state(model, device), without_dropout(model):
             apart = score_apart(input_ids, mask, num_columns)
             difference = (apart - score_shared(trie)).abs().mean().item()
             # The same in batches of other shapes, and with embeddings rounded otherwise: what rounding does
