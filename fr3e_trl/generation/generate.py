@@ -228,7 +228,7 @@ class GenerateSampler:
         for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             token_ids = _until_eos(output[i, begin:end], is_eos[i, begin:end])
             columns = slice(begin - width, begin - width + len(token_ids))
-            logprobs, entropies = statistics[i, :, columns].copy()
+            logprobs, entropies = (values[columns].copy() for values in statistics[i])
             samples.append(Sample(token_ids, logprobs, entropies))
         return samples
 
