@@ -458,7 +458,7 @@ class FR3ETrainer(resume.ExactResume):
         """The only changes: a sampler draws the turns of dialogues in trees, and the model stays in its mode."""
         if self._tool_loop is not None and self._tool_loop.write_turns is not None:
             return self._tool_loop.write(prompt_ids, images), None
-        with decoding.in_its_mode(self):
+        with decoding.restored_mode(self):
             return super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
 
     def _tool_call_loop(

@@ -1,4 +1,4 @@
-"""Images of prompts and of tools, as TRL and the model take them."""
+"""Images of prompts and tools, in the form that TRL and the model need."""
 
 from typing import Any
 
@@ -11,21 +11,21 @@ from .compat import TypedTrainer
 from .method.sampling import images_of
 from .method.tree import TokenIds
 
-# What says of each token whether it is text
+# Whether each token is text
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
-# What TRL's batches have of images, by the names of what it scores log-probs with
-OF_IMAGES = (
+# Keys for images in TRL's batches, which its scoring of log-probs takes as arguments
+IMAGE_KEYS = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
     *("image_sizes", "image_position_ids", *TOKEN_TYPES),
 )
 
-# In the place of a prompt that the environment alone gives, for TRL's logs
+# For TRL's logs, where the prompt comes from the environment alone
 NO_PROMPT = {"prompt": [{"role": "user", "content": ""}]}
 
 
 def take_no_empty_images(trainer: TypedTrainer) -> None:
-    """Have a trainer's models take rows without images, where other rows of the batch have some."""
+    """Let a trainer's models forward rows without images in batches where other rows have some."""
     for model in (trainer.model, trainer.ref_model):
         if model is not None and trainer._is_vlm:
             model.register_forward_pre_hook(_without_empty_images, with_kwargs=True)
@@ -40,7 +40,7 @@ def _without_empty_images(module: nn.Module, args: Any, kwargs: dict[str, Any]) 
 
 
 def prompt_of(trainer: TypedTrainer, example: dict[str, Any]) -> Any:
-    """The prompt of an example, with the images of its other columns in its messages: what TRL makes of it."""
+    """The prompt of an example as TRL prepares it, with the images of the other columns in its messages."""
     prompt, images = example["prompt"], example.get("images", [])
     if "images" not in example and "image" in example:
         images = [example["image"]]
@@ -50,7 +50,7 @@ def prompt_of(trainer: TypedTrainer, example: dict[str, Any]) -> Any:
 
 
 def multimodal_of(trainer: TypedTrainer, example: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The messages of an example's prompt, if there are images in them."""
+    """The messages of an example's prompt, if they contain images."""
     prompt = prompt_of(trainer, NO_PROMPT | example)
     return prompt if images_of(prompt) else None
 
@@ -63,27 +63,30 @@ def image_inputs(
     prompt_ends: list[int],
 ) -> dict[str, Any]:
     """
-    What the model is called with for the images of rows, beside tokens.
+    The model's inputs for the images of rows, in addition to tokens.
 
     Args:
         trainer (`GRPOTrainer`):
-            Knows the processor.
+            Has the processor.
         prompts (`list[list[dict]]`):
-            Messages of R prompts, with images in each; or none for each, where only tools returned some.
+            Messages of R prompts: either all contain images, or none, where only tools returned some.
         tool_images (`list[list]`):
-            Of each, the images that tools returned since. As TRL has it, only for models with `image_grid_thw`.
+            For each prompt, the images that tools returned since. As in TRL, only for models with `image_grid_thw`.
         input_ids (`torch.Tensor` of shape (R, T)):
-            The rows that the prompts are in.
+            The rows that contain the prompts.
         prompt_ends (`list[int]`):
-            Of each prompt, the column after its last token.
+            For each prompt, the column after its last token.
 
     Returns:
         `dict[str, torch.Tensor]`: Tensors of the model's own shapes, and types of tokens, of shape (R, T).
     """
     if any(tool_images):
-        of_rows = zip(map(images_of, prompts), tool_images, strict=True)
-        flat = [image for of_prompt, of_tools in of_rows for image in (*of_prompt, *of_tools)]
-        inputs = trainer.processing_class.image_processor(images=flat, return_tensors="pt").to(input_ids.device)
+        images = [
+            image
+            for prompt, returned in zip(prompts, tool_images, strict=True)
+            for image in (*images_of(prompt), *returned)
+        ]
+        inputs = trainer.processing_class.image_processor(images=images, return_tensors="pt").to(input_ids.device)
         return {**inputs, "mm_token_type_ids": torch.where(input_ids == trainer._image_pad_token_id, 1, 0)}
     texts = [
         apply_chat_template(
@@ -99,35 +102,36 @@ def image_inputs(
         if name not in ("input_ids", "attention_mask")
     }
     for name in inputs.keys() & set(TOKEN_TYPES):
-        of_prompts = inputs[name]  # padded on the left
-        inputs[name] = of_prompts.new_zeros(input_ids.shape)
-        for of_row, of_prompt, end in zip(inputs[name], of_prompts, prompt_ends, strict=True):
-            length = min(end, len(of_prompt))
-            of_row[end - length : end] = of_prompt[-length:]
+        prompt_types = inputs[name]  # padded on the left
+        inputs[name] = prompt_types.new_zeros(input_ids.shape)
+        for types, row, end in zip(prompt_types, inputs[name], prompt_ends, strict=True):
+            length = min(end, len(types))
+            row[end - length : end] = types[-length:]
     return inputs
 
 
 def image_kwargs(
     trainer: TypedTrainer, multimodal: list[Any], input_ids: torch.Tensor, completions: list[TokenIds]
 ) -> dict[str, Any]:
-    """What TRL scores log-probs with for the images of rows, which are passed to the model in one call."""
+    """TRL's arguments for scoring log-probs of rows with images, which go through the model in one call."""
     prompts = [prompt for prompt in multimodal if prompt is not None]
     if not prompts:
         return {}
     prompt_ends = [input_ids.size(1) - max(map(len, completions))] * len(prompts)
     inputs = image_inputs(trainer, prompts, [[] for _ in prompts], input_ids, prompt_ends)
-    num_tiles = [len(inputs["pixel_values"])] + [0] * (len(prompts) - 1)  # as a whole, where TRL slices by tiles
+    # TRL may slice the images by tiles: the first row takes all of them
+    num_tiles = [len(inputs["pixel_values"])] + [0] * (len(prompts) - 1)
     num_images = [len(images_of(prompt)) for prompt in prompts]
     return {**images_in(inputs), "num_images": num_images, "num_tiles": num_tiles}
 
 
 def images_in(batch: dict[str, Any]) -> dict[str, Any]:
-    """What a batch of TRL's, or what it scores log-probs with, has of images."""
-    return {name: value for name, value in batch.items() if name in OF_IMAGES and value is not None}
+    """The entries for images in a batch, or in the arguments for scoring log-probs."""
+    return {name: value for name, value in batch.items() if name in IMAGE_KEYS and value is not None}
 
 
 def select_rows(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:
-    """These rows of a batch, or of a part of it, with their images, which TRL has end to end."""
+    """Select rows of a batch or a part of one, with their images, which TRL concatenates."""
 
     def selected(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -1,14 +1,14 @@
 """
-Log-probs of tokens from the hidden states that a language model's head projects.
+Log-probs of tokens from the hidden states that enter a language model's head.
 
-Logits are computed in tiles, in the backward pass once more, so that those of all positions never exist at a time. A
-model is run by its own forward: hooks on its head see the hidden states, and the weights however they are sharded.
+Logits are computed in tiles, and again in the backward pass, so that the logits of all positions never exist at once.
+The model runs its own forward: hooks on its head get the hidden states, and the weights however they are sharded.
 
 Notation used for tensor shapes:
-    - N: positions that are scored
+    - N: scored positions
     - H: hidden size
-    - V: vocabulary
-    - B, T: rows and columns that a model is called with
+    - V: vocabulary size
+    - B, T: rows and columns of the model's inputs
 """
 
 from collections.abc import Callable, Iterator
@@ -24,13 +24,13 @@ from transformers import PreTrainedConfig
 # Positions and tokens of the vocabulary in a tile: at most 2**25 logits, 128 MiB, exist two or three times over
 TILE_POSITIONS, TILE_VOCAB = 2**10, 2**15
 
-# Logits of truncated distributions that exist at a time: 64 MiB of them, and several times that to sort them
+# Logits of truncated distributions that exist at once: 64 MiB, and several times that for sorting
 MAX_LOGITS = 2**24
 
-# Where configs have what logits are multiplied by, and divided by
+# Names of the factors and the divisor of logits in model configs
 MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 DIVISOR = "logits_scaling"
-# Of `DIVISOR`, models that multiply by it, and those that divide the hidden states, before the head
+# A model that multiplies by `DIVISOR`, and one that divides the hidden states before the head
 MULTIPLIED, DIVIDED_BEFORE = "hyperclovax", "minicpm3"
 
 # Truncates logits of shape (N, V) for the distributions of N tokens, given as ids of shape (N, 1)
@@ -40,7 +40,7 @@ Truncation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 @dataclass(frozen=True)
 class Softmax:
     """
-    The distribution of a token, from what a head returns: the softmax of `softcap * tanh(scale * x / softcap) /
+    The distribution of a token given the head's outputs x: the softmax of `softcap * tanh(scale * x / softcap) /
     temperature`, or of `scale * x / temperature`.
     """
 
@@ -50,7 +50,7 @@ class Softmax:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, temperature: float) -> "Softmax":
-        """As a model computes its logits, by its config."""
+        """The softmax of a model, from its config."""
         config = config.get_text_config()
         multipliers = [getattr(config, name, None) for name in MULTIPLIERS]
         divisor = getattr(config, DIVISOR, None)
@@ -60,7 +60,7 @@ class Softmax:
         return cls(temperature, scale, getattr(config, "final_logit_softcapping", None))
 
     def logits(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits in float32 of a head's outputs, which may be overwritten, and the tanh if there is one."""
+        """Logits in float32 from a head's outputs, which may be overwritten, and the tanh if there is a softcap."""
         outputs = outputs.float()
         if self.scale != 1:
             outputs *= self.scale
@@ -78,7 +78,7 @@ def tile_logps(
 
     Args:
         hidden (`torch.Tensor` of shape (N, H)):
-            What the head projects.
+            Inputs of the head.
         weight, bias (`torch.Tensor` of shape (V, H) and (V,)):
             The head.
         targets (`torch.Tensor` of shape (N,)):
@@ -105,7 +105,7 @@ class _TileLogps(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        of_targets, log_norms, means = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(3))
+        target_logits, log_norms, means = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(3))
         for rows in _slices(len(hidden), TILE_POSITIONS):
             states = hidden[rows].to(dtype)
             tiles = []
@@ -113,27 +113,27 @@ class _TileLogps(torch.autograd.Function):
                 logits, _ = softmax.logits(_project(states, weight, bias, columns))
                 places, is_here = _places(targets[rows], columns)
                 found = logits.gather(1, places).squeeze(1)
-                of_targets[rows] = torch.where(is_here, found, of_targets[rows])
-                most = logits.amax(1)
-                weights = (logits - most.unsqueeze(1)).exp_()
+                target_logits[rows] = torch.where(is_here, found, target_logits[rows])
+                maximum = logits.amax(1)
+                weights = (logits - maximum.unsqueeze(1)).exp_()
                 total = weights.sum(1)
-                tiles.append((most + total.log(), weights.mul_(logits).sum(1) / total))
-            # A distribution over tiles, and of each the log of its mass and the mean of its logits
-            masses, of_tiles = (torch.stack(values) for values in zip(*tiles, strict=True))
-            log_norms[rows] = masses.logsumexp(0)
-            means[rows] = ((masses - log_norms[rows]).exp() * of_tiles).sum(0)
+                tiles.append((maximum + total.log(), weights.mul_(logits).sum(1) / total))
+            # The log of the mass and the mean logit of each tile
+            log_masses, tile_means = (torch.stack(values) for values in zip(*tiles, strict=True))
+            log_norms[rows] = log_masses.logsumexp(0)
+            means[rows] = ((log_masses - log_norms[rows]).exp() * tile_means).sum(0)
         entropies = log_norms - means
         ctx.save_for_backward(hidden, weight, bias, targets, log_norms, entropies)
         ctx.softmax, ctx.dtype = softmax, dtype
-        return of_targets - log_norms, entropies
+        return target_logits - log_norms, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Of a logit z, a log-prob has the gradient [z is the target's] - p, and an entropy -p (log p + entropy)."""
+        """Gradients by a logit: [is the target's] - p of a log-prob, and -p (log p + entropy) of an entropy."""
         grad_logps, grad_entropies = grads
         hidden, weight, bias, targets, log_norms, entropies = ctx.saved_tensors
         softmax = ctx.softmax
-        grad_hidden, grad_weight, grad_bias = (  # summed up in float32
+        grad_hidden, grad_weight, grad_bias = (  # accumulated in float32
             torch.zeros_like(tensor, dtype=torch.float32) if is_wanted else None
             for tensor, is_wanted in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
         )
@@ -154,13 +154,13 @@ class _TileLogps(torch.autograd.Function):
                 grad *= 1 / softmax.temperature
                 if tanh is not None:
                     grad *= 1 - tanh.square_()
-                of_tile = grad.mul_(softmax.scale).to(ctx.dtype)
+                grad_tile = grad.mul_(softmax.scale).to(ctx.dtype)
                 if grad_hidden is not None:
-                    _add_product(grad_hidden[rows], of_tile, weight[columns].to(ctx.dtype))
+                    _add_product(grad_hidden[rows], grad_tile, weight[columns].to(ctx.dtype))
                 if grad_weight is not None:
-                    _add_product(grad_weight[columns], of_tile.t(), states)
+                    _add_product(grad_weight[columns], grad_tile.t(), states)
                 if grad_bias is not None:
-                    grad_bias[columns] += of_tile.sum(0, dtype=torch.float32)
+                    grad_bias[columns] += grad_tile.sum(0, dtype=torch.float32)
         summed = zip((hidden, weight, bias), (grad_hidden, grad_weight, grad_bias), strict=True)
         return *(None if grad is None else grad.to(tensor.dtype) for tensor, grad in summed), None, None
 
@@ -175,18 +175,18 @@ def truncated_logps(
     truncation: Truncation,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Log-probabilities of tokens under distributions that are truncated, without gradients.
+    Log-probabilities of tokens under truncated distributions, without gradients.
 
     Args:
         truncation (`Callable`):
-            Takes ids of shape (N, 1) and logits of shape (N, V), as a `LogitsProcessorList` does, and returns logits,
-            of which some are -inf. A token that was sampled is never cut off: one at the edge may be by these weights,
-            and not by an engine's rounding of them.
+            Maps ids of shape (N, 1) and logits of shape (N, V) to logits of which some are -inf, as a
+            `LogitsProcessorList` does. A sampled token is always kept, because at the edge of the truncation an engine
+            may round differently.
 
         All others are those of [`tile_logps`].
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: As [`tile_logps`]. The entropies are not computed, and 0.
+        `tuple[torch.Tensor, torch.Tensor]`: As [`tile_logps`], except that the entropies are not computed but 0.
     """
     num_positions = max(MAX_LOGITS // len(weight), 1)
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
@@ -194,9 +194,9 @@ def truncated_logps(
     for rows in _slices(len(hidden), num_positions):
         ids = targets[rows].unsqueeze(1)
         logits, _ = softmax.logits(linear(hidden[rows], weight, bias))
-        of_tokens = logits.gather(1, ids)
-        kept = truncation(ids, logits).scatter(1, ids, of_tokens)
-        logps[rows] = (of_tokens - kept.logsumexp(1, keepdim=True)).squeeze(1)
+        token_logits = logits.gather(1, ids)
+        kept = truncation(ids, logits).scatter(1, ids, token_logits)
+        logps[rows] = (token_logits - kept.logsumexp(1, keepdim=True)).squeeze(1)
     return logps, torch.zeros_like(logps)
 
 
@@ -210,50 +210,50 @@ def score(
     in_float32: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Log-probabilities and entropies of tokens that are to follow those that a model is called with.
+    Log-probabilities and entropies of the tokens that follow a model's inputs.
 
     Args:
         model (`nn.Module`):
-            Called as it is, wrapped or not.
+            The model, wrapped or not.
         head (`nn.Module`):
-            Its output embeddings. While the model is called, they project no position; their hooks see the hidden
-            states of those with a target.
+            Its output embeddings. During the call, hooks score the hidden states of positions with a target, and the
+            head itself gets none.
         inputs (`dict`):
-            What the model is called with: tokens of shape (B, T).
+            The model's inputs, with tokens of shape (B, T).
         targets (`torch.Tensor` of shape (B, T)):
-            The token that follows each, -100 where it is not scored.
+            The token that follows each position, -100 where it is not scored.
         softmax ([`Softmax`]):
             The distribution that a token is drawn from.
         truncation (`Callable`, *optional*):
             Truncates the distributions, see [`truncated_logps`].
         in_float32 (`bool`):
-            Whether the head computes in float32, also in an autocast.
+            Whether the head computes in float32, even in an autocast context.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: Both of shape (B, T), in nats, 0 where nothing is scored.
     """
     found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-    # What a compiled model leaves as it is, since targets are others in each call
+    # The hooks are excluded from compilation because targets differ in each call
 
     @torch.compiler.disable
     def score_tokens(module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        device = module.weight.device  # a model that is split across devices may end on another one
+        device = module.weight.device  # the last device of a model that is split across several
         at = targets.to(device)
         states = args[0].to(device)[at != -100]
         with torch.autocast(device.type, enabled=False) if in_float32 else nullcontext():
             states = states.float() if in_float32 else states
-            of_head = states, module.weight, module.bias, at[at != -100], softmax
-            logps, entropies = tile_logps(*of_head) if truncation is None else truncated_logps(*of_head, truncation)
+            head_args = states, module.weight, module.bias, at[at != -100], softmax
+            logps, entropies = tile_logps(*head_args) if truncation is None else truncated_logps(*head_args, truncation)
         found.append((logps, entropies, at))
         return (args[0][:, :0], *args[1:])
 
     @torch.compiler.disable
     def return_none(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        """Logits of no position, by which whatever wraps head and model sees the backward pass come."""
+        """Logits of no position, through which wrappers of the head and the model notice the backward pass."""
         return found[-1][0][:0].expand(*output.shape[:-2], output.size(-1), 0).mT
 
-    # Inside of the hooks that gather weights, and those that see the backward pass
+    # Inside the hooks that gather weights, and inside those that notice the backward pass
     hooks = [
         head.register_forward_pre_hook(score_tokens),
         head.register_forward_hook(return_none, prepend=True),
@@ -264,7 +264,9 @@ def score(
         for hook in hooks:
             hook.remove()
     if len(found) != 1:
-        raise RuntimeError(f"The head of {type(model).__name__} is called {len(found)} times in a forward pass.")
+        raise RuntimeError(
+            f"The head of {type(model).__name__} was called {len(found)} times in a forward pass instead of once."
+        )
     ((logps, entropies, at),) = found
     zeros = logps.new_zeros(at.shape) + logits.sum().to(logps)
     mask = at != -100
@@ -277,20 +279,20 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 
 
 def _project(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, columns: slice) -> torch.Tensor:
-    """What a part of the head returns."""
+    """Outputs of some columns of the head."""
     outputs = states @ weight[columns].to(states.dtype).t()
     return outputs if bias is None else outputs.add_(bias[columns].to(states.dtype))
 
 
 def _places(targets: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where targets are in a part of the vocabulary, (n, 1), and whether they are in it at all, (n,)."""
+    """Indices of targets in a part of the vocabulary, (n, 1), and whether they are in it, (n,)."""
     places = targets - columns.start
     last = columns.stop - columns.start - 1
     return places.clamp(0, last).unsqueeze(1), (places >= 0) & (places <= last)
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add `a @ b` to a total in float32. A product that is rounded to half precision first would bias the sum."""
+    """Add `a @ b` to a float32 total, without rounding the product to half precision, which would bias the sum."""
     if total.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:

@@ -23,25 +23,25 @@ def token_statistics(
     multimodal: list[Any] | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """
-    Log-probabilities and entropies of completions under the policy, at the temperature of the batch that it trains on.
+    Log-probabilities and entropies of completions under the policy, at the temperature of the current batch.
 
-    Dropout is as it is for TRL's own generation and log-probs: on, unless `disable_dropout` turns it off. Where the
-    weights are sharded, all processes must call this together, each with its own completions, also with none.
+    As in TRL's own generation and scoring, dropout is on unless `disable_dropout` turns it off. If the weights are
+    sharded, all processes must call this together, including those without completions.
 
     Args:
         trainer (`GRPOTrainer`):
             Has the policy.
         prompt_ids, completion_ids (`list[TokenIds]`):
-            Prompts, and a completion of each.
+            Prompts, and one completion for each.
         multimodal (`list`, *optional*):
-            Messages of the prompts that have images, `None` for others.
+            Messages of the prompts that contain images, `None` for others.
 
     Returns:
         `list[tuple[torch.Tensor, torch.Tensor]]`: For each completion of L tokens, the log-probability of each token
         and the entropy of the distribution that it was drawn from, both of shape (L,), on the CPU, in nats.
     """
     num_own = len(completion_ids)
-    if is_sharded(trainer):  # as many forward passes as the process with most completions
+    if is_sharded(trainer):  # all processes must make the same number of forward passes
         num_idle = max(gather_object([num_own])) - num_own
         prompt_ids = [*prompt_ids, *[np.zeros(1, np.int32)] * num_idle]
         completion_ids = [*completion_ids, *[np.zeros(1, np.int32)] * num_idle]
@@ -51,13 +51,13 @@ def token_statistics(
         completions = completion_ids[start : start + size]
         batch = padded(trainer, prompt_ids[start : start + size], completions)
         images = image_kwargs(trainer, (multimodal or [])[start : start + size], batch[0], completions)
-        of_tokens, entropies, _ = trainer._get_per_token_logps_and_entropies(
+        logprobs, entropies, _ = trainer._get_per_token_logps_and_entropies(
             trainer.model, *batch, logits_to_keep=max(map(len, completions)), compute_entropy=True, **images
         )
         statistics += [
             (row_logps[: len(ids)], row_entropies[: len(ids)])
             for row_logps, row_entropies, ids in zip(
-                of_tokens.float().cpu(), entropies.float().cpu(), completions, strict=True
+                logprobs.float().cpu(), entropies.float().cpu(), completions, strict=True
             )
         ]
     return statistics[:num_own]
@@ -103,7 +103,7 @@ def logps_and_entropies(
     **images: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
     """
-    As `GRPOTrainer._get_per_token_logps_and_entropies`, whose head has the temperature that the trainer was made with.
+    As `GRPOTrainer._get_per_token_logps_and_entropies`, but at `scoring_temperature` instead of the initial one.
 
     Args:
         truncation (`Callable`, *optional*):
@@ -112,13 +112,13 @@ def logps_and_entropies(
         All others are those of TRL's method.
 
     Raises:
-        NotImplementedError: The loss of routers is asked for.
+        NotImplementedError: The auxiliary loss of the routers is requested.
     """
     if compute_aux_loss:
         raise NotImplementedError(
-            f"trainer.temperature was changed to {trainer.scoring_temperature}, and TRL computes the loss of routers "
-            "(router_aux_loss_coef) at the one that the trainer was made with. Set temperature in its configuration, "
-            "or router_aux_loss_coef=0."
+            f"trainer.temperature was changed to {trainer.scoring_temperature}, but TRL computes the auxiliary loss of "
+            "the routers (router_aux_loss_coef) at the initial temperature. Set temperature in the trainer's "
+            "configuration, or router_aux_loss_coef=0."
         )
     images = {name: value for name, value in images.items() if value is not None}
     targets = input_ids.roll(-1, 1).masked_fill(attention_mask.roll(-1, 1) == 0, -100)
@@ -127,8 +127,8 @@ def logps_and_entropies(
     scored = []
     for start in range(0, len(input_ids), size):
         rows = slice(start, start + size)
-        of_rows = select_rows(images, list(range(len(input_ids)))[rows])
-        inputs = {name: value for name, value in of_rows.items() if name not in ("num_images", "num_tiles")}
+        row_images = select_rows(images, list(range(len(input_ids)))[rows])
+        inputs = {name: value for name, value in row_images.items() if name not in ("num_images", "num_tiles")}
         inputs |= {"input_ids": input_ids[rows], "attention_mask": attention_mask[rows]}
         scored.append(score(trainer, model, inputs, targets[rows], truncation))
     logps, entropies = (torch.cat(values)[:, -logits_to_keep - 1 : -1] for values in zip(*scored, strict=True))
@@ -138,7 +138,7 @@ def logps_and_entropies(
 def padded(
     trainer: TypedTrainer, prompt_ids: list[TokenIds], completion_ids: list[TokenIds]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask, (B, T), prompts padded on the left and completions on the right, as by TRL."""
+    """Token ids and attention mask, (B, T), with prompts padded on the left and completions on the right, as in TRL."""
     sides = [(prompt_ids, "left"), (completion_ids, "right")]
     pad_id = trainer._tokenizer.pad_token_id
     input_ids = [pad([torch.as_tensor(ids, dtype=torch.long) for ids in rows], pad_id, side) for rows, side in sides]

@@ -1,12 +1,12 @@
 """
-What processes do together.
+Collective calls that raise an error in every process if one process fails.
 
-All processes make the same collective calls in the same order, also those without work. An error in one process is
-raised in all.
+All processes must make the same collective calls in the same order, including those that have no work.
 """
 
 import pickle
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -38,30 +38,30 @@ def through_main_process(
         accelerator ([`~accelerate.Accelerator`]):
             Knows the processes.
         function (`Callable`):
-            Gives one result for each item. If it raises, every process raises.
+            Returns one result for each item. If it raises, every process raises.
         items (`Sequence`):
             This process's items.
 
     Returns:
-        `list`: The results for this process's items. Besides this process only the main one sees them.
+        `list`: The results for this process's items. No other process but the main one receives them.
     """
     if accelerator.num_processes == 1:
         return list(function(list(items)))
-    of_processes: list[Any] = [None] * accelerator.num_processes
-    dist.gather_object(list(items), of_processes if accelerator.is_main_process else None)
-    outcomes: list[Any] = of_processes
+    gathered: list[Any] = [None] * accelerator.num_processes  # the items of each process
+    dist.gather_object(list(items), gathered if accelerator.is_main_process else None)
+    outcomes: list[Any] | None = None
     error: Exception | None = None
     if accelerator.is_main_process:
-        results, error = _attempt(lambda: iter(function([item for of_process in of_processes for item in of_process])))
+        results, error = _attempt(lambda: iter(function(list(chain.from_iterable(gathered)))))
         outcomes = [
-            ([next(results) for _ in of_process] if results else None, error and portable(error))
-            for of_process in of_processes
+            ([next(results) for _ in process_items] if results else None, error and portable(error))
+            for process_items in gathered
         ]
     outcome: list[Any] = [None]
-    dist.scatter_object_list(outcome, outcomes if accelerator.is_main_process else None)
-    own_results, of_main = outcome[0]
-    if error or of_main:
-        raise error or of_main
+    dist.scatter_object_list(outcome, outcomes)
+    own_results, main_error = outcome[0]
+    if error or main_error:
+        raise error or main_error
     return own_results
 
 
@@ -73,17 +73,17 @@ def through_group(group: Any, function: Callable[[list[T]], Sequence[R]], items:
         group (`torch.distributed.ProcessGroup`):
             The processes.
         function (`Callable`):
-            Gives one result for each item, the same in every process.
+            Returns one result for each item, the same in every process.
         items (`Sequence`):
             This process's items.
 
     Returns:
         `list`: The results for this process's items.
     """
-    of_processes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(of_processes, list(items), group=group)
-    results = function([item for of_process in of_processes for item in of_process])
-    start = sum(map(len, of_processes[: dist.get_rank(group)]))
+    gathered: list[Any] = [None] * dist.get_world_size(group)  # the items of each process
+    dist.all_gather_object(gathered, list(items), group=group)
+    results = function(list(chain.from_iterable(gathered)))
+    start = sum(map(len, gathered[: dist.get_rank(group)]))
     return list(results[start : start + len(items)])
 
 
@@ -91,7 +91,7 @@ def in_every_process(function: Callable[[], R]) -> list[R]:
     """
     Call `function` in every process, and return the results of all.
 
-    If it raises anywhere, every process raises: its own error, or the first of the others' errors.
+    If it raises anywhere, every process raises its own error, or the first of the others' errors.
     """
     result, error = _attempt(function)
     results, errors = zip(*gather_object([(result, error and portable(error))]), strict=True)
@@ -101,7 +101,7 @@ def in_every_process(function: Callable[[], R]) -> list[R]:
 
 
 def agree(function: Callable[[], R]) -> R:
-    """Call `function` in every process, for its own result. If it raises anywhere, every process raises."""
+    """Call `function` in every process, and return its own result. If it raises anywhere, every process raises."""
     own: list[R] = []
     in_every_process(lambda: own.append(function()))
     return own[0]
@@ -111,24 +111,24 @@ def agree_on_gathered(
     function: Callable[[], torch.Tensor], shape: tuple[int, ...], device: torch.device
 ) -> torch.Tensor:
     """
-    Call a `function` that ends by gathering a tensor, in every process. If it raises before, every process raises.
+    Call a `function` that ends by gathering a tensor in every process. If it raises before that, every process raises.
 
-    A process in which it raises gathers infinity in the place of its part, which the others take for the sign to ask.
+    A process in which it raises gathers infinities instead, which make the others exchange errors.
 
     Args:
         function (`Callable`):
-            Returns what was gathered. It makes no other collective call.
+            Returns the gathered tensor. It makes no other collective call.
         shape (`tuple[int, ...]`):
-            That of each process's part.
+            Shape of each process's part.
         device (`torch.device`):
-            Where the parts are.
+            Device of the parts.
     """
     error: Exception | None = None
     try:
         gathered = function()
     except Exception as failure:
         error, gathered = failure, gather(torch.full(shape, torch.inf, device=device))
-    if gathered.isinf().any():  # or a process has computed that
+    if gathered.isinf().any():  # an error, or a computed infinity
         errors = gather_object([error and portable(error)])
         if any(errors):
             raise error or next(filter(None, errors))
@@ -139,8 +139,8 @@ def in_step(function: Callable[[], R]) -> list[R]:
     """
     Call a `function` that makes collective calls itself in every process, and return the results of all.
 
-    If it raises in one, that process ends, and the launcher ends the others. They cannot be told: they wait in a call
-    of `function`.
+    If it raises in one, that process exits and the launcher stops the others, which no error could reach while they
+    wait in a collective call.
     """
     return gather_object([function()])
 
@@ -153,7 +153,7 @@ def _attempt(function: Callable[[], R]) -> tuple[R | None, Exception | None]:
 
 
 def portable(error: Exception) -> Exception:
-    """The error, in a form that other processes can be sent."""
+    """The error, or a replacement if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
         return error
@@ -161,12 +161,12 @@ def portable(error: Exception) -> Exception:
         return RuntimeError(f"{type(error).__name__} in another process: {error}")
 
 
-class Turns:
+class Lockstep:
     """
-    Has every process make a collective call equally often, although each needs it a different number of times.
+    Lets each process make a collective call as often as it needs, while the others join in.
 
-    Within the context each process makes its calls by [`take`]. A process that leaves the context joins in the calls
-    of the others until all have left. An error in one process is raised in all.
+    Within the context each process makes its calls with [`call`]. A process that leaves the context joins the calls of
+    the others until all have left. An error in one process is raised in all.
 
     Args:
         accelerator ([`~accelerate.Accelerator`]):
@@ -180,32 +180,36 @@ class Turns:
         self.join = join
         self._has_failed = False
 
-    def take(self, call: Callable[[], R]) -> R:
+    def call(self, function: Callable[[], R]) -> R:
         """Make a call together with all processes."""
-        self._tell(True)
-        return call()
+        self._exchange(True)
+        return function()
 
-    def __enter__(self) -> "Turns":
+    def __enter__(self) -> "Lockstep":
         return self
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         if isinstance(error, Exception) and not self._has_failed:
-            self._tell(error)
+            self._exchange(error)
         elif error is None:
-            while self._tell(False):
+            while self._exchange(False):
                 try:
                     self.join()
                 except Exception as failure:
-                    self._tell(failure)
+                    self._exchange(failure)
                     raise
 
-    def _tell(self, what: Any) -> bool:
-        """Tell the others that this process makes a call (or not, or failed). Returns whether any process makes one."""
+    def _exchange(self, status: bool | Exception) -> bool:
+        """
+        Exchange whether each process makes a call, or its error. Returns whether any process makes one.
+
+        Raises the first of the other processes' errors.
+        """
         if self.is_alone:
             return False
-        told = gather_object([portable(what) if isinstance(what, Exception) else what])
-        errors = [of_process for of_process in told if isinstance(of_process, Exception)]
-        if errors and not isinstance(what, Exception):
+        statuses = gather_object([portable(status) if isinstance(status, Exception) else status])
+        errors = [other for other in statuses if isinstance(other, Exception)]
+        if errors and not isinstance(status, Exception):
             self._has_failed = True
             raise errors[0]
-        return any(told)
+        return any(statuses)

@@ -40,7 +40,7 @@ def make_sampler(trainer: TypedTrainer) -> Sampler:
         return VLLMColocateSampler(trainer.vllm_generation, trainer.eos_token_ids, profiler)
     is_early = bool(trainer.args.num_anchors) and trainer.args.anchor_threshold is not None
     is_alone = not (trainer.use_transformers_continuous_batching or is_sharded(trainer) or trainer.tools)
-    steps = GenerateSteps(in_step=is_sharded(trainer) and trainer.accelerator.num_processes > 1)
+    steps = GenerateSteps(synced_gpus=is_sharded(trainer) and trainer.accelerator.num_processes > 1)
     sampler = GenerateSampler(
         *(model, lambda: trainer.generation_config, trainer.accelerator.device, steps),
         image_inputs=partial(image_inputs, trainer),

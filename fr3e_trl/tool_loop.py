@@ -1,4 +1,4 @@
-"""Tools and environments, by TRL's loop."""
+"""Tools and environments in TRL's loop."""
 
 import asyncio
 import inspect
@@ -22,14 +22,13 @@ class TRLToolLoop:
         trainer ([`~trl.GRPOTrainer`]):
             Has the loop.
         obstacle_to_images (`Callable`):
-            Says why the trainer cannot explore where tools return images, or `None` if it can.
+            Returns why the trainer cannot explore where tools return images, or `None` if it can.
         timeout (`float`, *optional*):
-            Seconds that a call may take.
+            Time limit of a call, in seconds.
 
     Attributes:
         write_turns (`TurnWriter`, *optional*):
-            Writes the next turns, while the loop runs for dialogues of trees: the trainer asks it in the place of its
-            own generation.
+            While the loop runs for dialogues of trees, writes the next turns instead of the trainer's own generation.
     """
 
     def __init__(
@@ -45,21 +44,23 @@ class TRLToolLoop:
     def run(
         self,
         tools: tuple[list[dict[str, Any]], list[dict[str, Any]]],
-        names: list[str | None],
+        environment_names: list[str | None],
         prompt_ids: list[list[int]],
         first_turns: list[list[int]],
         write_turns: TurnWriter,
     ) -> tuple[list[list[int]], list[list[dict[str, Any]]], int, int]:
         trainer = self.trainer
-        # The tools that each prompt was rendered with
-        known = [trainer.tools if trainer.environment_factories is None else trainer._env_tools[name] for name in names]
-        messages = [
-            [parse_response(tokenizer_of(trainer), ids, prefix=prompt, tools=of_row)]
-            for prompt, ids, of_row in zip(prompt_ids, first_turns, known, strict=True)
+        rendered_tools = [  # the tools in each prompt
+            trainer.tools if trainer.environment_factories is None else trainer._env_tools[name]
+            for name in environment_names
         ]
-        # What TRL's step has set up for its rows is that of these dialogues now; see `Explorer` for the rows' own
+        messages = [
+            [parse_response(tokenizer_of(trainer), ids, prefix=prompt, tools=row_tools)]
+            for prompt, ids, row_tools in zip(prompt_ids, first_turns, rendered_tools, strict=True)
+        ]
+        # Replaces what TRL's step has set up for its own rows; `Explorer` restores that
         trainer._sync_tool_dicts, trainer._async_tool_dicts = tools
-        trainer._batch_environments = names
+        trainer._batch_environments = environment_names
         self.write_turns = write_turns
         try:
             _, messages, completion_ids, _, num_calls, num_failures, _ = trainer._tool_call_loop(
@@ -70,18 +71,18 @@ class TRLToolLoop:
         return completion_ids, messages, num_calls, num_failures
 
     def write(self, ids: list[Any], images: list[list[Any]] | None) -> list[list[int]]:
-        """Write the next turns of dialogues, in the place of TRL's generation."""
-        tool_images = [of_row or [] for of_row in images or [[]] * len(ids)]
+        """Write the next turns of dialogues instead of TRL's generation."""
+        tool_images = [row_images or [] for row_images in images or [[]] * len(ids)]
         if any(tool_images) and (obstacle := self.obstacle_to_images()):
             raise NotImplementedError(
-                f"A tool returned an image, and FR3ETrainer cannot explore from it here: {obstacle}. Or have the "
-                "tool return text, or set num_anchors=0 to train with plain GRPO."
+                f"A tool returned an image, and FR3ETrainer cannot explore from it here: {obstacle}. Alternatively, "
+                "let the tool return text, or set num_anchors=0 to train with plain GRPO."
             )
         assert self.write_turns is not None
         return self.write_turns(ids, tool_images)
 
     def limited(self, tools: ToolDicts) -> ToolDicts:
-        sync_tools, async_tools = (limited_tools(self.trainer, of_kind, self.timeout) for of_kind in tools)
+        sync_tools, async_tools = (limited_tools(self.trainer, by_name, self.timeout) for by_name in tools)
         return sync_tools, async_tools
 
     def call(self, tool: Callable[..., Any], arguments: dict[str, Any]) -> str:
@@ -91,7 +92,7 @@ class TRLToolLoop:
                 answer = asyncio.run_coroutine_threadsafe(answer, self.trainer.async_loop).result()
         except Exception as error:
             answer = {"error": str(error)}
-        if isinstance(answer, list):  # what is shown beside it is passed over
+        if isinstance(answer, list):  # images are left out
             answer = [part["text"] for part in answer if isinstance(part, dict) and part.get("type") == "text"]
         return str(answer)
 
@@ -102,12 +103,12 @@ class TRLToolLoop:
 def limited_tools(
     trainer: TypedTrainer, tools: dict[str, Callable[..., Any]], seconds: float | None
 ) -> dict[str, Callable[..., Any]]:
-    """Tools that fail where they take longer than they may."""
+    """Tools that raise an error after `seconds`."""
     if seconds is None:
         return tools
 
     def abandon(tool: Callable[..., Any]) -> None:
-        """Do not use the environment of a tool again that still goes on in its thread."""
+        """Never reuse the environment of a tool that is still running in its thread."""
         for pool in getattr(trainer, "_environment_pool", {}).values():
             pool[:] = [environment for environment in pool if environment is not getattr(tool, "__self__", None)]
 
@@ -115,7 +116,7 @@ def limited_tools(
 
 
 def instances_of_trl(trainer: TypedTrainer, prompts: list[Any]) -> list[Instance]:
-    """What TRL's step has set up for the rows of these prompts to call their tools in."""
+    """The tools and environments that TRL's step has set up for the rows of these prompts."""
     instances = []
     for k, ids in enumerate(trainer._tokenize_prompts(prompts)[0] if prompts else []):
         instance = Instance(ids, (trainer._sync_tool_dicts[k], trainer._async_tool_dicts[k]))
@@ -129,7 +130,7 @@ def new_instances(
     trainer: TypedTrainer, examples: list[dict[str, Any]], in_use: Counter[str | None]
 ) -> tuple[list[Any], list[Instance]]:
     """
-    Set up what further rollouts call their tools in, as TRL's step does for those of its rows.
+    Set up tools and environments for further rollouts, as TRL's step does for its rows.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
@@ -137,10 +138,10 @@ def new_instances(
         examples (`list[dict]`):
             The dataset's example of each rollout.
         in_use (`Counter`):
-            How many environments of each name are in use in this step. Those that are taken here are added.
+            How many environments of each name are in use in this step, which is updated.
 
     Returns:
-        `tuple`: The prompt of each, with what its environment says to begin with, and its instance.
+        `tuple`: The prompt of each rollout, including the observation of its environment's reset, and its instance.
     """
     if not examples:
         return [], []
@@ -161,14 +162,14 @@ def new_instances(
             columns = {k: v for k, v in example.items() if k != "environment" or not trainer._multi_environment}
             with_prompt["prompt"] = _with_observation(with_prompt["prompt"], environment.reset(**columns))
         prompts.append(prompt_of(trainer, with_prompt))
-    trainer._batch_environments = names  # of the rows that are tokenized
+    trainer._batch_environments = names  # read by `_tokenize_prompts`
     all_ids = trainer._tokenize_prompts(prompts)[0]
     tools = [_tools_of(trainer, environment) for environment in environments]
-    return prompts, [Instance(*of_row) for of_row in zip(all_ids, tools, names, environments, strict=True)]
+    return prompts, [Instance(*fields) for fields in zip(all_ids, tools, names, environments, strict=True)]
 
 
 def _with_observation(prompt: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
-    """A prompt with what an environment said when it was reset, at the end of its last message."""
+    """A prompt with the observation of its environment's reset at the end of the last message."""
     if observation is None:
         return prompt
     content = prompt[-1]["content"]
@@ -180,7 +181,7 @@ def _with_observation(prompt: list[dict[str, Any]], observation: Any) -> list[di
 
 
 def _tools_of(trainer: TypedTrainer, environment: Any) -> ToolDicts:
-    """Functions and coroutine functions that a rollout calls: the trainer's, and the methods of its environment."""
+    """The tools of a rollout: the trainer's, and the methods of its environment."""
     names = [
         name
         for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)

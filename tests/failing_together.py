@@ -11,7 +11,7 @@ from models import make_model
 
 from fr3e_trl.generation.vllm_server import VLLMServerError
 from fr3e_trl.generation.vllm_weights import FR3EVLLMGeneration
-from fr3e_trl.processes import Turns, in_every_process, through_main_process
+from fr3e_trl.processes import Lockstep, in_every_process, through_main_process
 
 
 def fail(*args, **kwargs):
@@ -41,10 +41,10 @@ def take_turns(accelerator):
     asked = []
 
     def call():
-        with Turns(accelerator, ask) as turns:
+        with Lockstep(accelerator, ask) as lockstep:
             for _ in range(2 - accelerator.process_index):
                 asked.append(0)
-                turns.take(ask)
+                lockstep.call(ask)
             if accelerator.process_index:
                 asked.append(0)
 

@@ -8,7 +8,7 @@ from factory import make_trainer
 from models import make_model
 from trees import rollouts_of
 
-from fr3e_trl.generation.context import context_length, knows_padding
+from fr3e_trl.generation.context import context_length, depends_on_padding
 
 
 def scaled(rope_type: str, factor: float, **parameters) -> dict:
@@ -44,7 +44,7 @@ LONGROPE |= {"original_max_position_embeddings": 4096}
 )
 def test_context_length(config, length, may_tell):
     assert context_length(config) == length
-    assert knows_padding(config) is may_tell
+    assert depends_on_padding(config) is may_tell
 
 
 def train(caplog, **model_settings):

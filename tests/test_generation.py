@@ -270,7 +270,7 @@ def test_a_model_that_keeps_its_rows_states_is_left_as_it_was(caplog):
         sampler = make_sampler(model, may_grow=True)
         assert not sampler.grows and not sampler.grows
     (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("fr3e_trl")]
-    assert "drawn in a second round" in warning and "RecurrentGemmaForCausalLM keeps a state" in warning
+    assert "sampled in a second round" in warning and "RecurrentGemmaForCausalLM keeps state" in warning
     assert torch.equal(torch.get_rng_state(), generator)
     assert list(model._forward_hooks.values()) == [model._forward_hooks[hook.id]]
     for name, part in model.named_modules():

@@ -185,7 +185,7 @@ def test_every_family_trains(family, settings, caplog):
     moved = [name for name in of_images if not before[name].equal(trainer.model.get_parameter(name))]
     assert len(moved) > len(of_images) / 2
     assert not trainer.shares_prefixes
-    assert caplog.text.count("share_prefixes is off, and every row forwarded with all of its tokens: the images") == 1
+    assert caplog.text.count("share_prefixes is off, and each row is forwarded with all of its tokens: images") == 1
 
 
 class Keeps(Recorder):

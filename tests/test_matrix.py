@@ -252,12 +252,12 @@ def largest_difference(trainer):
 
 SHORT = {
     r"^it changes log-probs.*": "other log-probs",
-    r"\w+ keeps a state.*": "a state that does not follow rows",
+    r"\w+ keeps state.*": "a state that does not follow rows",
     r"\w+ raises (\w+).*": r"raises `\1`",
     r"layers of \w+ are recurrent.*": "recurrent layers",
     r"layers of \w+ are convolutions.*": "convolutions",
     r"the window of .*": "a window in its mask alone",
-    r"the images of a prompt.*": "it has a processor of images",
+    r"images are forwarded.*": "it has a processor of images",
 }
 
 

@@ -180,7 +180,7 @@ def test_logits_of_a_truncated_distribution_are_few_at_a_time(monkeypatch):
     found = torch.zeros(4, 100)
     assert trainer.shares_prefixes  # by a trial, which has logits of its own
     with Logits(5_000, trainer.model.parameters()) as logits:
-        truncation = old_logps._warpers(trainer)
+        truncation = old_logps._truncation(trainer)
         old_logps.fill_in(trainer, found, input_ids, torch.ones_like(input_ids), [True] * 4, truncation)
     assert 20_000 <= logits.most <= 6 * 20_000
     for of_row, ids in zip(found, input_ids.tolist(), strict=True):
@@ -196,7 +196,7 @@ def test_another_model_is_refused():
         return replace(sample, logprobs=[x + 1.5 for x in with_logprobs(request, sample).logprobs])
 
     trainer.sampler.with_logprobs = far
-    with pytest.raises(RuntimeError, match=r"1\.52 nats a token away"):
+    with pytest.raises(RuntimeError, match=r"1\.52 nats per token away"):
         trainer.train()
 
 

@@ -173,7 +173,7 @@ def test_a_trie_has_each_prefix_once(seed):
     # Each node is in a path once as a new one, and there its column follows that of the one before it
     outputs = torch.cat([path[:, start:].flatten() for start, path in trie.paths])
     assert outputs[trie.nodes].tolist() == list(range(len(prefixes)))
-    labels = trie.labels[0][trie.of_rows]
+    labels = trie.labels[0][trie.predictors]
     assert labels[scored].tolist() == input_ids[:, -scored.size(1) :][scored].tolist()
 
 

@@ -110,15 +110,15 @@ def first(sample: Sample):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda samples: samples[1:], "samples of 1 requests for 2"),
+        (lambda samples: samples[1:], "1 lists of samples for 2 requests"),
         (lambda samples: [samples[0][1:], *samples[1:]], "1 samples for request 0, whose num_samples=2"),
         (lambda samples: [samples[0] * 2, *samples[1:]], "4 samples for request 0, whose num_samples=2"),
         (first(Sample([])), "request 0 that has no tokens"),
-        (first(Sample([5] * 13)), "13 tokens, and the request's max_new_tokens=12"),
+        (first(Sample([5] * 13)), "13 tokens, more than the request's max_new_tokens=12"),
         (first(Sample([5, 1], [0.0])), "1 logprobs for 2 tokens"),
-        (first(Sample([5, 1], [0.0, float("nan")])), "2 logprobs for 2 tokens. There must be a finite one"),
+        (first(Sample([5, 1], [0.0, float("nan")])), "2 logprobs for 2 tokens. It must have a finite"),
         (first(Sample([5, 1], [0.0, 0.0], [0.1] * 3)), "3 entropies for 2 tokens"),
-        (first(Sample([5, 1], None, [0.1] * 2)), "entropies and no logprobs"),
+        (first(Sample([5, 1], None, [0.1] * 2)), "entropies but no logprobs"),
     ],
 )
 def test_what_is_not_what_was_asked_for(change, named):
@@ -181,21 +181,21 @@ def test_vllms_branches_leave_while_their_base_trajectories_grow():
     branching = Branching(2, None, [2, 1], AboveThreshold(threshold=0.5, min_gap=2))
     request = SamplingRequest([9, 9], 2, 6, 1.0, with_entropies=True, branching=branching)
     queue = RequestQueue([request], draws_branches=True)
-    assert [asked.num_samples for asked in queue.asked] == [1, 1]
-    assert all(queue.is_growing(asked) for asked in queue.asked)
+    assert [asked.num_samples for asked in queue.pending] == [1, 1]
+    assert all(queue.is_streamed(asked) for asked in queue.pending)
     parts = [Sample([3, 4, 5], [-0.5] * 3, np.array(h, np.float32)) for h in ([0.9, 0.8, 0.9], [0.6, 0.4, 0.7])]
     asked = [
-        [(further.prefix_ids.tolist(), further.max_new_tokens) for further in queue.answer(b, [part])]
+        [(further.prefix_ids.tolist(), further.max_new_tokens) for further in queue.add(b, [part])]
         for part in parts
         for b in range(2)
     ]
     # Never position 0; position 2 is too near to 1; the second one has a single anchor
     first, second = ([9, 9, 3], 5), ([9, 9, 3, 4, 5], 3)
     assert asked == [[first], [first], [second], []]
-    for i in range(2, len(queue.asked)):
-        of_branch = queue.asked[i]
-        assert not queue.is_growing(of_branch)
-        queue.answer(i, [Sample([6 + k], [-1.0]) for k in range(of_branch.num_samples)])
+    for i in range(2, len(queue.pending)):
+        of_branch = queue.pending[i]
+        assert not queue.is_streamed(of_branch)
+        queue.add(i, [Sample([6 + k], [-1.0]) for k in range(of_branch.num_samples)])
     ((one, other),) = queue.samples
     assert one.token_ids == other.token_ids == [3, 4, 5] * 2
     assert one.entropies == pytest.approx([0.9, 0.8, 0.9, 0.6, 0.4, 0.7]) and len(one.logprobs) == 6

@@ -159,7 +159,7 @@ def test_a_kernel_that_is_registered_anew():
     rows = padded(trainer)
     score(trainer, *rows, share=True)
     AttentionInterface.register("sdpa", sdpa_attention.sdpa_attention_forward)
-    with pytest.raises(RuntimeError, match="registered anew"):
+    with pytest.raises(RuntimeError, match="registered again"):
         trainer._get_per_token_logps_and_entropies(trainer.model, *rows)
 
 

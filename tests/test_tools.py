@@ -434,9 +434,9 @@ class ForkingGreeting(Greeting, ForkingWalk):
     [
         (tool_policy.LockedDice, r"(?s)LockedDice answered .*cannot be copied: copy.deepcopy raises"),
         # A state outside, which deep copies share
-        (tool_policy.ServedWalk, r"(?s)ServedWalk answered one action .*outside the object.*_fork"),
-        (tool_policy.MoodyWalk, r"MoodyWalk answered .* where it had answered .*_fork\(self\)"),
-        (Greetings, r"(?s)Greetings says one thing and another.*cannot be copied"),
+        (tool_policy.ServedWalk, r"(?s)copies of the environment ServedWalk answered .*outside the object.*_fork"),
+        (tool_policy.MoodyWalk, r"MoodyWalk answered .* but had answered .*_fork\(self\)"),
+        (Greetings, r"(?s)Greetings returned different observations.*cannot be copied"),
     ],
 )
 def test_an_environment_that_can_be_neither_copied_nor_replayed_is_an_error(environment, says):

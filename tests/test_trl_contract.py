@@ -26,7 +26,7 @@ from trl.trainer.utils import add_fused_lm_head
 import fr3e_trl
 from fr3e_trl import FR3ETrainer
 from fr3e_trl.compat import OPTIONAL, OVERRIDDEN, check_trl
-from fr3e_trl.images import OF_IMAGES
+from fr3e_trl.images import IMAGE_KEYS
 from fr3e_trl.resume import ExactResume
 
 PACKAGE = Path(fr3e_trl.__file__).parent
@@ -159,7 +159,7 @@ def test_the_constructor_takes_what_grpo_trainer_takes(monkeypatch):
 
 def test_what_a_batch_consists_of():
     """The shapes and keys that are read, replaced or added, at the seam where each is; of images as TRL scores them."""
-    assert set(OF_IMAGES) <= set(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+    assert set(IMAGE_KEYS) <= set(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
     seen = {}
 
     class Spy(GRPOTrainer):

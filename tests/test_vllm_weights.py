@@ -98,9 +98,9 @@ def test_biases_with_an_adapter_of_their_own_are_sent_as_by_trl():
     ("lora", "obstacle"),
     [
         ({}, None),
-        ({"rank_pattern": {"q_proj": 4}}, "vLLM knows no rank_pattern"),
-        ({"alpha_pattern": {"q_proj": 4}}, "no alpha_pattern"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changes the model's own weights"),
+        ({"rank_pattern": {"q_proj": 4}}, "vLLM does not support rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 4}}, "vLLM does not support rank_pattern or alpha_pattern"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changes the base weights"),
         ({"init_lora_weights": "olora"}, "init_lora_weights='olora' changes"),
         ({"init_lora_weights": "lora_ga"}, "init_lora_weights='lora_ga' changes"),
         ({"r": 64}, "the adapter's rank is 64"),

@@ -1,4 +1,4 @@
-"""Sampling the next batch while this one is trained on."""
+"""Sampling the next batch while the trainer updates on the current one."""
 
 import copy
 import threading
@@ -14,16 +14,16 @@ from .vllm_server import VLLMServer
 
 class AheadSampler(VLLMServerSampler):
     """
-    [`VLLMServerSampler`] that can begin what it will be asked for next, and draws that in the background.
+    [`VLLMServerSampler`] that can sample the next call's requests in the background.
 
-    Requests are gathered when they begin, and samples dealt out when they are asked for. In between, one thread of the
-    main process asks the server, and nothing else: no collective call is made outside the main thread.
+    [`begin`] gathers the requests in the main process, where a thread sends them to the server, and [`sample`] scatters
+    the samples. All collective calls are made by the main thread.
 
     Attributes:
         has_begun (`bool`):
-            Whether rollouts are under way, or drawn and not yet asked for. The same in every process.
+            Whether a batch is in progress or waits to be used. The same in every process.
         seconds_waited, seconds_hidden (`float`):
-            How long the main process waited for the last of them, and how long they were drawn before that.
+            For the last batch, how long the main process waited for it, and how long it was sampled before that.
     """
 
     has_begun = False
@@ -31,27 +31,27 @@ class AheadSampler(VLLMServerSampler):
     _batch: "_Batch | None" = None
 
     def begin(self, requests: Sequence[SamplingRequest]) -> None:
-        """Begin to draw what the next call of [`sample`] will ask for. All processes call this together."""
+        """Start sampling what the next call of [`sample`] will request. All processes must call this together."""
         self.has_begun = True
         through_main_process(self.generation.accelerator, self._begin, requests)
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         """
-        Draw, or wait for what has begun.
+        Sample, or wait for the batch in progress.
 
         Raises:
-            RuntimeError: What has begun are other prompts.
+            RuntimeError: The batch in progress has other prompts.
         """
         self.has_begun = False
         return super().sample(requests)
 
     def finish(self) -> None:
-        """Wait until what has begun is drawn, whether it failed or not."""
+        """Wait until the batch in progress is complete or has failed."""
         if self._batch is not None:
             self._batch.wait()
 
     def abort(self) -> None:
-        """Give up what has begun. When this returns, neither a thread is left here nor a request on the server."""
+        """Abort the batch in progress. When this returns, its thread and its requests on the server have ended."""
         self.has_begun = False
         batch, self._batch = self._batch, None
         if batch is not None:
@@ -60,59 +60,57 @@ class AheadSampler(VLLMServerSampler):
 
     def _begin(self, requests: list[SamplingRequest]) -> list[None]:
         server = self._server.abortable()
-        # A copy: the list of tokens that end a completion is changed in place
-        asked = copy.deepcopy([self.sampling_params(request) for request in requests])
-        self._batch = _Batch(self, server, requests, asked)
-        self._batch.thread.start()  # known by then, so that an interrupt that comes now leaves nobody's thread
+        # A copy, because the list of tokens that end a completion is changed in place
+        sampling_params = copy.deepcopy([self.sampling_params(request) for request in requests])
+        self._batch = _Batch(self, server, requests, sampling_params)
+        self._batch.thread.start()  # after the assignment, so that `abort` finds it even if this is interrupted
         return [None] * len(requests)
 
     def _ask(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         batch = self._batch
         if batch is None:
             return super()._ask(requests)
-        prompts, begun = ([request.prefix_ids.tolist() for request in some] for some in (requests, batch.requests))
-        if prompts != begun:
+        prompts = [request.prefix_ids.tolist() for request in requests]
+        if prompts != [request.prefix_ids.tolist() for request in batch.requests]:
             raise RuntimeError(
-                "The prompts of this batch are not those whose rollouts were begun during the last one. Rollouts ahead "
-                "of a batch take the order of train_dataset as TRL shuffles it: set max_staleness=0 if a dataloader, "
-                "a sampler of data or a callback changes that order."
+                "The prompts of this batch are not those whose rollouts were started during the previous one. Rollouts "
+                "are started ahead in the order in which TRL shuffles train_dataset: set max_staleness=0 if a custom "
+                "dataloader, data sampler or callback changes that order."
             )
-        if [self.sampling_params(request) for request in requests] != batch.asked:  # they were changed since
+        if [self.sampling_params(request) for request in requests] != batch.sampling_params:
             self.abort()
             return super()._ask(requests)
-        asked_for = time.monotonic()
+        wait_start = time.monotonic()
         batch.wait()
         self._batch = None
-        self.seconds_waited = time.monotonic() - asked_for
-        self.seconds_hidden = min(asked_for, batch.ended) - batch.began
+        self.seconds_waited = time.monotonic() - wait_start
+        self.seconds_hidden = min(wait_start, batch.end) - batch.start
         if batch.error is not None:
             raise batch.error
         return batch.samples
 
 
 class _Batch:
-    """Rollouts that a thread draws."""
+    """Samples that a thread requests from the server."""
 
     def __init__(
         self,
         sampler: VLLMServerSampler,
         server: VLLMServer,
         requests: list[SamplingRequest],
-        asked: list[dict[str, Any]],
+        sampling_params: list[dict[str, Any]],
     ):
-        self.server, self.requests, self.asked = server, requests, asked
+        self.server, self.requests, self.sampling_params = server, requests, sampling_params
         self.samples: list[list[Sample]] = []
         self.error: Exception | None = None
-        self.began = time.monotonic()
+        self.start = time.monotonic()
         self.is_done = threading.Event()
         self.thread = threading.Thread(target=self._run, args=[sampler], daemon=True, name="fr3e-sampling-ahead")
 
     def wait(self) -> None:
-        """
-        Wait until everything is drawn, or was given up. Python before 3.13 takes a thread for ended whose `join` was
-        interrupted once.
-        """
+        """Wait until the batch is complete, has failed or was aborted."""
         if self.thread.ident is not None:  # it was started
+            # Before Python 3.13, a thread counts as ended once a `join` was interrupted
             self.is_done.wait()
             self.thread.join()
 
@@ -121,5 +119,5 @@ class _Batch:
             self.samples = sampler._draw(self.requests, self.server)
         except Exception as error:
             self.error = error
-        self.ended = time.monotonic()
+        self.end = time.monotonic()
         self.is_done.set()

@@ -12,13 +12,13 @@ from .generate import GenerationModel
 
 class ContinuousBatchingSampler:
     """
-    Draws with transformers' continuous batching: every continuation enters the batch as soon as there is room.
+    Samples with transformers' continuous batching: a continuation enters the batch as soon as there is room.
 
     Args:
         generation_model (`GenerationModel`):
             Context manager that yields the model.
         generation_config (`Callable`):
-            Returns the sampling settings of a call, a `GenerationConfig`; temperature and budget are those of requests.
+            Returns a `GenerationConfig` with the sampling settings, except for the requests' temperatures and budgets.
         continuous_batching_config (`~transformers.generation.ContinuousBatchingConfig`):
             Settings of the engine.
     """
@@ -55,9 +55,9 @@ class ContinuousBatchingSampler:
                     if result is None:
                         if not manager.is_running():
                             raise RuntimeError(
-                                f"transformers' continuous batching stopped with {len(pending)} completions open. "
-                                "Its error is in the log above; set use_transformers_continuous_batching=False to "
-                                "generate without it."
+                                f"transformers' continuous batching stopped with {len(pending)} unfinished "
+                                "completions. Its error is in the log above. Set "
+                                "use_transformers_continuous_batching=False to generate without it."
                             )
                     elif result.error is not None:
                         raise RuntimeError(f"transformers' continuous batching failed on a request: {result.error}")

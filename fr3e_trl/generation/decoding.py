@@ -1,4 +1,4 @@
-"""How the policy generates: TRL's generation mode, and the steps of transformers' `generate`."""
+"""TRL's generation mode, and the steps of transformers' `generate`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,22 +12,22 @@ from trl.models import unwrap_model_for_generation
 
 from ..compat import TypedTrainer
 
-# What transformers calls the hooks that have embeddings require gradients
+# Name of transformers' hooks that make embeddings require gradients
 HOOK = "make_inputs_require_grads"
 
 
 class GenerateSteps:
     """
-    The steps of transformers' `generate`, for a decoding loop of one's own.
+    The steps of transformers' `generate`, for custom decoding loops.
 
     Args:
-        in_step (`bool`):
-            Whether a forward pass is a collective call. A process then makes as many as the others do. `generate` sees
-            to it only with its own loop.
+        synced_gpus (`bool`):
+            Whether all processes make the same number of forward passes, which `generate` itself ensures only without a
+            custom loop. Needed where a forward pass is a collective call.
     """
 
-    def __init__(self, in_step: bool = False):
-        self.in_step = in_step
+    def __init__(self, synced_gpus: bool = False):
+        self.synced_gpus = synced_gpus
 
     def run(self, model: Any, loop: Callable[..., torch.Tensor], inputs: dict[str, Any]) -> torch.Tensor:
         return model.generate(**inputs, custom_generate=loop)
@@ -35,10 +35,10 @@ class GenerateSteps:
     def sample(
         self, model: Any, input_ids: torch.Tensor, logits_processor: LogitsProcessorList, arguments: dict[str, Any]
     ) -> torch.Tensor:
-        return model._sample(input_ids, logits_processor, synced_gpus=self.in_step, **arguments)
+        return model._sample(input_ids, logits_processor, synced_gpus=self.synced_gpus, **arguments)
 
-    def unchanged(self, model: Any, device: torch.device) -> AbstractContextManager[None]:
-        return unchanged(model, device)
+    def restored_state(self, model: Any, device: torch.device) -> AbstractContextManager[None]:
+        return restored_state(model, device)
 
     def first_inputs(self, model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         return model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
@@ -53,7 +53,7 @@ class GenerateSteps:
 @contextmanager
 def generation_model(trainer: TypedTrainer) -> Iterator[Any]:
     """Enter generation mode as TRL does, and yield the model to generate with."""
-    assert not isinstance(trainer.args.gradient_checkpointing_kwargs, str)  # which is read as JSON
+    assert not isinstance(trainer.args.gradient_checkpointing_kwargs, str)  # any JSON has been parsed
     with (
         profiling_context(trainer, "transformers.generate"),
         unwrap_model_for_generation(
@@ -67,20 +67,20 @@ def generation_model(trainer: TypedTrainer) -> Iterator[Any]:
         trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
     ):
         if trainer.use_transformers_continuous_batching and (trainer.args.bf16 or trainer.args.fp16):
-            # As TRL does, for good: the engine's attention kernels take no float32
+            # Permanently, as TRL does, because the engine's attention kernels do not support float32
             model.to(torch.bfloat16 if trainer.args.bf16 else torch.float16)
             if trainer.args.cast_lm_head_to_fp32:
                 model.lm_head.to(torch.float32)
-        with in_its_mode(trainer), contiguous_at_head(model):
+        with restored_mode(trainer), contiguous_at_head(model):
             yield model
 
 
 def contiguous_at_head(model: Any) -> AbstractContextManager[Any]:
     """
-    Give the head contiguous hidden states, until the end of the context that is returned.
+    Make the hidden states that the head receives contiguous, within the returned context.
 
-    Of prompts, `generate` gives it a slice: their last positions. A frozen head, LoRA's, is then repeated for each row
-    (PyTorch 2.13), and on a CPU in bfloat16 it is copied as often: 2.7 GB for 48 rows of SmolLM2-135M.
+    For prompts, `generate` passes a slice of the last positions. PyTorch 2.13 then expands a frozen head (LoRA) for
+    each row, and on a CPU in bfloat16 it copies the head for each row: 2.7 GB for 48 rows of SmolLM2-135M.
     """
     head = model.get_output_embeddings()
     if head is None:
@@ -89,8 +89,8 @@ def contiguous_at_head(model: Any) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def in_its_mode(trainer: TypedTrainer) -> Iterator[None]:
-    """Put the model back into training or evaluation mode: continuous batching leaves it in one of its own."""
+def restored_mode(trainer: TypedTrainer) -> Iterator[None]:
+    """Restore training or evaluation mode afterwards, because continuous batching changes it."""
     training = trainer.model.training
     try:
         yield
@@ -101,20 +101,20 @@ def in_its_mode(trainer: TypedTrainer) -> Iterator[None]:
 
 def drop_surplus_hooks(model: nn.Module) -> None:
     """
-    Leave one of the hooks that have a module's output require gradients, which are all alike.
+    Keep only one of the identical hooks that make a module's output require gradients.
 
-    transformers adds one each time that gradient checkpointing is enabled again, which TRL does after each round of
-    generation and of log-probs, and removes none: every forward pass would call thousands of them after as many steps.
+    transformers adds a hook each time that gradient checkpointing is enabled, which TRL does after each generation and
+    each scoring of log-probs, and never removes one. After many steps every forward pass would call thousands.
     """
     for module in model.modules():
-        hooks = [k for k, hook in module._forward_hooks.items() if getattr(hook, "__name__", "") == HOOK]
-        for k in hooks[:-1]:
-            del module._forward_hooks[k]
+        keys = [key for key, hook in module._forward_hooks.items() if getattr(hook, "__name__", "") == HOOK]
+        for key in keys[:-1]:
+            del module._forward_hooks[key]
 
 
 @contextmanager
-def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put back what modules keep to themselves, and the generators of random numbers, which begin at a seed."""
+def restored_state(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Seed random generators for this context, and restore them and the modules' attributes and buffers afterwards."""
     before = [(part, dict(vars(part)), dict(part._buffers)) for part in model.modules()]
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):

@@ -1,9 +1,9 @@
 """
-Whether a model's rows can be reordered while they grow: tried on the model itself.
+Test whether rows of a model's batch can be added and removed during decoding.
 
-Rollouts leave a base trajectory as new rows of the batch, and rows that have ended leave it. Whatever a model keeps of
-a row must be in a cache that can be reordered, or go with the batch. Some models keep a state elsewhere. They raise an
-error or, worse, go on with another row's state.
+Rollouts that branch off a base trajectory are added as new rows, and finished rows are removed. So whatever a model
+stores for a row must be in a cache that can be reordered, or be an input that can be indexed. Some models keep state
+elsewhere: they raise an error or, worse, continue with another row's state.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,15 +17,15 @@ from torch import nn
 from ..method.anchors import AboveThreshold
 from ..method.sampling import Branching, Sample, SamplingRequest
 
-# Tokens of each prompt that is tried, and of the longest row that follows
-PROMPT, BUDGET = 40, 12
+# Tokens of each test prompt, and of the longest completion
+PROMPT_LENGTH, MAX_NEW_TOKENS = 40, 12
 
-# How much further than rounding alone two ways to compute log-probs may be apart
+# Two ways of computing log-probs may differ by this factor more than rounding alone explains
 MARGIN = 4.0
 
 
 def special_tokens(config: Any, eos_token_ids: Sequence[int]) -> list[int]:
-    """Token ids that mean something to a model, such as the place of an image, by its configuration."""
+    """Token ids with a special meaning in a model's configuration, such as image placeholders, and EOS tokens."""
     found = set(eos_token_ids)
 
     def search(part: dict[str, Any]) -> None:
@@ -41,24 +41,24 @@ def special_tokens(config: Any, eos_token_ids: Sequence[int]) -> list[int]:
 
 
 def usual_tokens(config: Any) -> np.ndarray:
-    """Token ids of a model that are text and no more."""
+    """Token ids without a special meaning in a model's configuration."""
     return np.setdiff1d(np.arange(config.get_text_config().vocab_size), special_tokens(config, []))
 
 
 def name_of(model: nn.Module) -> str:
-    """The class of a model, without what PEFT puts around it."""
+    """Name of a model's class, without PEFT's wrapper."""
     return type(getattr(model, "get_base_model", lambda: model)()).__name__
 
 
 def tolerance(dtype: torch.dtype, noise: float) -> float:
     """
-    How far log-probs may be apart that are computed in two ways, in nats a token.
+    Allowed difference, in nats per token, between log-probs that are computed in two ways.
 
     Args:
         dtype (`torch.dtype`):
-            What the model computes in.
+            The model's compute dtype.
         noise (`float`):
-            How far they are apart where the same is computed in two batches.
+            Difference between two batches that compute the same in the same way.
     """
     return max(1e-4, torch.finfo(dtype).eps, MARGIN * noise)
 
@@ -70,26 +70,25 @@ def obstacle_to_growing(
     dtype: torch.dtype,
 ) -> str | None:
     """
-    What keeps a model's rows from growing, if anything does.
+    Why rollouts cannot branch off rows of this model during decoding, or `None` if they can.
 
-    Rows are drawn of which some are left midway, and some end early. Their log-probs must be those of a plain forward
-    pass.
+    Samples rows with branches and rows that end early, and compares their log-probs with those of a plain forward pass.
 
     Args:
         model (`~transformers.PreTrainedModel`):
             The model.
         draw (`Callable`):
-            Draws the samples of requests, which grow or do not.
+            Draws the samples of requests. Its second argument is whether rollouts branch off during decoding.
         device (`torch.device`):
-            Where the model computes.
+            The model's device.
         dtype (`torch.dtype`):
-            What it computes in.
+            Its compute dtype.
 
     Returns:
-        `str` or `None`: A clause that says what is wrong.
+        `str` or `None`: The problem, as a clause.
     """
     name = name_of(model)
-    requests = _requests(model)
+    requests = _test_requests(model)
     with without_dropout(model):
         try:
             difference = _difference(model, requests, draw(requests, True), device)
@@ -97,33 +96,37 @@ def obstacle_to_growing(
             if difference > tolerance(dtype, noise):
                 noise = _difference(model, requests, draw(requests, False), device)
         except Exception as error:
-            draw(requests, False)  # raises too what is not about the order of rows
-            return f"{name} raises {type(error).__name__} where its rows are reordered: {error}"
+            draw(requests, False)  # raises errors that have other causes again
+            return f"{name} raises {type(error).__name__} when its rows are reordered: {error}"
     if difference <= tolerance(dtype, noise):
         return None
     return (
-        f"{name} keeps a state that does not follow rows where they are reordered, which changes log-probs by "
-        f"{difference:.2g} nats a token"
+        f"{name} keeps state that is not reordered with its rows, which changes log-probs by {difference:.2g} nats per "
+        "token"
     )
 
 
-def _requests(model: Any) -> list[SamplingRequest]:
-    """Base trajectories of which two are left twice and one once, and one that ends early."""
-    prompts = np.random.default_rng(0).choice(usual_tokens(model.config), (3, PROMPT))
+def _test_requests(model: Any) -> list[SamplingRequest]:
+    """Two base trajectories with two anchors each, one that ends early, and one with a single anchor."""
+    prompts = np.random.default_rng(0).choice(usual_tokens(model.config), (3, PROMPT_LENGTH))
 
     def request(prompt: int, budget: int, shares: list[int]) -> SamplingRequest:
-        # No entropy is below 0: each token but the first may be an anchor
+        # Entropies are not negative, so every token but the first may be an anchor
         rule = AboveThreshold(threshold=-1.0, min_gap=4)
         branching = Branching(2, lambda request, samples: [], shares, rule) if any(shares) else None
-        return SamplingRequest(prompts[prompt], len(shares), budget, 1.0, PROMPT, branching=branching)
+        return SamplingRequest(prompts[prompt], len(shares), budget, 1.0, PROMPT_LENGTH, branching=branching)
 
-    return [request(0, BUDGET, [2, 2]), request(1, BUDGET // 3, [0]), request(2, BUDGET - 2, [1])]
+    return [
+        request(0, MAX_NEW_TOKENS, [2, 2]),
+        request(1, MAX_NEW_TOKENS // 3, [0]),
+        request(2, MAX_NEW_TOKENS - 2, [1]),
+    ]
 
 
 def _difference(model: Any, requests: list[SamplingRequest], samples: list[Sample], device: torch.device) -> float:
-    """How far the log-probs of samples are from those of a plain forward pass, in nats a token."""
+    """Mean difference, in nats per token, between the log-probs of samples and those of a plain forward pass."""
     prompts = [request.prefix_ids for request in requests for _ in range(request.num_samples)]
-    rows = [(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
+    rows = list(zip(prompts, samples, strict=True))
     rows += [
         (np.concatenate([prompt, sample.token_ids[:position]]), branch)
         for prompt, sample in rows
@@ -137,24 +140,19 @@ def _difference(model: Any, requests: list[SamplingRequest], samples: list[Sampl
         row = np.concatenate([prefix, sample.token_ids])
         ids[: len(row)], mask[: len(row)] = torch.from_numpy(row), 1
     logits = model(input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), use_cache=False).logits
-    logprobs = [  # of each row alone: a vocabulary may be large
-        of_row[:-1].float().log_softmax(1).cpu().gather(1, ids[1:, None])[:, 0].numpy()
-        for of_row, ids in zip(logits, input_ids, strict=True)
-    ]
-    return float(
-        np.concatenate(
-            [
-                np.abs(of_row[len(prefix) - 1 : len(prefix) + len(sample.token_ids) - 1] - sample.logprobs)
-                for of_row, (prefix, sample) in zip(logprobs, rows, strict=True)
-            ]
-        ).mean()
-    )
+    differences = []
+    for row_logits, ids, (prefix, sample) in zip(logits, input_ids, rows, strict=True):
+        # Row by row, because the vocabulary may be large
+        logprobs = row_logits[:-1].float().log_softmax(1).cpu().gather(1, ids[1:, None])[:, 0].numpy()
+        sampled = slice(len(prefix) - 1, len(prefix) + len(sample.token_ids) - 1)
+        differences.append(np.abs(logprobs[sampled] - sample.logprobs))
+    return float(np.concatenate(differences).mean())
 
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Have a model compute without dropout, in whichever mode it is."""
-    # Linear layers are left alone, since quantized ones change their weights for evaluation
+    """Turn dropout off for this context, also in training mode."""
+    # Except in linear layers, because quantized ones change their weights when the mode changes
     training = [part for part in model.modules() if part.training and not isinstance(part, nn.Linear)]
     try:
         for part in training:

@@ -1,4 +1,4 @@
-"""Tools that take no longer than they may."""
+"""Time limits for tools."""
 
 import asyncio
 import functools
@@ -10,20 +10,20 @@ from typing import Any
 
 def limited(name: str, tool: Callable[..., Any], seconds: float, abandon: Callable[[Callable[..., Any]], None]) -> Any:
     """
-    A tool that raises a `TimeoutError` where `tool` takes too long.
+    Wrap a tool so that it raises a `TimeoutError` after `seconds`.
 
     Args:
         name (`str`):
-            What the policy calls it.
+            The tool's name for the policy.
         tool (`Callable`):
-            A function, or a coroutine function, which is cancelled then. A function cannot be stopped: it goes on in a
-            thread that does not keep the process alive.
+            A coroutine function, which is then cancelled, or a function. A function cannot be stopped, so it continues
+            in a daemon thread.
         seconds (`float`):
-            How long it may take.
+            The limit.
         abandon (`Callable`):
-            Is told of a tool that goes on.
+            Called with a function that continues.
     """
-    too_long = f"{name} took longer than {seconds:g} seconds."
+    message = f"{name} took longer than {seconds:g} seconds."
     if inspect.iscoroutinefunction(tool):
 
         @functools.wraps(tool)
@@ -31,7 +31,7 @@ def limited(name: str, tool: Callable[..., Any], seconds: float, abandon: Callab
             try:
                 return await asyncio.wait_for(tool(*args, **kwargs), seconds)
             except TimeoutError:
-                raise TimeoutError(too_long) from None
+                raise TimeoutError(message) from None
 
         return limited_coroutine
 
@@ -50,7 +50,7 @@ def limited(name: str, tool: Callable[..., Any], seconds: float, abandon: Callab
         thread.join(seconds)
         if not outcome:
             abandon(tool)
-            raise TimeoutError(too_long)
+            raise TimeoutError(message)
         result, error = outcome[0]
         if error is not None:
             raise error

@@ -18,16 +18,16 @@ from ..method.tree import as_ids
 from ..processes import through_group, through_main_process
 from .vllm_server import VLLMServer
 
-# Log-probs of a token's distribution that entropies are made of: as many as a server gives by default
+# Top log-probs per token from which entropies are estimated: a server's default limit
 NUM_LOGPROBS = 20
 
-# Tokens of each part of a response that is streamed: a branch waits for so many at most
+# Tokens in each part of a streamed response, which is also the longest delay of a branch
 STREAM_INTERVAL = 8
 
 
 class Engine(Protocol):
     """
-    vLLM as TRL has set it up; see `vllm_weights.py`.
+    vLLM as TRL sets it up; see `vllm_weights.py`.
 
     Attributes:
         accelerator ([`~accelerate.Accelerator`]):
@@ -35,7 +35,7 @@ class Engine(Protocol):
         model (`nn.Module`):
             The policy.
         top_p, top_k, min_p, repetition_penalty, generation_kwargs:
-            The sampling settings that requests do not bring.
+            The sampling settings that are the same for all requests.
         server ([`VLLMServer`], *optional*):
             The server, in the main process in server mode.
         llm (`vllm.LLM`):
@@ -59,21 +59,22 @@ class Engine(Protocol):
 
 def entropies_of(logprobs: Iterable[Iterable[float]], num_logprobs: int = NUM_LOGPROBS) -> np.ndarray:
     """
-    Entropies of distributions, in nats, by their most likely tokens' log-probs: no more than they are.
+    Lower bounds of entropies, in nats, from the log-probs of the most likely tokens.
 
-    Each of the other tokens is as likely as the least likely of the first `num_logprobs`, or as all others together, at
-    most. That is what the others are taken for. One more may be known: the one that was sampled.
+    Each unknown token has at most the probability of the least likely of the top `num_logprobs` tokens, and at most the
+    remaining mass. The bound assumes that smaller value for all of them.
 
     Args:
         logprobs (`Iterable[Iterable[float]]`):
-            Of each of L tokens, the log-probs that are known of its distribution, in any order, at least one.
+            The known log-probs at each of L positions, in any order, at least one: those of the most likely tokens, and
+            possibly of the sampled token.
         num_logprobs (`int`):
-            How many of the most likely tokens were asked for.
+            The number of most likely tokens that were requested.
 
     Returns:
         `np.ndarray` of shape (L,): Entropies.
     """
-    rows = [list(of_token) for of_token in logprobs]
+    rows = [list(token_logprobs) for token_logprobs in logprobs]
     num_known = np.fromiter(map(len, rows), np.intp, len(rows))
     columns = np.arange(num_known.max(initial=0))
     known = np.full((len(rows), len(columns)), -np.inf)
@@ -83,92 +84,87 @@ def entropies_of(logprobs: Iterable[Iterable[float]], num_logprobs: int = NUM_LO
     rest = np.maximum(1 - probs.sum(1), 0)
     least = probs[np.arange(len(rows)), np.minimum(num_known, num_logprobs) - 1]
     bound = np.minimum(rest, least)
-    with np.errstate(divide="ignore", invalid="ignore"):  # where nothing is left, or a token has no probability
-        of_rest = np.where(bound > 0, rest * np.log(bound), 0)
-        return (-np.where(probs > 0, probs * known, 0).sum(1) - of_rest).astype(np.float32)
+    with np.errstate(divide="ignore", invalid="ignore"):  # no remaining mass, or a token with probability 0
+        rest_term = np.where(bound > 0, rest * np.log(bound), 0)
+        return (-np.where(probs > 0, probs * known, 0).sum(1) - rest_term).astype(np.float32)
 
 
 class RequestQueue:
     """
-    What is asked of vLLM for some requests, and the branches that follow from its answers.
+    Requests to vLLM, and the requests for branches that follow from its responses.
 
-    Where a rule decides anchors, base trajectories are asked for one by one, and answered part by part: a branch leaves
-    while its base trajectory grows.
+    Where a rule selects anchors, each base trajectory is a request of its own whose response is streamed, so that
+    branches are requested while the base trajectory is still being generated.
 
     Args:
         requests (`Sequence[SamplingRequest]`):
-            What samples are wanted of.
+            The requests to sample.
         draws_branches (`bool`):
-            Whether branches are drawn with the samples that they leave, of which entropies are known then.
+            Whether to request branches too. This needs samples with entropies.
 
     Attributes:
-        asked (`list[SamplingRequest]`):
-            What is to be asked for, in order.
+        pending (`list[SamplingRequest]`):
+            All requests to vLLM, in order. It grows as samples are added.
         samples (`list[list[Sample]]`):
-            Those of each request, once all is answered.
+            The samples of each of `requests`, complete once everything was added.
     """
 
     def __init__(self, requests: Sequence[SamplingRequest], draws_branches: bool):
-        self.asked: list[SamplingRequest] = []
+        self.pending: list[SamplingRequest] = []
         self.samples: list[list[Sample]] = [[] for _ in requests]
         self.draws_branches = draws_branches
-        self._takers: list[Callable[[list[Sample]], None]] = []
+        self._callbacks: list[Callable[[list[Sample]], None]] = []
         for i, request in enumerate(requests):
-            if self.is_growing(request):
-                self._ask_growing(i, request)
+            if self.is_streamed(request):
+                assert request.branching is not None
+                for share in request.branching.shares:
+                    sample = Sample([], [], [])
+                    self.samples[i].append(sample)
+                    self._append(replace(request, num_samples=1), partial(self._extend, request, sample, share, []))
             else:
-                self._ask(request, partial(self._take, i, request))
+                self._append(request, partial(self._store, i, request))
 
-    def is_growing(self, request: SamplingRequest) -> bool:
-        """Whether a request's samples are told part by part."""
+    def is_streamed(self, request: SamplingRequest) -> bool:
+        """Whether the samples of a request arrive in parts."""
         return self.draws_branches and request.rule is not None
 
-    def answer(self, i: int, samples: list[Sample]) -> list[SamplingRequest]:
-        """
-        Take the samples of what was asked as number `i`, or further tokens of the one that grows, and return what is to
-        be asked then.
-        """
-        num_asked = len(self.asked)
-        self._takers[i](samples)
-        return self.asked[num_asked:]
+    def add(self, i: int, samples: list[Sample]) -> list[SamplingRequest]:
+        """Add the samples of request `i`, or the next part of a streamed one, and return the requests that follow."""
+        num_pending = len(self.pending)
+        self._callbacks[i](samples)
+        return self.pending[num_pending:]
 
-    def _ask(self, request: SamplingRequest, take: Callable[[list[Sample]], None]) -> None:
-        self.asked.append(request)
-        self._takers.append(take)
+    def _append(self, request: SamplingRequest, callback: Callable[[list[Sample]], None]) -> None:
+        self.pending.append(request)
+        self._callbacks.append(callback)
 
-    def _take(self, i: int, request: SamplingRequest, samples: list[Sample]) -> None:
+    def _append_branch(self, request: SamplingRequest, sample: Sample, position: int) -> None:
+        self._append(branch_request(request, sample, position), partial(sample.branches.__setitem__, position))
+
+    def _store(self, i: int, request: SamplingRequest, samples: list[Sample]) -> None:
         self.samples[i] = samples
         if self.draws_branches:
             for sample, position in anchors_of(request, samples):
-                self._ask(branch_request(request, sample, position), partial(sample.branches.__setitem__, position))
+                self._append_branch(request, sample, position)
 
-    def _ask_growing(self, i: int, request: SamplingRequest) -> None:
-        """Ask for the samples of a request one by one. What is drawn of them is added to them as it comes."""
-        assert request.branching is not None
-        for share in request.branching.shares:
-            sample = Sample([], [], [])
-            self.samples[i].append(sample)
-            self._ask(replace(request, num_samples=1), partial(self._grow, request, sample, share, []))
-
-    def _grow(
+    def _extend(
         self, request: SamplingRequest, sample: Any, share: int, anchors: list[int], samples: list[Sample]
     ) -> None:
-        """Take further tokens of a sample, whose values are lists, and ask for branches at the anchors among them."""
+        """Extend a sample, whose values are lists, by its next part, and request branches at the anchors in that."""
         (part,) = samples
         assert request.rule is not None
-        found = request.rule.new_anchors(part.entropies, len(sample.token_ids), share, anchors)
+        new_anchors = request.rule.new_anchors(part.entropies, len(sample.token_ids), share, anchors)
         sample.token_ids.extend(part.token_ids)
         sample.logprobs.extend(part.logprobs)
         sample.entropies.extend(part.entropies.tolist())
-        for position in found:
+        for position in new_anchors:
             anchors.append(position)
-            further = branch_request(request, sample, position)
-            self._ask(further, partial(sample.branches.__setitem__, position))
+            self._append_branch(request, sample, position)
 
 
 class VLLMSampler:
     """
-    Draws with vLLM: one request for each prefix, with a budget and a temperature of its own.
+    Samples with vLLM: one request for each prefix, with its own budget and temperature.
 
     Args:
         generation ([`Engine`]):
@@ -176,7 +172,7 @@ class VLLMSampler:
         eos_token_ids (`list[int]`):
             Tokens that end a continuation.
         profiler (`Callable`):
-            Gives a context manager, which the time of generation is spent in.
+            Returns a context manager that measures the time of generation.
     """
 
     def __init__(
@@ -191,10 +187,10 @@ class VLLMSampler:
 
     def sampling_params(self, request: SamplingRequest) -> dict[str, Any]:
         """
-        What a request asks of vLLM.
+        vLLM's sampling parameters for a request.
 
-        The `min_tokens` of `generation_kwargs` counts from the prompt, like that of a completion drawn at once. They
-        override all else but the ends and what is the request's own, which is refused when the trainer is made.
+        `generation_kwargs` override the trainer's settings, but not what each request sets itself, which the trainer
+        refuses there. Their `min_tokens` counts from the end of the prompt, also for branches.
         """
         settings = self.generation.generation_kwargs
         min_tokens = settings.get("min_tokens", 0) - request.num_sampled_before
@@ -209,13 +205,13 @@ class VLLMSampler:
             "temperature": request.temperature,
             "n": request.num_samples,
             "max_tokens": request.max_new_tokens,
-            # 0: the sampled token's alone
+            # 0: only that of the sampled token
             "logprobs": NUM_LOGPROBS if request.with_entropies and self.gives_entropies else 0,
         }
 
     @property
-    def draws_of_policy(self) -> bool:
-        """Whether tokens are drawn from the policy's whole distribution, and log-probs are of it."""
+    def samples_whole_policy(self) -> bool:
+        """Whether tokens are sampled from the policy's whole distribution, to which the log-probs then belong."""
         generation = self.generation
         is_whole = generation.top_p == 1 and generation.top_k <= 0 and not generation.min_p
         is_plain = generation.repetition_penalty == 1 and generation.generation_kwargs.keys() <= {"stop_token_ids"}
@@ -223,20 +219,19 @@ class VLLMSampler:
 
     @property
     def gives_entropies(self) -> bool:
-        """Whether entropies can be made of vLLM's log-probs."""
-        return self.draws_of_policy
+        """Whether entropies can be estimated from vLLM's log-probs."""
+        return self.samples_whole_policy
 
 
 class VLLMServerSampler(VLLMSampler):
     """
-    [`VLLMSampler`] that asks a server, from the main process, for the requests of all processes at once: the server
-    batches them.
+    [`VLLMSampler`] that sends the requests of all processes to a server together, from the main process.
 
     Attributes:
         hit_rate (`float`, *optional*):
-            Of the prefix tokens of the last call, each counted for every sample, how many the server had in its prefix
-            cache, those of branches included. Other clients' requests at the same time count too. `None` if the server
-            does not say, and in other processes.
+            Share of the last call's prefix tokens, counted for every sample and branch, that were in the server's
+            prefix cache. Includes simultaneous requests of other clients. `None` if the server has no such metric, and
+            in other processes.
     """
 
     hit_rate: float | None = None
@@ -247,12 +242,12 @@ class VLLMServerSampler(VLLMSampler):
     @property
     def gives_entropies(self) -> bool:
         config = self._server.config["model_config"]
-        are_of_draws = config["logprobs_mode"] == "processed_logprobs"
-        return super().gives_entropies and are_of_draws and not 0 <= config["max_logprobs"] < NUM_LOGPROBS
+        is_processed = config["logprobs_mode"] == "processed_logprobs"
+        return super().gives_entropies and is_processed and not 0 <= config["max_logprobs"] < NUM_LOGPROBS
 
     @property
     def _server(self) -> VLLMServer:
-        assert self.generation.server is not None  # the main process has it
+        assert self.generation.server is not None  # in the main process
         return self.generation.server
 
     def _ask(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
@@ -260,7 +255,7 @@ class VLLMServerSampler(VLLMSampler):
             return self._draw(requests, self._server)
 
     def _draw(self, requests: Sequence[SamplingRequest], server: VLLMServer) -> list[list[Sample]]:
-        """Draw from a server. Several threads may, each with a client of its own."""
+        """Sample from a server. Several threads may call this, each with its own client."""
         if not requests:
             return []
         queue = RequestQueue(requests, draws_branches=self.gives_entropies)
@@ -269,21 +264,20 @@ class VLLMServerSampler(VLLMSampler):
             return {
                 **self.sampling_params(request),
                 "prompt": request.prefix_ids.tolist(),
-                "return_tokens_as_token_ids": True,  # two tokens may have one text
-                **({"stream": True, "stream_interval": STREAM_INTERVAL} if queue.is_growing(request) else {}),
+                "return_tokens_as_token_ids": True,  # different tokens may have the same text
+                **({"stream": True, "stream_interval": STREAM_INTERVAL} if queue.is_streamed(request) else {}),
             }
 
         def read(i: int, response: dict[str, Any]) -> list[Sample]:
-            return [self._sample(queue.asked[i], choice) for choice in response["choices"]]
+            return [self._sample(queue.pending[i], choice) for choice in response["choices"]]
 
         def follow(i: int, samples: list[Sample]) -> list[dict[str, Any]]:
-            """Go on with what follows from the samples of a request."""
-            return [payload(request) for request in queue.answer(i, samples)]
+            return [payload(request) for request in queue.add(i, samples)]
 
         queries_before, hits_before = server.prefix_cache_counters()
-        server.complete([payload(request) for request in queue.asked], follow, read)
+        server.complete([payload(request) for request in queue.pending], follow, read)
         queries, hits = server.prefix_cache_counters()
-        # Counters begin anew when the server is restarted
+        # A restart of the server resets its counters
         self.hit_rate = (hits - hits_before) / (queries - queries_before) if queries > queries_before else None
         return [[_compact(sample) for sample in samples] for samples in queue.samples]
 
@@ -291,55 +285,47 @@ class VLLMServerSampler(VLLMSampler):
         logprobs = choice["logprobs"]
         entropies = None
         if request.with_entropies and self.gives_entropies:
-            entropies = entropies_of(of_token.values() for of_token in logprobs["top_logprobs"])
+            entropies = entropies_of(by_token.values() for by_token in logprobs["top_logprobs"])
         return Sample(choice["token_ids"], logprobs["token_logprobs"], entropies)
 
 
 class VLLMColocateSampler(VLLMSampler):
     """
-    [`VLLMSampler`] that asks the engine in this process.
+    [`VLLMSampler`] with the engine in this process.
 
-    An engine that is shared out over several processes (`vllm_tensor_parallel_size`) runs in all of them together, for
-    the requests of all, as by TRL. That has not been run on GPUs yet.
+    With `vllm_tensor_parallel_size` above 1, the processes that share an engine run it together for the requests of
+    all of them, as in TRL. This has not been tested on GPUs yet.
     """
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         if self.generation.tensor_parallel_size == 1:
             return self._ask(requests)
-        # What is not needed to continue a prefix does not travel
+        # Without what other processes do not need to continue a prefix
         own = [replace(request, branching=None, dialogue=None) for request in requests]
-        # Parts of the engine draw by the random numbers of their processes, and must draw the same token. The seed is
-        # by those of the first process, which a checkpoint keeps
-        drawn = [int(np.random.randint(2**31))]
-        (seed,) = through_group(self.generation.tp_group, lambda seeds: [seeds[0]] * len(seeds), drawn)
+        # All parts of the engine must sample the same tokens, so they share a seed. It comes from the random state of
+        # the first process, which checkpoints store
+        own_seed = [int(np.random.randint(2**31))]
+        (seed,) = through_group(self.generation.tp_group, lambda seeds: [seeds[0]] * len(seeds), own_seed)
         with _seeded(seed):
             return through_group(self.generation.tp_group, self._ask_together, own)
 
     def _ask_together(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
         if is_peft_model(self.generation.model):
-            # As TRL does: NCCL must be through with an adapter's gradients before the engine's processes talk
+            # As in TRL: NCCL must finish with an adapter's gradients before the engine's processes communicate
             accelerator = self.generation.accelerator
             devices = [accelerator.local_process_index] if accelerator.device.type == "cuda" else None
             torch.distributed.barrier(device_ids=devices)
         return self._ask(requests)
 
     def _ask(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
-        queue = RequestQueue(requests, draws_branches=False)
-        num_answered = 0
         with self.profiler():
-            while num_answered < len(queue.asked):
-                asked = queue.asked[num_answered:]
-                for i, samples in enumerate(self._draw(asked), num_answered):
-                    queue.answer(i, samples)
-                num_answered += len(asked)
-        return queue.samples
+            return self._draw(requests) if requests else []
 
     def _draw(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
-        """The samples of requests that are asked for as they are."""
         from vllm import SamplingParams
 
         prompts = [self._prompt(request) for request in requests]
-        # Nobody reads its texts, of which each of the log-probs asked for would have one
+        # Texts are not needed, and there would be one for each log-prob
         own = {"detokenize": False, "flat_logprobs": True}
         params = [SamplingParams(**self.sampling_params(request) | own) for request in requests]
         outputs = self.generation.llm.generate(prompts, sampling_params=params, use_tqdm=False)
@@ -353,14 +339,14 @@ class VLLMColocateSampler(VLLMSampler):
         bounds = list(zip(drawn.logprobs.start_indices, drawn.logprobs.end_indices, strict=True))
         entropies = None
         if request.with_entropies and self.gives_entropies:
-            # The token that was drawn comes first, and again if it is one of the most likely
+            # The sampled token comes first, and a second time if it is one of the most likely
             entropies = entropies_of(
                 logprobs[start + (token_ids[start] in token_ids[start + 1 : end]) : end] for start, end in bounds
             )
         return Sample(list(drawn.token_ids), [logprobs[start] for start, _ in bounds], entropies)
 
     def _prompt(self, request: SamplingRequest) -> dict[str, Any]:
-        """A prefix and its images, as TRL hands them to the engine."""
+        """A prefix and its images, as TRL passes them to the engine."""
         prompt: dict[str, Any] = {"prompt_token_ids": request.prefix_ids.tolist()}
         if request.multimodal is not None:
             images = images_of(request.multimodal)
@@ -369,7 +355,7 @@ class VLLMColocateSampler(VLLMSampler):
 
 
 def _compact(sample: Sample) -> Sample:
-    """A sample in arrays, a quarter of what lists take in memory, and on their way to other processes."""
+    """A sample with arrays, which take a quarter of the memory of lists, also when sent to other processes."""
     return replace(
         sample,
         token_ids=as_ids(sample.token_ids),
@@ -381,7 +367,7 @@ def _compact(sample: Sample) -> Sample:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Draw by this seed, and put back the random numbers of NumPy and torch."""
+    """Seed NumPy and torch for this context, and restore their random states afterwards."""
     state = np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):

@@ -1,4 +1,4 @@
-"""vLLM's own server (`vllm serve`): requests that outlive its faults, and adapters that it loads from a directory."""
+"""Client of vLLM's own server (`vllm serve`): retries requests after faults, and loads adapters from a directory."""
 
 import collections
 import contextlib
@@ -23,46 +23,46 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# What each choice of a completion has, with `return_token_ids`
-CHOICE = {"index", "finish_reason", "token_ids"}
+# Keys of each choice in a completion, with `return_token_ids`
+CHOICE_KEYS = {"index", "finish_reason", "token_ids"}
 
-MAX_FAULTS = 5  # in a row, before a server that is up is given up
+MAX_FAULTS = 5  # consecutive faults before an error is raised
 MAX_IN_FLIGHT = 2048  # requests, each with a thread
-DECODED_AT_ONCE = 512  # sequences, by a server that does not tell
+DEFAULT_MAX_NUM_SEQS = 512  # sequences decoded at once, if the server's configuration has no `max_num_seqs`
 CONTROL_TIMEOUT = 120.0  # seconds for a request that generates nothing
-RETRIED_STATUSES = (404, 408, 429)  # 404: a server that was restarted does not know the adapter yet
+RETRIED_STATUSES = (404, 408, 429)  # 404: a restarted server does not have the adapter yet
 
 
 class VLLMServerError(RuntimeError):
-    """The vLLM server cannot be used, or not any more. The message says what to do."""
+    """The vLLM server cannot be used. The message says what to do."""
 
 
 class ServerFault(Exception):
-    """A request failed in a way that may pass."""
+    """A request failed in a way that may be temporary."""
 
 
 class Aborted(Exception):
-    """What was asked of the server is not wanted any more."""
+    """The request was cancelled by [`VLLMServer.abort`]."""
 
 
 class Connections:
-    """Connections that another thread can cut. A server that loses the connection of a request aborts the request."""
+    """Connections that another thread can cut, which makes the server abort their requests."""
 
     def __init__(self) -> None:
         self.are_cut = threading.Event()
-        self.pool_classes = {"http": self._noting(HTTPConnectionPool), "https": self._noting(HTTPSConnectionPool)}
+        self.pool_classes = {"http": self._tracked(HTTPConnectionPool), "https": self._tracked(HTTPSConnectionPool)}
         self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     def cut(self) -> None:
-        """Cut what is open, and whatever is opened from now on."""
+        """Cut all open connections, and those that are opened later."""
         self.are_cut.set()
         with self._lock:
             for opened in self._open:
                 _shut(opened)
 
-    def _noting(self, pool: Any) -> Any:
-        """A pool whose connections are these."""
+    def _tracked(self, pool: Any) -> Any:
+        """A subclass of `pool` whose connections are tracked here."""
         connections = self
 
         class Connection(pool.ConnectionCls):
@@ -77,7 +77,7 @@ class Connections:
 
 
 class _Adapter(HTTPAdapter):
-    """Opens connections as one of `connections`."""
+    """Opens tracked connections."""
 
     def __init__(self, connections: Connections):
         self._pool_classes = connections.pool_classes
@@ -89,7 +89,7 @@ class _Adapter(HTTPAdapter):
 
 
 def _shut(opened: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it is over
+    with contextlib.suppress(OSError):  # closed already
         opened.shutdown(socket.SHUT_RDWR)
 
 
@@ -97,28 +97,28 @@ class VLLMServer:
     """
     Client of a vLLM server.
 
-    A request that fails because the server cannot be reached, takes too long, or reports an error of its own is sent
-    again once the server is up, at most 4 times, with growing pauses. An answer that was streamed goes on from where it
-    broke. A server that was restarted gets the adapter again.
+    A request that fails because the server cannot be reached, takes too long, or reports an internal error is retried
+    once the server is up, at most 4 times, with growing pauses. A streamed response continues where it was interrupted.
+    A restarted server gets the adapter again.
 
     Args:
         base_url (`str`):
             Address, for example `"http://localhost:8000"`.
         start_command (`str`):
-            Command that starts such a server, for errors to tell.
+            Command that starts such a server, for error messages.
         up_timeout (`float`):
-            Seconds to wait for the server to be up, at first and after a fault.
+            Seconds to wait for the server to be up, initially and after a fault.
         request_timeout (`float`):
-            Seconds for an answer to a request that generates, or for the next part of one that is streamed.
+            Seconds to wait for the response to a completion request, or for the next part of a streamed one.
 
     Attributes:
         base_model (`str`):
-            Name of the model that is served.
+            Name of the served model.
         config (`dict`):
             The server's `VllmConfig`, as JSON.
 
     Raises:
-        VLLMServerError: The server is not up in time, or lacks its development endpoints.
+        VLLMServerError: The server is not up in time, or has no development endpoints.
     """
 
     def __init__(self, base_url: str, start_command: str, up_timeout: float, request_timeout: float):
@@ -139,38 +139,38 @@ class VLLMServer:
         self.base_root: str = model.get("root") or self.base_model
 
     def abortable(self) -> "VLLMServer":
-        """A client of the same server, with the weights that it has now, whose requests alone [`abort`] ends."""
+        """A client of the same server and adapter, whose [`abort`] ends only its own requests."""
         client = copy.copy(self)
         client._connections = Connections()
         return client
 
     def abort(self) -> None:
-        """End what is under way, here and on the server. Whoever waits for it gets [`Aborted`]."""
+        """End all requests in flight, here and on the server. Their callers get [`Aborted`]."""
         self._connections.cut()
 
     @property
     def num_in_flight(self) -> int:
-        """Requests at a time: more than the server decodes at once, and no more than half of what may be open here."""
-        decoded = self.config.get("scheduler_config", {}).get("max_num_seqs", DECODED_AT_ONCE)
+        """Maximum number of concurrent requests: more than the server decodes at once, but limited by open files."""
+        max_num_seqs = self.config.get("scheduler_config", {}).get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)
         num_replicas = self.config.get("parallel_config", {}).get("data_parallel_size", 1)
-        most_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return min(decoded * num_replicas * 5 // 4 + 1, most_open // 2, MAX_IN_FLIGHT)
+        max_open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return min(max_num_seqs * num_replicas * 5 // 4 + 1, max_open_files // 2, MAX_IN_FLIGHT)
 
     @property
     def model(self) -> str:
-        """Name that requests ask for: the adapter's, or the served model's."""
+        """The model name in requests: the adapter's, or the served model's."""
         return self.adapter_name or self.base_model
 
     def get_server_info(self) -> dict[str, Any]:
-        """The server's configuration, by the name that TRL asks for it."""
+        """The server's configuration, under the name that TRL uses."""
         return self.config
 
     def wait_until_up(self) -> None:
         """
-        Wait for the server to answer.
+        Wait for the server to respond.
 
         Raises:
-            VLLMServerError: It does not within `up_timeout` seconds.
+            VLLMServerError: It does not respond within `up_timeout` seconds.
         """
         start = last_report = time.monotonic()
         while True:
@@ -181,7 +181,7 @@ class VLLMServer:
                 now = time.monotonic()
                 if now - start >= self.up_timeout:
                     raise VLLMServerError(
-                        f"The vLLM server at {self.base_url} cannot be reached ({fault}); it was waited for "
+                        f"The vLLM server at {self.base_url} cannot be reached ({fault}) after waiting for "
                         f"{self.up_timeout:.0f} s (vllm_server_timeout). Start one with:\n{self.start_command}"
                     ) from fault
                 if now - last_report >= 15:
@@ -191,11 +191,11 @@ class VLLMServer:
 
     def load_adapter(self, name: str, path: Path) -> None:
         """
-        Load the LoRA adapter in a directory that the server can read, in place of the last one.
+        Load the LoRA adapter from a directory that the server can read, and use it in place of the last one.
 
-        From then on requests ask for it. Each needs a name of its own. One that is loaded again under its name, in
-        vLLM's way (`load_inplace`), leaves the prefix cache with what was computed before (vllm-project/vllm#42125),
-        and is read from the disk again by later requests (#41482): the engine dies when the directory is gone.
+        Each adapter needs its own name. If one is reloaded under the same name with vLLM's `load_inplace`, the prefix
+        cache keeps the states that were computed before (vllm-project/vllm#42125), and later requests read the adapter
+        from disk again (#41482), so that the engine dies when the directory is gone.
 
         Raises:
             VLLMServerError: The server refuses it.
@@ -205,28 +205,28 @@ class VLLMServer:
         try:
             self._retry(self._load_adapter)
         except VLLMServerError:
-            self.adapter_name = self.adapter_path = None  # the model may be merged and sent in its place
+            self.adapter_name = self.adapter_path = None  # the merged model may be sent instead
             raise
 
     def expect_no_restart(self) -> None:
-        """From now on, take a restart for an error: the server has weights that nothing can load into it again."""
+        """Treat a restart as an error from now on, because it would lose weights that cannot be loaded again."""
         self._retry(self._read_config)
         self._instance_with_weights = self.config["instance_id"]
 
     def unload_adapter(self) -> None:
-        """Have the server forget the adapter, if there is one and it still can be asked to."""
+        """Unload the adapter, if there is one and the server responds."""
         if self.adapter_name is None:
             return
         with contextlib.suppress(requests.RequestException):
             requests.post(f"{self.base_url}/v1/unload_lora_adapter", json={"lora_name": self.adapter_name}, timeout=5)
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text by the server's tokenizer, without special tokens added."""
+        """Tokenize a text on the server, without adding special tokens."""
         payload = {"model": self.base_model, "prompt": text, "add_special_tokens": False}
         return self._retry(lambda: self._read(self._request("POST", "/tokenize", json=payload), "tokens"))
 
     def prefix_cache_counters(self) -> tuple[float, float]:
-        """Tokens that were looked for in the prefix cache since the server started, and those that were there."""
+        """Tokens looked up in the prefix cache since the server started, and the number of hits."""
         with contextlib.suppress(ServerFault):
             lines = self._request("GET", "/metrics").text.splitlines()
             queries, hits = (
@@ -247,23 +247,23 @@ class VLLMServer:
         read: Callable[[int, dict[str, Any]], Any] = lambda i, response: response,
     ) -> list[Any]:
         """
-        Send requests for completions, all in flight together.
+        Send requests for completions concurrently.
 
         Args:
             payloads (`Sequence[dict]`):
-                Bodies of `/v1/completions`, one prompt of token ids each. The model is filled in. With `"stream": True`
-                and a single sample, the response comes in parts, each with the tokens that are new.
+                Bodies for `/v1/completions`, one prompt of token ids each. The model name is added. With
+                `"stream": True` and a single sample, the response arrives in parts with the new tokens.
             follow (`Callable`, *optional*):
-                Called with the index of each request and what `read` returned, one at a time, as soon as it is there.
-                Returns further payloads, which are sent while others are still under way.
+                Called with the index of each request and the result of `read`, one call at a time, as soon as that is
+                available. Returns further payloads, which are sent while others are in flight.
             read (`Callable`, *optional*):
-                Called with the index of each request and its response, or a part of that, with its choices in the order
-                of their `index`. Several threads call it at once. What it returns is kept, and not the response: one
-                with log-probs of 4,096 tokens has 3 MB.
+                Called with the index of each request and its response or a part of it, whose choices are in the order
+                of their `index`, by several threads concurrently. Only its result is kept, because a response with
+                log-probs of 4,096 tokens takes 3 MB.
 
         Returns:
-            `list`: What `read` returned for each request, or for the last part of its response, those of further
-            payloads behind. By default, the response.
+            `list`: The result of `read` for each request, or for the last part of its response, followed by those for
+            further payloads. By default, the response.
 
         Raises:
             VLLMServerError: A request is refused, or the server does not recover.
@@ -298,7 +298,7 @@ class VLLMServer:
         generation_kwargs: dict[str, Any] | None = None,
         **sampling_params: Any,
     ) -> dict[str, list[Any]]:
-        """As [`~trl.generation.vllm_client.VLLMClient.generate`]: what TRL calls where it generates by itself."""
+        """As [`~trl.generation.vllm_client.VLLMClient.generate`], for TRL's own generation."""
         if structured_outputs_regex is not None:
             sampling_params["structured_outputs"] = {"regex": structured_outputs_regex}
         sampling_params |= generation_kwargs or {}
@@ -314,62 +314,62 @@ class VLLMServer:
     # One request
 
     def _parts(self, payloads: list[dict[str, Any]], i: int) -> Iterator[dict[str, Any]]:
-        """The response to a payload, or the parts of one that is streamed: after each, the payload is for the rest."""
+        """The response to a payload, or the parts of a streamed one. After each part the payload requests the rest."""
         payload = payloads[i]
         is_streamed = payload.get("stream", False)
-        named = {**payload, "model": self.model, "return_token_ids": True}
+        body = {**payload, "model": self.model, "return_token_ids": True}
         path = "/v1/completions"
-        response = self._request("POST", path, timeout=self.request_timeout, json=named, stream=is_streamed)
+        response = self._request("POST", path, timeout=self.request_timeout, json=body, stream=is_streamed)
         if not is_streamed:
-            yield self._understood(response, self._read(response, "choices"))
+            yield self._completion(response, self._read(response, "choices"))
             return
         with contextlib.closing(self._checked(response)):
             for event in self._events(response):
                 if "error" in event:
                     raise ServerFault(f"{event['error']} at {path}")
-                body = self._understood(response, event.get("choices"))
-                (choice,) = body["choices"]
+                part = self._completion(response, event.get("choices"))
+                (choice,) = part["choices"]
                 payload = {**payload, "prompt": payload["prompt"] + choice["token_ids"]}
                 for name in payload.keys() & {"max_tokens", "min_tokens"}:
                     payload[name] = max(0, payload[name] - len(choice["token_ids"]))
                 payloads[i] = payload
-                yield body
+                yield part
                 if choice["finish_reason"] is not None:
                     return
-        raise ServerFault(f"the answer to {path} ended too early")
+        raise ServerFault(f"the response to {path} ended too early")
 
     def _events(self, response: requests.Response) -> Iterator[dict[str, Any]]:
-        """What a streamed response tells, as it comes."""
+        """The events of a streamed response as they arrive."""
         try:
             for line in response.iter_lines(chunk_size=None):
                 if line.startswith(b"data: {"):
                     yield json.loads(line.removeprefix(b"data: "))
         except (requests.RequestException, ValueError) as error:
-            raise ServerFault(f"{type(error).__name__} in the answer to {response.request.path_url}") from error
+            raise ServerFault(f"{type(error).__name__} in the response to {response.request.path_url}") from error
 
-    def _understood(self, response: requests.Response, choices: Any) -> dict[str, Any]:
-        """The choices of a completion, in order."""
-        if not choices or not all(isinstance(choice, dict) and choice.keys() >= CHOICE for choice in choices):
-            raise self._not_understood(response)
+    def _completion(self, response: requests.Response, choices: Any) -> dict[str, Any]:
+        """Validate and sort the choices of a completion."""
+        if not choices or not all(isinstance(choice, dict) and choice.keys() >= CHOICE_KEYS for choice in choices):
+            raise self._unexpected_response(response)
         if any(choice["finish_reason"] == "abort" for choice in choices):
-            raise ServerFault("it aborted the request")
+            raise ServerFault("the server aborted the request")
         return {"choices": sorted(choices, key=lambda choice: choice["index"])}
 
     def _request(self, method: str, path: str, timeout: float = CONTROL_TIMEOUT, **kwargs: Any) -> requests.Response:
         if self._connections.are_cut.is_set():
             raise Aborted
         try:
-            # A session of its own: a connection that is kept may be closed by the server just as it is used again
+            # A new session, because the server may close a kept connection just when it is reused
             with requests.Session() as session:
                 adapter = _Adapter(self._connections)
                 session.mount("http://", adapter)
                 session.mount("https://", adapter)
                 return session.request(method, self.base_url + path, timeout=(10, timeout), **kwargs)
         except requests.Timeout as error:
-            raise ServerFault(f"no answer to {path} within {timeout:.0f} s") from error
+            raise ServerFault(f"no response to {path} within {timeout:.0f} s") from error
         except (requests.exceptions.InvalidURL, requests.exceptions.MissingSchema, requests.exceptions.InvalidSchema):
             raise VLLMServerError(
-                f"vllm_server_base_url={self.base_url!r} is no address. It must be like 'http://localhost:8000'."
+                f"vllm_server_base_url={self.base_url!r} is not a URL. It must be like 'http://localhost:8000'."
             ) from None
         except requests.RequestException as error:
             raise ServerFault(f"{type(error).__name__} at {path}") from error
@@ -377,62 +377,62 @@ class VLLMServer:
     def _checked(self, response: requests.Response) -> requests.Response:
         if response.status_code == 200:
             return response
-        what = f"{response.status_code} at {response.request.path_url}: {response.text[:500]}"
+        detail = f"{response.status_code} at {response.request.path_url}: {response.text[:500]}"
         if response.status_code >= 500 or response.status_code in RETRIED_STATUSES:
-            raise ServerFault(what)
-        raise VLLMServerError(f"The vLLM server at {self.base_url} refused a request: {what}")
+            raise ServerFault(detail)
+        raise VLLMServerError(f"The vLLM server at {self.base_url} refused a request: {detail}")
 
     def _read(self, response: requests.Response, name: str) -> Any:
-        """What a response has under a name."""
+        """A value in the JSON of a response."""
         try:
             return self._checked(response).json()[name]
         except (KeyError, TypeError, ValueError) as error:
-            raise self._not_understood(response) from error
+            raise self._unexpected_response(response) from error
 
-    def _not_understood(self, response: requests.Response) -> VLLMServerError:
+    def _unexpected_response(self, response: requests.Response) -> VLLMServerError:
         return VLLMServerError(
-            f"The server at {self.base_url} answered {response.request.path_url} with {response.text[:200]!r}, which "
-            "no vLLM server of a version that is supported does. Is another service at this address?"
+            f"The server at {self.base_url} responded to {response.request.path_url} with {response.text[:200]!r}, "
+            "which no supported version of vLLM does. Is another service running at this address?"
         )
 
     def _retry(self, action: Callable[[], T]) -> T:
-        """Call `action` until no fault stops it."""
-        for number in range(1, MAX_FAULTS + 1):
+        """Call `action` until it succeeds, up to `MAX_FAULTS` times."""
+        for attempt in range(1, MAX_FAULTS + 1):
             try:
                 return action()
             except ServerFault as error:
                 fault = error
             if self._connections.are_cut.is_set():
                 raise Aborted
-            if number < MAX_FAULTS:
-                logger.warning("Fault %d of the vLLM server at %s: %s", number, self.base_url, fault)
-                self._connections.are_cut.wait(2**number)
+            if attempt < MAX_FAULTS:
+                logger.warning("Fault %d of the vLLM server at %s: %s", attempt, self.base_url, fault)
+                self._connections.are_cut.wait(2**attempt)
                 self.wait_until_up()
         raise VLLMServerError(
-            f"The vLLM server at {self.base_url} failed {MAX_FAULTS} times in a row, the last time with: {fault}. Its "
-            f"own log says more. If it hangs, start it again with:\n{self.start_command}"
+            f"The vLLM server at {self.base_url} failed {MAX_FAULTS} times in a row, the last time with: {fault}. See "
+            f"its log for the cause. If it hangs, restart it with:\n{self.start_command}"
         ) from fault
 
     # Weights
 
     def _check_weights(self) -> None:
-        """See to it that the server generates with what it was last given, also if it was restarted since."""
+        """Ensure that the server has the latest weights, even if it was restarted."""
         if self.adapter_name is not None:
             self._load_adapter()
         elif self._instance_with_weights is not None:
             self._read_config()
             if self.config["instance_id"] != self._instance_with_weights:
                 raise VLLMServerError(
-                    f"The vLLM server at {self.base_url} was restarted, and has lost the trained weights. Start the "
-                    "training again from its last checkpoint: trainer.train(resume_from_checkpoint=True)."
+                    f"The vLLM server at {self.base_url} was restarted, and has lost the trained weights. Resume "
+                    "training from the last checkpoint with trainer.train(resume_from_checkpoint=True)."
                 )
 
     def _read_config(self) -> None:
-        """Read the server's configuration. Its `instance_id` is another one after a restart."""
+        """Read the server's configuration, whose `instance_id` changes with each restart."""
         response = self._request("GET", "/server_info", params={"config_format": "json"})
         if response.status_code == 404:
             raise VLLMServerError(
-                f"The vLLM server at {self.base_url} does not tell its configuration: it was started without "
+                f"The vLLM server at {self.base_url} does not provide its configuration because it was started without "
                 f"VLLM_SERVER_DEV_MODE=1. Start it with:\n{self.start_command}"
             )
         self.config, self.environment = self._read(response, "vllm_config"), self._read(response, "vllm_env")
@@ -441,53 +441,54 @@ class VLLMServer:
         response = self._request("GET", "/v1/models")
         models = self._read(response, "data")
         if not isinstance(models, list) or not models or not all(isinstance(m, dict) and "id" in m for m in models):
-            raise self._not_understood(response)
+            raise self._unexpected_response(response)
         return models
 
     def _load_adapter(self) -> None:
-        """Load the adapter, unless the server has it."""
+        """Load the adapter, unless the server has it already."""
         if self.adapter_name in [card["id"] for card in self._models()]:
             return
         payload = {"lora_name": self.adapter_name, "lora_path": self.adapter_path}
         response = self._request("POST", "/v1/load_lora_adapter", json=payload)
         if response.status_code != 200:
-            self._checked(self._request("GET", "/health"))  # a refusal is the answer of a server that is well
+            self._checked(self._request("GET", "/health"))  # only a healthy server can refuse an adapter
             raise VLLMServerError(
                 f"The vLLM server at {self.base_url} cannot load the adapter {self.adapter_path} "
-                f"({response.status_code}: {response.text[:500]}). It must see that directory: see vllm_adapter_dir."
+                f"({response.status_code}: {response.text[:500]}). The server must be able to read that directory: see "
+                "vllm_adapter_dir."
             )
 
 
 def in_parallel(action: Callable[[Any], Iterable[Any]], items: Sequence[Any], most: int) -> None:
     """
-    Call `action` on every item, and on those that it gives while it goes on, up to `most` at a time, and raise what the
-    first that failed raised. After a failure nothing more is begun. What it gives comes before other items: the server
-    may still have a branch's prefix.
+    Call `action` on every item and on each item that it yields, in up to `most` threads at once.
 
-    The threads are daemons: an interrupt ends the program at once, not when the server has answered.
+    Yielded items come before others, because the server may still have a branch's prefix in its cache. After a failure
+    no more calls are started, and the first error is raised once those in progress end. The threads are daemons, so
+    that an interrupt ends the program without waiting for the server.
     """
-    # Of what is under way: an item more, or that it is over, perhaps by an error
+    # A list with a yielded item, `None` at the end of a call, or its error
     outcomes: queue.SimpleQueue[list[Any] | Exception | None] = queue.SimpleQueue()
-    todo, num_open = collections.deque(items), 0
+    todo, num_running = collections.deque(items), 0
     errors: list[Exception] = []
 
     def work(item: Any) -> None:
         try:
-            for further in action(item):
-                outcomes.put([further])
+            for new_item in action(item):
+                outcomes.put([new_item])
             outcomes.put(None)
         except Exception as error:
             outcomes.put(error)
 
-    while num_open or (todo and not errors):
-        while todo and not errors and num_open < most:
+    while num_running or (todo and not errors):
+        while todo and not errors and num_running < most:
             threading.Thread(target=work, args=[todo.popleft()], daemon=True, name="fr3e-vllm-request").start()
-            num_open += 1
+            num_running += 1
         outcome = outcomes.get()
         if isinstance(outcome, list):
             todo.extendleft(outcome)
             continue
-        num_open -= 1
+        num_running -= 1
         if outcome is not None:
             errors.append(outcome)
     for error in errors:

@@ -1,4 +1,4 @@
-"""The policy's weights into vLLM: the LoRA adapter alone where the server takes it, else TRL's own way."""
+"""Sends the policy's weights to vLLM: only the LoRA adapter if the server accepts it, and otherwise as TRL does."""
 
 import inspect
 import logging
@@ -36,8 +36,9 @@ TOKENIZER_PROBE = "Solve for x: 12.5 + 3x = \\frac{1}{2}.\n\n  The answer is \\b
 @contextmanager
 def without_vllm(args: FR3EConfig) -> Iterator[None]:
     """
-    Have a `GRPOTrainer` that is made in this context set up no vLLM. Its constructor takes no other engine or client
-    than its own, so that [`set_up_vllm`] makes ours afterwards.
+    Keep `GRPOTrainer`'s constructor from setting up vLLM, which [`set_up_vllm`] does afterwards.
+
+    The constructor does not accept another engine or client.
     """
     use_vllm, args.use_vllm = args.use_vllm, False
     try:
@@ -48,18 +49,18 @@ def without_vllm(args: FR3EConfig) -> Iterator[None]:
 
 def set_up_vllm(trainer: TypedTrainer, args: FR3EConfig) -> None:
     """
-    Set up vLLM as the constructor of `GRPOTrainer` does, but through [`FR3EVLLMGeneration`].
+    Set up vLLM as the constructor of `GRPOTrainer` does, but with [`FR3EVLLMGeneration`].
 
-    TRL gives each parameter of its `VLLMGeneration` the setting of the same name, with or without `vllm_` before it.
-    That holds for parameters of later versions too.
+    Like TRL, passes each parameter of `VLLMGeneration` the setting of the same name, with or without the prefix
+    `vllm_`, including parameters that later versions may add.
 
     Raises:
-        ValueError: `vllm_importance_sampling_mode` does not go with the loss.
+        ValueError: `vllm_importance_sampling_mode` is not compatible with the loss.
         VLLMServerError: The server cannot be used.
     """
     corrects_rows = args.vllm_importance_sampling_mode not in ("token_truncate", "token_mask")
     if args.loss_type == "vespo" and args.vllm_importance_sampling_correction and corrects_rows:
-        raise ValueError(  # which TRL's constructor does where it sets up vLLM
+        raise ValueError(  # as TRL's constructor does when it sets up vLLM
             f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r} must be 'token_truncate' or "
             "'token_mask' with loss_type='vespo'."
         )
@@ -74,7 +75,7 @@ def set_up_vllm(trainer: TypedTrainer, args: FR3EConfig) -> None:
         "accelerator": trainer.accelerator,
         "processing_class": trainer.processing_class,
         "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
-        "logprobs": 0,  # the sampled token's alone
+        "logprobs": 0,  # only that of the sampled token
     }
     trainer.use_vllm = True
     trainer.vllm_generation = FR3EVLLMGeneration(**settings, fr3e_args=args)
@@ -85,13 +86,13 @@ def set_up_vllm(trainer: TypedTrainer, args: FR3EConfig) -> None:
 @contextmanager
 def awake_engine(trainer: TypedTrainer, timed: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
     """
-    Have vLLM ready with the policy's weights; one that may sleep wakes up for as long. Without vLLM, nothing.
+    Send vLLM the policy's weights, and keep an engine that may sleep awake for this context. Does nothing without vLLM.
 
     Args:
         trainer (`GRPOTrainer`):
-            Says whether there is one.
+            Has the engine, if there is one.
         timed (`Callable`):
-            Gives a context in which time counts for a part of the step, by the part's name.
+            Returns a context manager that measures the time of a part of the step, given the part's name.
     """
     if not trainer.use_vllm:
         yield
@@ -112,23 +113,23 @@ def awake_engine(trainer: TypedTrainer, timed: Callable[[str], AbstractContextMa
 def send_weights(
     trainer: TypedTrainer, timed: Callable[[str], AbstractContextManager[None]], is_needed: bool = False
 ) -> None:
-    """Send vLLM the policy's weights, if they are newer than those that it has, or `is_needed`."""
+    """Send vLLM the policy's weights if they have changed, or if `is_needed`."""
     if trainer.state.global_step == trainer._last_loaded_step and not is_needed:
         return
     with profiling_context(trainer, "sync_weights"), timed("weights to vLLM"):
-        trainer.vllm_generation.sync_weights()  # wakes up the memory of the weights
+        trainer.vllm_generation.sync_weights()  # wakes up the engine's weights
     trainer._last_loaded_step = trainer.state.global_step
 
 
 def end_engine(trainer: TypedTrainer) -> None:
-    """End an engine in this process, while the groups of processes are there that it ends by."""
+    """Shut down an engine in this process while its process groups still exist."""
     if trainer.use_vllm and trainer.vllm_mode == "colocate":
         trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """In the place of what the main process sends: raises `error` in every process that unpacks it."""
+    """Broadcast by the main process instead of completions: raises `error` in every process that unpacks it."""
 
     error: Exception
 
@@ -138,11 +139,11 @@ class _Failure:
 
 class FR3EVLLMGeneration(VLLMGeneration):
     """
-    [`~trl.generation.vllm_generation.VLLMGeneration`] that can give a server the LoRA adapter alone.
+    [`~trl.generation.vllm_generation.VLLMGeneration`] that can send a server only the LoRA adapter.
 
     Args:
         fr3e_args ([`FR3EConfig`]):
-            Says whether, and through which directory.
+            Has the settings `vllm_adapter_sync` and `vllm_adapter_dir`.
 
         All others are those of `VLLMGeneration`.
 
@@ -150,10 +151,10 @@ class FR3EVLLMGeneration(VLLMGeneration):
         server ([`VLLMServer`], *optional*):
             The server, in the main process in server mode.
         syncs_adapter (`bool`):
-            Whether the adapter alone is sent.
+            Whether only the adapter is sent.
     """
 
-    model: Any  # a model of transformers or PEFT, whose attributes `nn.Module` hides
+    model: Any  # of transformers or PEFT, whose attributes `nn.Module` hides from type checkers
 
     def __init__(self, *args: Any, fr3e_args: FR3EConfig, **kwargs: Any):
         self.fr3e_args = fr3e_args
@@ -166,9 +167,9 @@ class FR3EVLLMGeneration(VLLMGeneration):
         if self.mode != "server":
             if is_quantized(self.model):
                 raise ValueError(
-                    "vllm_mode='colocate' is not possible with a quantized model: merging its adapter rounds most of "
-                    "the adapter away, and changes the model at each step. Use vllm_mode='server', which gets the "
-                    "adapter alone, or use_vllm=False."
+                    "vllm_mode='colocate' is not possible with a quantized model, because merging rounds most of the "
+                    "adapter away and changes the model at each step. Use vllm_mode='server', which gets only the "
+                    "adapter, or use_vllm=False."
                 )
             super()._init_vllm()
             return
@@ -180,7 +181,7 @@ class FR3EVLLMGeneration(VLLMGeneration):
             except VLLMServerError as error:
                 self.syncs_adapter, obstacle = False, str(error)
         if obstacle is None:
-            self.vllm_client = self.server  # what TRL generates with in evaluation
+            self.vllm_client = self.server  # for TRL's own generation in evaluation
             return
         if self.fr3e_args.vllm_adapter_sync:
             raise VLLMServerError(f"vllm_adapter_sync=True is not possible: {obstacle}")
@@ -198,11 +199,11 @@ class FR3EVLLMGeneration(VLLMGeneration):
             return
         super().sync_weights()
         if self.mode == "server":
-            server: Any = self.server  # the main process has it, and all end if it fails
+            server: Any = self.server  # in the main process
             on_main_process(self.accelerator, lambda: server.expect_no_restart())
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The only change is that a failure of the server, which the main process asks, is raised in all processes."""
+        """The only change is that an error in the main process, which calls the server, is raised in all processes."""
         try:
             return super().generate(*args, **kwargs)
         except Exception as error:
@@ -212,15 +213,15 @@ class FR3EVLLMGeneration(VLLMGeneration):
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """
-        The only change is that an adapter is merged into one layer at a time, whose weights are then put back. PEFT
-        subtracts the adapter again, which in half precision leaves other weights, and more so at each step.
+        The only change is that an adapter is merged into one layer at a time, whose weights are then restored from a
+        copy. PEFT would subtract the adapter again, which accumulates rounding errors in half precision.
         """
         layers = {} if self._dist.is_fsdp or self._dist.is_zero3 else mergeable_layers(self.model)
         if not layers:
             yield from super()._iter_named_params()
             return
         for name, param in self.model.named_parameters():
-            if self.model.prefix in name or "original_module" in name:  # of the adapter, or what it replaces
+            if self.model.prefix in name or "original_module" in name:  # adapter weights, or replaced modules
                 continue
             for part in ("base_model.model.", ".base_layer", "modules_to_save.default.", "_checkpoint_wrapped_module."):
                 name = name.replace(part, "")
@@ -228,18 +229,19 @@ class FR3EVLLMGeneration(VLLMGeneration):
             yield name, param.data if layer is None else _merged(layer)
 
     def max_context(self) -> int:
-        """Longest prompt and completion together that vLLM takes, in tokens."""
+        """vLLM's maximum length of prompt and completion together, in tokens."""
         if self.mode == "colocate":
             return self.llm.llm_engine.model_config.max_model_len
-        config: Any = None if self.server is None else self.server.config  # the main process has it
+        config: Any = None if self.server is None else self.server.config  # in the main process
         return on_main_process(self.accelerator, lambda: config["model_config"]["max_model_len"])
 
     def checked_context(self, model_context: int | None, prompt_length: int, max_completion_length: int) -> int | None:
         """
-        Longest prompt and completion together that both the model and vLLM take, in tokens; `None` without a limit.
+        The maximum length of prompt and completion together, in tokens, for both the model and vLLM.
 
         Raises:
-            ValueError: vLLM takes less than the model, and less than `prompt_length` and `max_completion_length`.
+            ValueError: vLLM's limit is lower than the model's and too low for `prompt_length` and
+                `max_completion_length`.
         """
         available = self.max_context()
         if model_context is not None and available >= model_context:
@@ -248,23 +250,23 @@ class FR3EVLLMGeneration(VLLMGeneration):
         if available < needed:
             raise ValueError(
                 f"vLLM has a context of {available} tokens, too few for the {prompt_length} of the first prompt and "
-                f"max_completion_length={max_completion_length}. Start it with --max-model-len {needed} or more (in "
-                "colocate mode: vllm_max_model_length), or lower max_completion_length."
+                f"max_completion_length={max_completion_length}. Start it with --max-model-len {needed} or more "
+                "(vllm_max_model_length in colocate mode), or lower max_completion_length."
             )
         return available
 
     # At the start
 
     def _connect(self) -> str | None:
-        """Find the server, check that it is the right one, and tell what keeps it from getting the adapter alone."""
+        """Connect to the server, check its tokenizer, and return why it cannot get only the adapter, if it cannot."""
         url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
         self.server = VLLMServer(url, self._start_command(), self.server_timeout, self.fr3e_args.vllm_request_timeout)
         self._check_tokenizer(self.server)
-        self._warn_of_logprobs(self.server)
+        self._check_logprobs_mode(self.server)
         obstacle = self._obstacle_to_adapter_sync(self.server)
         if obstacle is None:
             self._make_adapter_dir()
-            logger.info("The adapter alone is sent to the vLLM server at %s, through %s", url, self.adapter_dir)
+            logger.info("Only the adapter is sent to the vLLM server at %s, through %s", url, self.adapter_dir)
         return obstacle
 
     def _start_command(self) -> str:
@@ -276,12 +278,12 @@ class FR3EVLLMGeneration(VLLMGeneration):
         served_rank = next((rank for rank in SERVED_RANKS if rank >= self._adapter_rank()), SERVED_RANKS[-1])
         return f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 {command} --enable-lora --max-lora-rank {served_rank}"
 
-    def _warn_of_logprobs(self, server: VLLMServer) -> None:
+    def _check_logprobs_mode(self, server: VLLMServer) -> None:
         mode = server.config["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
             logger.warning(
-                "The vLLM server at %s has logprobs_mode=%s: its log-probs are those of temperature 1 and of the whole "
-                "vocabulary, whatever it samples with. The trainer makes entropies by a forward pass of its own, and "
+                "The vLLM server at %s has logprobs_mode=%s: its log-probs are those of temperature 1 and the whole "
+                "vocabulary, whatever it samples with. So the trainer computes entropies in an extra forward pass, and "
                 "branches wait for all base trajectories. Start it with --logprobs-mode processed_logprobs.",
                 server.base_url,
                 mode,
@@ -295,39 +297,41 @@ class FR3EVLLMGeneration(VLLMGeneration):
         if ours != theirs:
             raise VLLMServerError(
                 f"The vLLM server at {server.base_url} serves {server.base_model!r}, whose tokenizer is not that of "
-                f"the policy {self.model.name_or_path!r}: it makes other tokens of {TOKENIZER_PROBE!r}. Start it "
-                f"with:\n{server.start_command}"
+                f"the policy {self.model.name_or_path!r}: it tokenizes {TOKENIZER_PROBE!r} differently. Start the "
+                f"server with:\n{server.start_command}"
             )
 
     def _obstacle_to_adapter_sync(self, server: VLLMServer) -> str | None:
         if self.fr3e_args.vllm_adapter_sync is False:
             return "vllm_adapter_sync=False."
         if not is_peft_model(self.model):
-            return "the policy is no PEFT model."
+            return "the policy is not a PEFT model."
         if isinstance(self.processing_class, ProcessorMixin):
             return "the policy is multimodal."
         trained = [name for name, param in self.model.named_parameters() if param.requires_grad]
         others = [name for name in trained if self.model.prefix not in name]
         if others:
-            return f"the policy also trains weights that are no part of a LoRA adapter, such as {others[0]}."
+            return f"the policy also trains weights that are not part of a LoRA adapter, such as {others[0]}."
         config = self.model.peft_config[self.model.active_adapter]
         if getattr(config, "rank_pattern", None) or getattr(config, "alpha_pattern", None):
-            return "vLLM knows no rank_pattern and no alpha_pattern."
-        begun = str(getattr(config, "init_lora_weights", True)).lower()
-        if begun.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
-            return f"init_lora_weights={begun!r} changes the model's own weights, which the server has as they were."
+            return "vLLM does not support rank_pattern or alpha_pattern."
+        initialization = str(getattr(config, "init_lora_weights", True)).lower()
+        if initialization.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
+            return f"init_lora_weights={initialization!r} changes the base weights, which the server does not get."
         lora = server.config["lora_config"]
         if lora is None or not server.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]:
-            return f"the vLLM server at {server.base_url} takes no adapters. Start it with:\n{server.start_command}"
+            return (
+                f"the vLLM server at {server.base_url} does not load adapters. Start it with:\n{server.start_command}"
+            )
         if lora["max_lora_rank"] < self._adapter_rank():
             return (
-                f"the adapter's rank is {self._adapter_rank()}, and the vLLM server at {server.base_url} takes "
-                f"{lora['max_lora_rank']} at most. Start it with:\n{server.start_command}"
+                f"the adapter's rank is {self._adapter_rank()}, but the vLLM server at {server.base_url} allows at "
+                f"most {lora['max_lora_rank']}. Start it with:\n{server.start_command}"
             )
         if server.config["parallel_config"]["data_parallel_size"] > 1:
             return (
-                f"the vLLM server at {server.base_url} is data-parallel, and would load the adapter into one of its "
-                "replicas alone. Use --tensor-parallel-size in place of --data-parallel-size."
+                f"the vLLM server at {server.base_url} is data-parallel, and would load the adapter into only one of "
+                "its replicas. Use --tensor-parallel-size instead of --data-parallel-size."
             )
         return None
 
@@ -338,14 +342,14 @@ class FR3EVLLMGeneration(VLLMGeneration):
     # The adapter
 
     def _make_adapter_dir(self) -> None:
-        """Have a directory for the adapter, empty of what a run that was killed left there."""
+        """Choose the directory for adapters, and remove those that a killed run left there."""
         path = self.fr3e_args.vllm_adapter_dir or Path(self.fr3e_args.output_dir) / "_vllm_adapter"
         self.adapter_dir = Path(path).absolute()
         _remove(sorted(self.adapter_dir.glob("fr3e-????????-*")))
-        self._run = f"fr3e-{uuid.uuid4().hex[:8]}"  # another one than those of other runs on this server
+        self._run = f"fr3e-{uuid.uuid4().hex[:8]}"  # unique among the runs that use this server
         self._adapters: list[Path] = []
         assert self.server is not None
-        # At the latest when the interpreter exits
+        # Called when the interpreter exits at the latest
         self.forget_adapter = weakref.finalize(self, _forget, self.server, self._adapters)
 
     def _sync_adapter(self) -> None:
@@ -353,7 +357,7 @@ class FR3EVLLMGeneration(VLLMGeneration):
         on_main_process(self.accelerator, lambda: self._send_adapter(state_dict))
 
     def _gather_adapter(self) -> dict[str, torch.Tensor]:
-        """The adapter's weights on the CPU, gathered one by one from what shards them."""
+        """The adapter's weights on the CPU, gathered one by one if they are sharded."""
         state_dict = {}
         for name, param in self.model.named_parameters():
             if self.model.prefix in name:
@@ -371,15 +375,15 @@ class FR3EVLLMGeneration(VLLMGeneration):
         self.model.save_pretrained(
             path, state_dict=state_dict, selected_adapters=[adapter], save_embedding_layers=False
         )
-        # PEFT puts any adapter but the default one into a directory of its name
+        # PEFT saves any adapter but the default one to a subdirectory of its name
         self.server.load_adapter(path.name, path if adapter == "default" else path / adapter)
-        # The one before stays until the next sync: a server that still works on a request that was given up may read it
+        # The previous one stays until the next sync, because the server may still work on an aborted request
         _remove(self._adapters[:-2])
         del self._adapters[:-2]
 
 
 def _forget(server: VLLMServer, adapters: list[Path]) -> None:
-    """Leave nothing of a run's adapters behind, neither on the disk nor in the server if that still answers."""
+    """Remove a run's adapters from the disk, and from the server if that still responds."""
     server.unload_adapter()
     _remove(adapters)
 
@@ -390,7 +394,7 @@ def _remove(directories: list[Path]) -> None:
 
 
 def _merged(layer: "LoraLayer") -> torch.Tensor:
-    """A layer's weights with its adapter, of which the layer keeps nothing."""
+    """A layer's weights merged with its adapter, without changing the layer."""
     base: Any = layer.get_base_layer().weight
     before = base.detach().clone()
     layer.merge()
@@ -401,7 +405,7 @@ def _merged(layer: "LoraLayer") -> torch.Tensor:
 
 
 def mergeable_layers(model: nn.Module) -> dict[int, "LoraLayer"]:
-    """The layers that have an adapter, by the address of their weights. None if one changes more than these."""
+    """Layers with an adapter by the address of their weights, or none if an adapter changes more than the weights."""
     if not is_peft_model(model):
         return {}
     from peft.tuners.lora import LoraLayer, ParamWrapper

@@ -1,14 +1,15 @@
 """
-Attention of a trie's nodes: the new nodes of each row look back along its whole path.
+Attention for the nodes of a trie: the new nodes of each row attend to its whole path.
 
-That is causal attention with fewer queries than keys, aligned at the last of both. Kernels differ in how they are told:
+This is causal attention with fewer queries than keys, aligned at the last of both, which kernels support in different
+ways:
 
-- FlashAttention has a length of queries and one of keys for each row, and takes all rows in one call. transformers
-  calls it for `flash_attention_2`, `flash_attention_3` and kernels from the hub. torch has a copy of it, which takes
-  the place of `sdpa` where that would use it: on CUDA, in half precision.
-- `flex_attention` is told which blocks of queries look at which blocks of keys.
-- `sdpa` elsewhere, and `eager`, know no such alignment without a mask. They get queries in blocks, and of a mask a
-  stretch as long as a block and the keys that it sees.
+- FlashAttention takes all rows in one call, with separate lengths of queries and keys. transformers calls it for
+  `flash_attention_2`, `flash_attention_3` and kernels from the hub. torch has a copy of it, which replaces `sdpa` where
+  that would use FlashAttention: on CUDA, in half precision.
+- `flex_attention` gets the blocks of keys that each block of queries attends to.
+- `sdpa` elsewhere and `eager` support this alignment only with a mask. They get queries in blocks, with a mask for the
+  block and the keys that it attends to.
 
 No tensor grows with the square of a row's length. `eager` keeps the scores of all blocks for the backward pass.
 """
@@ -30,13 +31,13 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from .trie import Trie
 
-# Queries of one call with a mask: few for what they skip of the keys, enough for a call to be worth it
+# Queries per call with a mask: smaller blocks skip more keys, but need more calls
 BLOCK = 256
 
-# Queries and keys of a block of flex_attention: its default
+# flex_attention's default block size
 FLEX_BLOCK = 128
 
-# Forms of its calls that are compiled: 13 came in 30 micro-batches of random shapes
+# Limit of its recompilations: 30 micro-batches of random shapes needed 13
 FLEX_RECOMPILATIONS = 64
 
 Attention = Callable[..., Any]
@@ -45,10 +46,10 @@ Attention = Callable[..., Any]
 @contextlib.contextmanager
 def without_cudnn() -> Iterator[None]:
     """
-    Have `sdpa` leave cuDNN's kernel out, and take torch's own.
+    Make `sdpa` use torch's own kernels instead of cuDNN's.
 
-    On Hopper GPUs it gives gradients of NaN where rows are padded to 64 beyond a multiple of 128, from torch 2.11 on
-    (https://github.com/pytorch/pytorch/issues/196678). `fr3e check` met them on an H200, in `GRPOTrainer` too.
+    From torch 2.11 on, cuDNN's kernel returns NaN gradients on Hopper GPUs if rows are padded to 64 beyond a multiple
+    of 128 (https://github.com/pytorch/pytorch/issues/196678). `fr3e check` found this on an H200, also in `GRPOTrainer`.
     """
     was_on = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -60,13 +61,13 @@ def without_cudnn() -> Iterator[None]:
 
 def share(model: nn.Module, implementation: str) -> bool:
     """
-    Have a model's attention take the keyword `shared_prefixes`, a [`Trie`].
+    Make a model's attention accept the keyword `shared_prefixes`, a [`Trie`].
 
-    transformers looks attention up by name, in its register or in the model's own module, and passes on the keywords
-    that a model is called with. The function of that name gets one more keyword, without which it is as before.
+    transformers looks up the attention function by name, in its registry or in the model's module, and passes on the
+    keywords of the model's call. The function is wrapped, and behaves as before without this keyword.
 
     Returns:
-        `bool`: Whether there is a way to call this implementation.
+        `bool`: Whether this implementation is supported.
     """
     if implementation == "eager":
         for module in {sys.modules[type(part).__module__] for part in model.modules()}:
@@ -74,15 +75,15 @@ def share(model: nn.Module, implementation: str) -> bool:
             if "eager_attention_forward" in functions:
                 functions["eager_attention_forward"] = _with_paths(functions["eager_attention_forward"], _eager)
         return True
-    way = _flash if is_flash_attention_requested(requested_attention_implementation=implementation) else None
-    way = {"sdpa": _sdpa, "flex_attention": _flex}.get(implementation, way)
-    if way is not None:
-        AttentionInterface.register(implementation, _with_paths(AttentionInterface()[implementation], way))
-    return way is not None
+    adapter = _flash if is_flash_attention_requested(requested_attention_implementation=implementation) else None
+    adapter = {"sdpa": _sdpa, "flex_attention": _flex}.get(implementation, adapter)
+    if adapter is not None:
+        AttentionInterface.register(implementation, _with_paths(AttentionInterface()[implementation], adapter))
+    return adapter is not None
 
 
-def _with_paths(attention: Attention, way: Callable[..., torch.Tensor]) -> Attention:
-    """Attention that takes `shared_prefixes`, in a way that fits the implementation."""
+def _with_paths(attention: Attention, adapter: Callable[..., torch.Tensor]) -> Attention:
+    """Wrap an attention function so that it accepts `shared_prefixes`, using the adapter for its implementation."""
     if hasattr(attention, "takes_paths"):
         return attention
 
@@ -101,22 +102,22 @@ def _with_paths(attention: Attention, way: Callable[..., torch.Tensor]) -> Atten
             return attention(module, query, key, value, attention_mask, *args, **kwargs)
         shared_prefixes.windows.add(kwargs.get("sliding_window"))
         call = functools.partial(attention, module)
-        return way(call, shared_prefixes, query, key, value, *args, **kwargs), None
+        return adapter(call, shared_prefixes, query, key, value, *args, **kwargs), None
 
     with_paths.takes_paths = True  # type: ignore[attr-defined]
     return with_paths
 
 
-# Each way: attention without its module, a trie, queries, keys and values (1, H, U, D) to outputs (1, U, H, D). A
-# model that is compiled leaves it as it is, but for flex: each trie would be compiled anew
+# Adapters take an attention function without its module, a trie, and queries, keys and values (1, H, U, D), and return
+# outputs (1, U, H, D). All but flex's are excluded from a model's compilation, which would be repeated for each trie
 
 
 @torch.compiler.disable
 def _flash(attention: Attention, trie: Trie, *states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """
-    All rows in one call. New nodes are numbered as rows have them, so that queries are in place.
+    All rows in one call. New nodes are numbered row by row, so queries are in order already.
 
-    transformers' attention passes the lengths on to its `_flash_attention_forward`.
+    transformers' attention passes the lengths to its `_flash_attention_forward`.
     """
     query, *others = states
     key, value = (part[0].transpose(0, 1).index_select(0, trie.path).transpose(0, 1).unsqueeze(0) for part in others)
@@ -125,7 +126,7 @@ def _flash(attention: Attention, trie: Trie, *states: torch.Tensor, **kwargs: An
 
 @torch.compiler.disable
 def _sdpa(attention: Attention, trie: Trie, *states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """FlashAttention where sdpa would use it; or no mask where no row has a prefix; or else masks."""
+    """FlashAttention where sdpa would use it. Otherwise a mask, except for groups without prefixes."""
     kind = states[0].device.type
     if torch.is_autocast_enabled(kind):  # as sdpa does
         states = tuple(part.to(torch.get_autocast_dtype(kind)) for part in states)
@@ -136,7 +137,7 @@ def _sdpa(attention: Attention, trie: Trie, *states: torch.Tensor, **kwargs: Any
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int) -> torch.Tensor:
         if start == 0 and (window is None or window >= key.size(2)):
             return attention(query, key, value, None, **kwargs)[0]
-        # Here and not for each block, of which each would keep its own for the backward pass
+        # Once per group, because each block would keep its own copy for the backward pass
         key, value = (part.repeat_interleave(query.size(1) // part.size(1), 1) for part in (key, value))
         return _in_blocks(functools.partial(_masked_sdpa, **kwargs), trie, query, key, value, start, window)
 
@@ -153,14 +154,14 @@ def _masked_sdpa(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """torch's sdpa, called as transformers calls attention."""
+    """torch's sdpa with the signature of transformers' attention functions."""
     output = scaled_dot_product_attention(query, key, value, attention_mask, dropout, scale=scaling)
     return output.transpose(1, 2), None
 
 
 @functools.cache
 def has_varlen() -> bool:
-    """Whether torch has FlashAttention for rows end to end, with windows and grouped heads."""
+    """Whether torch has FlashAttention for variable lengths, with windows and grouped heads."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -169,7 +170,7 @@ def has_varlen() -> bool:
 
 
 def runs_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether sdpa would run FlashAttention, and torch has it for rows end to end."""
+    """Whether sdpa would run FlashAttention, and torch has it for variable lengths."""
     if not (query.is_cuda and has_varlen() and query.size(-1) % 8 == 0):
         return False
     return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
@@ -189,7 +190,7 @@ def _varlen(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """torch's FlashAttention, called as transformers calls attention."""
+    """torch's FlashAttention with the signature of transformers' attention functions."""
     from torch.nn.attention.varlen import varlen_attn
 
     output: Any = varlen_attn(
@@ -209,18 +210,18 @@ def _varlen(
 
 def _flex(attention: Attention, trie: Trie, *states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """
-    A call for each group of rows, with blocks that say what is seen.
+    One call with a block mask for each group of rows.
 
-    It is compiled anew for one row and for several, with gradients and without, and so on. After eight times, torch
-    would compute it as it is, with all scores in memory.
+    It is recompiled for one row and for several, with and without gradients, and so on. After eight recompilations,
+    torch's default, it would run uncompiled, with all scores in memory.
     """
     window = kwargs.get("sliding_window")
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int) -> torch.Tensor:
-        name = (start, key.size(2), window)
-        if name not in trie.masks:
-            trie.masks[name] = block_mask(*name, query.device)
-        return attention(query, key, value, trie.masks[name], **kwargs)[0]
+        mask_key = (start, key.size(2), window)
+        if mask_key not in trie.masks:
+            trie.masks[mask_key] = block_mask(*mask_key, query.device)
+        return attention(query, key, value, trie.masks[mask_key], **kwargs)[0]
 
     with torch._dynamo.config.patch(recompile_limit=FLEX_RECOMPILATIONS):
         return _by_groups(trie, attend, *states)
@@ -228,7 +229,7 @@ def _flex(attention: Attention, trie: Trie, *states: torch.Tensor, **kwargs: Any
 
 @torch.compiler.disable
 def _eager(attention: Attention, trie: Trie, *states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """It is causal by its mask alone."""
+    """Masked blocks, because eager attention is causal only through its mask."""
     call = functools.partial(_in_blocks, functools.partial(attention, **kwargs), trie)
     return _by_groups(trie, functools.partial(call, window=kwargs.get("sliding_window")), *states)
 
@@ -242,7 +243,7 @@ def _in_blocks(
     start: int,
     window: int | None,
 ) -> torch.Tensor:
-    """Attention of a group of rows, of as many queries at a time as have a mask that is short."""
+    """Attention of a group of rows in blocks of queries, each with its mask."""
     outputs = []
     for first in range(start, key.size(2), BLOCK):
         end = min(first + BLOCK, key.size(2))
@@ -254,7 +255,7 @@ def _in_blocks(
 
 
 def _by_groups(trie: Trie, attend: Callable[..., torch.Tensor], *states: torch.Tensor) -> torch.Tensor:
-    """Attention of groups of r rows, from queries (r, H, t - start, D), keys and values (r, H, t, D), and `start`."""
+    """Call `attend` for each group of r rows with queries (r, H, t - start, D), keys, values (r, H, t, D) and `start`."""
     query, key, value = states
     outputs = [
         attend(_along(query, path[:, start:]), _along(key, path), _along(value, path), start).flatten(0, 1)
@@ -264,48 +265,48 @@ def _by_groups(trie: Trie, attend: Callable[..., torch.Tensor], *states: torch.T
 
 
 def _along(states: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-    """Of states of shape (1, H, U, D), those along the paths of r rows: (r, H, t, D)."""
+    """Select states (1, H, U, D) along the paths of r rows: (r, H, t, D)."""
     return states[0].index_select(1, path.flatten()).unflatten(1, path.shape).transpose(0, 1)
 
 
 def _mask(trie: Trie, num_queries: int, num_keys: int, window: int | None, query: torch.Tensor) -> torch.Tensor:
     """
-    What is added to the scores of a block, (1, 1, num_queries, num_keys): aligned at the last of both.
+    Additive mask of a block, (1, 1, num_queries, num_keys), aligned at the last query and key.
 
-    All blocks are a part of one mask at its lower right, which is made once for all layers.
+    It is the lower right part of a larger mask, which is made once for all blocks and layers.
     """
     longest = trie.lengths["max_length_k"]
     width = longest if window is None else min(longest, window + BLOCK - 1)
-    name = (window, query.dtype)
-    if name not in trie.masks:
+    mask_key = (window, query.dtype)
+    if mask_key not in trie.masks:
         columns = torch.arange(width, device=query.device)
         rows = torch.arange(width - BLOCK, width, device=query.device)[:, None]
         is_seen = columns <= rows
         if window is not None:
             is_seen &= rows - columns < window
-        trie.masks[name] = torch.zeros_like(is_seen, dtype=query.dtype).masked_fill_(
+        trie.masks[mask_key] = torch.zeros_like(is_seen, dtype=query.dtype).masked_fill_(
             ~is_seen, torch.finfo(query.dtype).min
         )
-    mask: torch.Tensor = trie.masks[name][BLOCK - num_queries :, width - num_keys :]
-    # Where kernels want memory that is aligned, a part of it must be one of its own
+    mask: torch.Tensor = trie.masks[mask_key][BLOCK - num_queries :, width - num_keys :]
+    # On other devices, kernels may require aligned memory, which a view does not have
     return (mask if query.device.type == "cpu" else mask.contiguous())[None, None]
 
 
 def block_mask(start: int, length: int, window: int | None, device: torch.device) -> BlockMask:
     """
-    What tokens from `start` on see, for `flex_attention`.
+    Causal block mask for `flex_attention`, whose queries are the tokens from `start` on.
 
-    Made of bounds: `create_block_mask` would compare all queries with all keys.
+    It is computed from the bounds of blocks, whereas `create_block_mask` would compare all queries with all keys.
 
     Args:
         start, length (`int`):
             Of `length` tokens, those from `start` on are queries.
         window (`int`, *optional*):
-            How many tokens a query sees, itself included.
+            The number of tokens that a query attends to, including itself.
         device (`torch.device`):
-            Where attention computes.
+            Device of the mask.
     """
-    offset = torch.tensor(start, device=device)  # a number would have each one compiled anew
+    offset = torch.tensor(start, device=device)  # a Python number would be recompiled for each value
 
     def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         is_seen = query + offset >= key
@@ -321,7 +322,7 @@ def block_mask(start: int, length: int, window: int | None, device: torch.device
         every &= last_query - keys < window
 
     def listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """How many blocks of keys each block of queries has, and which, these first."""
+        """The number of key blocks for each query block, and their indices, followed by the others."""
         order = blocks.int().argsort(dim=1, descending=True, stable=True)
         return blocks.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
 

@@ -1,38 +1,38 @@
-"""The rows of a batch in micro-batches that share as much as they can."""
+"""Assigns the rows of a batch to micro-batches so that they share long prefixes."""
 
 from typing import Any
 
 import torch
 
-# The column of a batch that numbers its rows, until they are dealt out to micro-batches
+# Key of the row numbers in a batch, until its rows are assigned to micro-batches
 ROW = "row"
 
-Batch = dict[str, Any]  # what TRL's step returns: tensors and lists of rows, numbers, and `None`
+Batch = dict[str, Any]  # from TRL's step: tensors and lists of rows, numbers, and `None`
 
 
 def numbered(batch: Batch) -> Batch:
-    """A batch with its rows numbered, for [`keep_together`], which does without where a subclass returns another."""
+    """Number the rows of a batch for [`keep_together`], which can do without if a subclass returns another batch."""
     return batch | {ROW: torch.arange(len(batch["prompt_ids"]))}
 
 
 def keep_together(micro_batches: list[Batch]) -> None:
     """
-    Deal the rows of a batch out to its micro-batches anew, so that prompts are shuffled where TRL has shuffled rows.
+    Reassign the rows of a batch to its micro-batches, shuffling prompts where TRL has shuffled rows.
 
-    The rows of a prompt stay together, and are sorted by their tokens: of micro-batches smaller than that, each has
-    those that share most. A gradient that is accumulated over all micro-batches stays the same, but for what is a mean
-    over those of each; of several optimizer steps a batch, each has fewer prompts, with more rows of them.
+    The rows of a prompt stay together and are sorted by their tokens, so that smaller micro-batches contain the rows
+    that share most. A gradient that is accumulated over all micro-batches is unchanged, except for terms that are means
+    over each micro-batch. With several optimizer steps per batch, each step has fewer prompts with more of their rows.
 
     Args:
         micro_batches (`list[Batch]`):
-            Of equal size, changed in place. Their rows may be [`numbered`], and are no longer afterwards.
+            Micro-batches of equal size, changed in place. Row numbers from [`numbered`] are removed.
     """
     if ROW in micro_batches[0]:
         shuffled = torch.cat([batch.pop(ROW) for batch in micro_batches])
     else:
         shuffled = torch.arange(sum(len(batch["prompt_ids"]) for batch in micro_batches))
-    back = shuffled.argsort().tolist()
-    rows = {name: _joined([batch[name] for batch in micro_batches], back) for name in micro_batches[0]}
+    unshuffled = shuffled.argsort().tolist()
+    rows = {name: _joined([batch[name] for batch in micro_batches], unshuffled) for name in micro_batches[0]}
     prompts = [row.tobytes() for row in torch.where(rows["prompt_mask"].bool(), rows["prompt_ids"], -1).cpu().numpy()]
     completions = [row.tobytes() for row in rows["completion_ids"].cpu().numpy()]
     ranks: dict[bytes, int] = {}
@@ -46,7 +46,7 @@ def keep_together(micro_batches: list[Batch]) -> None:
 
 
 def _joined(parts: list[Any], order: list[int]) -> Any:
-    """What micro-batches have of each row, in an order of the rows; `None` where they have nothing of rows."""
+    """Concatenate the rows of micro-batches in the given order. `None` for values that do not consist of rows."""
     if isinstance(parts[0], torch.Tensor):
         return torch.cat(parts)[order] if parts[0].dim() > 0 else None
     return _selected([value for part in parts for value in part], order) if isinstance(parts[0], list) else None

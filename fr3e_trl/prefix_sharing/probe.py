@@ -1,4 +1,4 @@
-"""Whether a model can forward shared prefixes once: tried on the model itself."""
+"""Test whether a model can forward shared prefixes once."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,15 +9,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..generation.context import context_length
-from ..generation.decoding import unchanged
+from ..generation.decoding import restored_state
 from ..generation.growing_probe import name_of, tolerance, usual_tokens, without_dropout
 from .attention import share
 from .trie import Trie, fold
 
-# Settings of models whose attention looks back no further
+# Config settings that limit how far attention looks back
 WINDOWS = ("sliding_window", "attention_chunk_size")
 
-# Columns of a trial's rows, and what follows them in another batch
+# Columns of the test rows, and further columns in batches of another shape
 COLUMNS, MORE_COLUMNS = 48, 13
 
 
@@ -29,25 +29,25 @@ def obstacle_to_sharing(
     score_shared: Callable[[Trie], torch.Tensor],
 ) -> str | None:
     """
-    What keeps a model from forwarding shared prefixes once, if anything does.
+    Why a model cannot forward shared prefixes once, or `None` if it can.
 
-    Rows that branch are scored shared and apart. In some models, layers beside attention depend on the tokens before.
-    Others have windows that their attention is not told of.
+    Compares log-probs of branching rows with and without sharing. In some models, other layers than attention depend on
+    previous tokens. Others apply windows only in the mask, which is not used here.
 
     Args:
         model (`~transformers.PreTrainedModel`):
-            The model. It stays as it was, but that its attention takes paths.
+            The model. Its attention functions accept tries afterwards, and nothing else changes.
         dtype (`torch.dtype`):
-            What it computes in.
+            Its compute dtype.
         device (`torch.device`):
-            Where it computes.
+            Its device.
         score_apart (`Callable`):
-            Log-probs of the last C columns of rows, (R, C), from ids and mask of shape (R, T), and C.
+            Returns log-probs of the last C columns of rows, (R, C), given ids and mask of shape (R, T), and C.
         score_shared (`Callable`):
-            The same from the rows' trie.
+            Returns the same given the rows' trie.
 
     Returns:
-        `str` or `None`: A clause that says what is wrong.
+        `str` or `None`: The problem, as a clause.
     """
     name = name_of(model)
     config = model.config.get_text_config()
@@ -59,10 +59,10 @@ def obstacle_to_sharing(
     num_columns = input_ids.size(1) // 2
     trie = fold(input_ids, mask, mask[:, -num_columns:].bool())
     try:
-        with torch.no_grad(), unchanged(model, device), without_dropout(model):
+        with torch.no_grad(), restored_state(model, device), without_dropout(model):
             apart = score_apart(input_ids, mask, num_columns)
             difference = (apart - score_shared(trie)).abs().mean().item()
-            # The same in batches of other shapes, and with embeddings rounded otherwise: what rounding does
+            # The effect of rounding: the same rows in batches of other shapes, and with perturbed embeddings
             ids, masks = (torch.cat([rows, rows[:, :MORE_COLUMNS]], 1) for rows in (input_ids, mask))
             alone = [score_apart(ids[[i]], masks[[i]], num_columns + MORE_COLUMNS) for i in range(len(mask))]
             with rounded_otherwise(model):
@@ -72,16 +72,16 @@ def obstacle_to_sharing(
     except Exception as error:
         return f"{name} raises {type(error).__name__}: {error}"
     for window in windows:
-        if window not in trie.windows:  # it may be longer than what is tried out
-            return f"the window of {name}, {window} tokens, is in its mask alone"
+        if window not in trie.windows:  # checked separately because it may be longer than the test rows
+            return f"the window of {name}, {window} tokens, is applied only in its mask"
     if not difference <= tolerance(dtype, noise):
-        return f"it changes log-probs of {name} by {difference:.2g} nats a token"
+        return f"it changes log-probs of {name} by {difference:.2g} nats per token"
     return None
 
 
 @contextlib.contextmanager
 def rounded_otherwise(model: PreTrainedModel) -> Iterator[None]:
-    """Every embedding one unit in its last place away, up and down in turn."""
+    """Change every embedding by one unit in the last place, alternately up and down."""
 
     def move(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         eps = torch.finfo(output.dtype).eps
@@ -96,31 +96,31 @@ def rounded_otherwise(model: PreTrainedModel) -> Iterator[None]:
 
 
 def obstacle_by_design(model: PreTrainedModel) -> str | None:
-    """What needs no trial to be known. Otherwise the model's attention takes paths from now on."""
+    """Why sharing is impossible, as far as no test is needed. If `None`, its attention accepts tries from now on."""
     if getattr(model, "_is_stateful", False):
-        return f"layers of {name_of(model)} are recurrent: what they make of a token depends on the row"
+        return f"layers of {name_of(model)} are recurrent, so their outputs for a token depend on the row"
     config = model.config.get_text_config()
-    if "conv" in (getattr(config, "layer_types", None) or []):  # so little that rounding may hide it
-        return f"layers of {name_of(model)} are convolutions: what they make of a token depends on the row"
+    if "conv" in (getattr(config, "layer_types", None) or []):  # a small effect that rounding may hide
+        return f"layers of {name_of(model)} are convolutions, so their outputs for a token depend on the row"
     implementation = attention_of(model)
     if not share(model, implementation):
-        return f"attn_implementation={implementation!r} is none of sdpa, eager, flex and FlashAttention"
+        return f"attn_implementation={implementation!r} is not supported: use sdpa, eager, flex or FlashAttention"
     return None
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """The name of what computes a model's attention."""
+    """The name of a model's attention implementation."""
     return model.config.get_text_config()._attn_implementation
 
 
 def _branching_rows(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask, (4, T), of a row, two that branch off it, and itself with another beginning."""
+    """Ids and mask, (4, T), of a row, two branches of it, and the same row without its first token."""
     length = min(COLUMNS, context_length(model.config) or COLUMNS)
-    usual = usual_tokens(model.config)
+    tokens = usual_tokens(model.config)
     rng = np.random.default_rng(0)
-    input_ids = np.tile(rng.choice(usual, length), (4, 1))
+    input_ids = np.tile(rng.choice(tokens, length), (4, 1))
     for row, start in ((1, length // 2 + 1), (2, length - length // 4)):
-        input_ids[row, start:] = rng.choice(usual, length - start)
+        input_ids[row, start:] = rng.choice(tokens, length - start)
     mask = np.ones_like(input_ids)
     input_ids[3, 0] = mask[3, 0] = 0
     return torch.from_numpy(input_ids), torch.from_numpy(mask)

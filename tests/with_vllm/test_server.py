@@ -319,7 +319,7 @@ def test_evaluation_and_grpo_go_through_the_server(server, num_anchors):
 def test_another_adapter_than_the_default_one(server, caplog):
     with caplog.at_level(logging.INFO, logger="fr3e_trl"):
         trainer = make_trainer(server, model=with_adapter(load_policy(), name="mine"), max_steps=2)
-    assert f"The adapter alone is sent to the vLLM server at {server.url}" in caplog.text
+    assert f"Only the adapter is sent to the vLLM server at {server.url}" in caplog.text
     trainer.train()
     for batch, _ in trainer.batches:
         assert (ratios(batch) - 1).abs().max() < 1e-3
@@ -425,10 +425,10 @@ def test_sharded_weights(server, recipe, tmp_path):
     "settings, reason",
     [
         ({"vllm_adapter_sync": False}, "vllm_adapter_sync=False"),
-        ({"peft_config": lora(rank=2 * MAX_LORA_RANK)}, "rank is 32, and the vLLM server at .* takes 16 at most"),
+        ({"peft_config": lora(rank=2 * MAX_LORA_RANK)}, "rank is 32, but the vLLM server at .* allows at most 16"),
         (
             {"peft_config": LoraConfig(target_modules="all-linear", modules_to_save=["norm"])},
-            r"also trains weights that are no part of a LoRA adapter, such as .*norm",
+            r"also trains weights that are not part of a LoRA adapter, such as .*norm",
         ),
         ({"peft_config": LoraConfig(target_modules="all-linear", use_dora=True)}, "cannot load the adapter .*DoRA"),
     ],
@@ -477,7 +477,7 @@ def test_no_server(tmp_path):
     assert "http://127.0.0.1:9 cannot be reached" in str(error.value)
     assert f"vllm serve {POLICY} --port 9" in str(error.value)
     assert "--enable-lora --max-lora-rank 8" in str(error.value)
-    message = r"'localhost:8000' is no address. It must be like 'http://localhost:8000'"
+    message = r"'localhost:8000' is not a URL. It must be like 'http://localhost:8000'"
     with pytest.raises(VLLMServerError, match=message):
         make_trainer(None, vllm_server_base_url="localhost:8000")
 
@@ -496,7 +496,7 @@ def test_another_model(server):
     for param in model.parameters():
         torch.nn.init.normal_(param, std=0.3)
     trainer = make_trainer(server, model=model)
-    with pytest.raises(RuntimeError, match=r"vLLM does not sample from the policy.*nats a token away"):
+    with pytest.raises(RuntimeError, match=r"vLLM does not sample from the policy.*nats per token away"):
         trainer.train()
     assert trainer.state.global_step == 0
 
