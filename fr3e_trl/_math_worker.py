@@ -1,11 +1,11 @@
 """
 Scores maths answers for `math_reward` in a pool of processes. A script: `_math_worker.py FD NUM_WORKERS TIME_LIMIT`.
 
-It is a program of its own because the processes of a pool begin either as copies of the one that starts them, which
-must not be a trainer on a GPU, or by importing the main module, which may be a script that trains.
+It is a separate program because the processes of a pool either start as copies of their parent, which must not be a
+trainer on a GPU, or import the main module, which may be a training script.
 
-Lists of (completion, solution) come through the connection with the descriptor `FD`. A reply and a failure are sent
-back for each, in order. The reply is the reward or, where the solution is `None`, the answer read in the completion.
+It receives lists of (completion, solution) through the connection with the descriptor `FD`, and sends back a reply and
+a failure for each, in order. The reply is the reward or, if the solution is `None`, the answer in the completion.
 """
 
 import multiprocessing
@@ -32,7 +32,7 @@ def main(descriptor: int, num_workers: int, time_limit: float) -> None:
     context = multiprocessing.get_context("fork")
     pool = ProcessPool(num_workers, initializer=partial(set_limits, connection), context=context)
     connection.send("ready")
-    # It ends when the trainer is gone, or when an idle process was killed, after which the pool is of no more use
+    # It ends when the trainer is gone, or when an idle process was killed, which makes the pool unusable
     with suppress(EOFError, ConnectionError, BrokenProcessPool):
         while True:
             args = [(completion, solution, time_limit) for completion, solution in connection.recv()]
@@ -41,16 +41,16 @@ def main(descriptor: int, num_workers: int, time_limit: float) -> None:
 
 
 def set_limits(connection: Connection) -> None:
-    """Have a process of the pool end when the pool kills it or is gone, and take no more than its memory."""
+    """Limit the memory of a worker process, and let it end at once when the pool kills it."""
     connection.close()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler waits for the end of a computation
-    if sys.platform == "linux":  # others do not enforce it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler waits until a computation ends
+    if sys.platform == "linux":  # other systems do not enforce the limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
 
 
 def reply_to(completion: str, solution: str | None, time_limit: float) -> float | str | None:
-    """The reward of a completion, or the answer read in it if there is no solution."""
-    # If the pool is gone, the signal of this timer of CPU time kills, even in a computation without an end
+    """The reward of a completion, or the answer in it if there is no solution."""
+    # If the pool is gone, the signal of this CPU timer ends the process even during an endless computation
     signal.setitimer(signal.ITIMER_PROF, 2 * time_limit)
     if solution is None:
         return read_answer(completion)
@@ -59,7 +59,7 @@ def reply_to(completion: str, solution: str | None, time_limit: float) -> float 
 
 
 def read_answer(completion: str) -> str | None:
-    """The answer that `accuracy_reward` reads in a completion."""
+    """The answer that `accuracy_reward` extracts from a completion."""
     config = LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
     )

@@ -111,9 +111,9 @@ class _TileLogps(torch.autograd.Function):
             tiles = []
             for columns in _slices(len(weight), TILE_VOCAB):
                 logits, _ = softmax.logits(_project(states, weight, bias, columns))
-                places, is_here = _places(targets[rows], columns)
-                found = logits.gather(1, places).squeeze(1)
-                target_logits[rows] = torch.where(is_here, found, target_logits[rows])
+                indices, is_in_tile = _tile_indices(targets[rows], columns)
+                found = logits.gather(1, indices).squeeze(1)
+                target_logits[rows] = torch.where(is_in_tile, found, target_logits[rows])
                 maximum = logits.amax(1)
                 weights = (logits - maximum.unsqueeze(1)).exp_()
                 total = weights.sum(1)
@@ -148,8 +148,8 @@ class _TileLogps(torch.autograd.Function):
                 else:
                     grad = log_p.add_(entropies[rows, None]).mul_(p * -grad_entropies[rows, None])
                 if grad_logps is not None:
-                    places, is_here = _places(targets[rows], columns)
-                    p.neg_().scatter_add_(1, places, is_here.unsqueeze(1).to(p))
+                    indices, is_in_tile = _tile_indices(targets[rows], columns)
+                    p.neg_().scatter_add_(1, indices, is_in_tile.unsqueeze(1).to(p))
                     grad += p.mul_(grad_logps[rows, None])
                 grad *= 1 / softmax.temperature
                 if tanh is not None:
@@ -284,11 +284,11 @@ def _project(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return outputs if bias is None else outputs.add_(bias[columns].to(states.dtype))
 
 
-def _places(targets: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+def _tile_indices(targets: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices of targets in a part of the vocabulary, (n, 1), and whether they are in it, (n,)."""
-    places = targets - columns.start
+    indices = targets - columns.start
     last = columns.stop - columns.start - 1
-    return places.clamp(0, last).unsqueeze(1), (places >= 0) & (places <= last)
+    return indices.clamp(0, last).unsqueeze(1), (indices >= 0) & (indices <= last)
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

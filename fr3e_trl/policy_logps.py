@@ -75,9 +75,9 @@ def score(
 
     Args:
         trainer (`GRPOTrainer`):
-            Knows how the head computes.
+            Has the settings of the head.
         model (`nn.Module`):
-            Policy or reference model, as it is called.
+            The policy or the reference model, wrapped or not.
 
         All others, and what is returned, are those of [`~logps.score`].
     """

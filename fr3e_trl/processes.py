@@ -32,11 +32,11 @@ def through_main_process(
     accelerator: Accelerator, function: Callable[[list[T]], Sequence[R]], items: Sequence[T]
 ) -> list[R]:
     """
-    Have the main process call `function` with the items of all processes.
+    Call `function` in the main process with the items of all processes.
 
     Args:
         accelerator ([`~accelerate.Accelerator`]):
-            Knows the processes.
+            The accelerator of these processes.
         function (`Callable`):
             Returns one result for each item. If it raises, every process raises.
         items (`Sequence`):
@@ -67,7 +67,7 @@ def through_main_process(
 
 def through_group(group: Any, function: Callable[[list[T]], Sequence[R]], items: Sequence[T]) -> list[R]:
     """
-    Have every process of a group call `function` with the items of the whole group.
+    Call `function` in every process of a group with the items of the whole group.
 
     Args:
         group (`torch.distributed.ProcessGroup`):
@@ -170,7 +170,7 @@ class Lockstep:
 
     Args:
         accelerator ([`~accelerate.Accelerator`]):
-            Knows the processes.
+            The accelerator of these processes.
         join (`Callable`):
             Makes the call when this process has nothing of its own to do.
     """

@@ -1,4 +1,4 @@
-"""A reward for maths that cannot hang or crash a run."""
+"""A reward function for maths that cannot hang or crash a run."""
 
 import importlib.util
 import multiprocessing
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 WORKER = Path(__file__).with_name("_math_worker.py")
-MAX_STARTS = 2  # of the pool for an answer: it ends itself when it lost a process that had none
+MAX_STARTS = 2  # starts of the pool per answer: the pool also ends when it loses an idle process
 
 
 def get_math_reward(time_limit: float = 5.0, num_workers: int | None = None) -> Callable[..., list[float | None]]:
@@ -22,19 +22,19 @@ def get_math_reward(time_limit: float = 5.0, num_workers: int | None = None) -> 
 
     math-verify limits its time with a signal, which works only in the main thread and does not interrupt computations
     such as `9^{9^{9^9}}`, and it does not limit its memory. Here a worker is killed if it takes too long or needs more
-    than 4 GiB. Its answer then scores 0, and other answers are not affected.
+    than 4 GiB. Its answer then scores 0, and other answers are unaffected.
 
     Args:
         time_limit (`float`, *optional*, defaults to `5.0`):
-            Seconds that a worker may take for an answer.
+            Time limit for an answer, in seconds.
         num_workers (`int`, *optional*):
-            Worker processes, which start when first needed. If `None`, one for each CPU, up to 4.
+            Number of worker processes, which start when first needed. If `None`, one for each CPU, up to 4.
 
     Returns:
         `Callable`: Reward function `math_reward(completions, solution, **kwargs)` for standard or conversational
-        completions. It gives 1.0 if the answer equals the solution, 0.0 if not, and `None` if the solution cannot be
-        parsed. Any thread may call it, and several at once. It logs the shares of completions that timed out or
-        crashed: `math_reward/timeouts` and `math_reward/crashes`.
+        completions. It returns 1.0 if the answer equals the solution, 0.0 if not, and `None` if the solution cannot be
+        parsed. Several threads may call it at once. It logs the shares of completions that timed out or crashed:
+        `math_reward/timeouts` and `math_reward/crashes`.
 
     Raises:
         ValueError: A limit is not positive.
@@ -67,7 +67,9 @@ def get_math_reward(time_limit: float = 5.0, num_workers: int | None = None) -> 
     ) -> list[float | None]:
         for text in solution:
             if not isinstance(text, str):
-                raise TypeError(f"The solution {text!r} is no text. The 'solution' column must hold strings like '42'.")
+                raise TypeError(
+                    f"The solution {text!r} is not a string. The 'solution' column must contain strings like '42'."
+                )
         scores, failures = workers.ask(completions, solution)
         if log_metric is not None:
             for failure in ("timeouts", "crashes"):
@@ -83,9 +85,9 @@ class _Workers:
 
     Args:
         num_workers (`int`):
-            How many.
+            Number of processes.
         time_limit (`float`):
-            Seconds for an answer.
+            Time limit for an answer, in seconds.
     """
 
     def __init__(self, num_workers: int, time_limit: float):
@@ -95,11 +97,11 @@ class _Workers:
         self._connection: Connection | None = None  # the pool ends when this is closed
 
     def ask(self, completions: list[Any], solutions: list[Any]) -> tuple[list[Any], list[str | None]]:
-        """The workers' reply to each completion, and its failure: `"timeouts"`, `"crashes"` or `None`."""
+        """The workers' replies to completions, and their failures: `"timeouts"`, `"crashes"` or `None` for each."""
         if importlib.util.find_spec("math_verify") is None or importlib.util.find_spec("pebble") is None:
             raise ImportError('math_reward needs math-verify and pebble: pip install "fr3e-trl[math]".')
         answers = [
-            # with tools, the last turn
+            # The last turn if there are tools
             (completion if isinstance(completion, str) else text_of(completion[-1]), solution)
             for completion, solution in zip(completions, solutions, strict=True)
         ]
@@ -107,7 +109,7 @@ class _Workers:
         num_starts = 0
         with self._lock:
             while len(outcomes) < len(answers):
-                # After an interrupt, what is still to come through this connection answers nothing
+                # Kept only if all replies arrive: after an interrupt, late replies would be taken for later answers
                 connection, self._connection = self._connection or self._start(), None
                 try:
                     connection.send(answers[len(outcomes) :])
@@ -122,11 +124,11 @@ class _Workers:
         return [reply for reply, _ in outcomes], [failure for _, failure in outcomes]
 
     def _start(self) -> Connection:
-        """Start the pool, in a program of its own, and wait until it is ready."""
+        """Start the pool in a separate program, and wait until it is ready."""
         connection, theirs = multiprocessing.Pipe()
         arguments = [WORKER, theirs.fileno(), self.num_workers, self.time_limit]
         with tempfile.TemporaryFile() as log:
-            # With -P the modules beside the script are not found as top-level ones
+            # -P keeps the script's directory out of sys.path, so that its modules do not shadow top-level ones
             self._process = subprocess.Popen(
                 [sys.executable, "-P", *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
@@ -145,7 +147,7 @@ class _Workers:
 
 
 def text_of(message: dict[str, Any]) -> str:
-    """What a message says: its content, or the text parts of it."""
+    """The text of a message: its content, or the text parts of that."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
 
@@ -155,14 +157,14 @@ math_reward = get_math_reward()
 
 def math_answers(completions: list[str]) -> list[str | None]:
     r"""
-    The answers that `math_reward` reads in completions, as text. In `So \boxed{0.5}.` it reads `0.5`.
+    The answers that `math_reward` extracts from completions, as text, such as `0.5` from `So \boxed{0.5}.`.
 
     Args:
         completions (`list[str]`):
-            Texts.
+            Completions as text.
 
     Returns:
-        `list[str | None]`: The answer of each completion, cut at 500 characters. `None` if it has none.
+        `list[str | None]`: The answer of each completion, truncated to 500 characters, or `None` if there is none.
     """
     answers, _ = _extraction.ask(completions, [None] * len(completions))
     return answers

@@ -143,7 +143,7 @@ def test_what_cannot_be_is_refused(monkeypatch):
     for name in ("time_limit", "num_workers"):
         with pytest.raises(ValueError, match=f"{name}=0"):
             get_math_reward(**{name: 0})
-    with pytest.raises(TypeError, match="solution 4 is no text"):
+    with pytest.raises(TypeError, match="solution 4 is not a string"):
         get_math_reward()([r"\boxed{4}"], solution=[4])
     with pytest.raises(ValueError, match="zip"):
         get_math_reward()([r"\boxed{4}"], solution=["4", "5"])

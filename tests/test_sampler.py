@@ -154,11 +154,11 @@ def test_the_order_in_which_a_server_is_asked():
             raise ServerFault(item)
         yield from [item + 0.1, item + 0.2] if isinstance(item, int) else []
 
-    in_parallel(ask, [1, 2, 3], most=1)
+    in_parallel(ask, [1, 2, 3], limit=1)
     assert [int(item) for item in order] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     order.clear()
     with pytest.raises(ServerFault, match="hangs"):
-        in_parallel(ask, ["hangs"] * 20, most=4)
+        in_parallel(ask, ["hangs"] * 20, limit=4)
     assert len(order) == 4
 
 

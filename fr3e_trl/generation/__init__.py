@@ -1,1 +1,1 @@
-"""How completions are drawn: one interface, and the backends behind it."""
+"""Sampling of completions: one interface with several backends."""

@@ -393,14 +393,14 @@ class _GrowingRow:
     begin: int  # the column at which its sampling starts
     share: int = 0  # the maximum number of its anchors
     branches: dict[int, list["_GrowingRow"]] = field(default_factory=dict)
-    drawn: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # in the end: tokens, log-probs and entropies
+    outputs: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # once finished: tokens, log-probs, entropies
 
     @property
     def sample(self) -> Sample:
         """The finished row with its branches."""
-        assert self.drawn is not None
+        assert self.outputs is not None
         branches = {position: [row.sample for row in rows] for position, rows in self.branches.items()}
-        return Sample(*self.drawn, branches)
+        return Sample(*self.outputs, branches)
 
 
 class _GrowingRows:
@@ -481,7 +481,7 @@ class _GrowingRows:
                 rows = (~is_done).nonzero().flatten()
                 if not len(rows):
                     return input_ids
-                self.unfinished = [row for row in self.unfinished if row.drawn is None]
+                self.unfinished = [row for row in self.unfinished if row.outputs is None]
                 input_ids, statistics = input_ids[rows], statistics[rows]
                 model_kwargs = self._select(rows, model_kwargs)
             inputs = self.decoding.next_inputs(model, input_ids, model_kwargs)
@@ -529,7 +529,7 @@ class _GrowingRows:
         token_ids = input_ids[row.begin :].cpu().numpy()
         token_ids = _until_eos(token_ids, np.isin(token_ids, config.eos_token_id))
         logprobs, entropies = statistics.cpu().numpy().copy()
-        row.drawn = token_ids, logprobs, entropies
+        row.outputs = token_ids, logprobs, entropies
 
     def samples(self) -> list[Sample]:
         """The sample of each row, with its branches."""

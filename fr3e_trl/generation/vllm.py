@@ -31,7 +31,7 @@ class Engine(Protocol):
 
     Attributes:
         accelerator ([`~accelerate.Accelerator`]):
-            Knows the processes.
+            The accelerator of these processes.
         model (`nn.Module`):
             The policy.
         top_p, top_k, min_p, repetition_penalty, generation_kwargs:

@@ -459,9 +459,9 @@ class VLLMServer:
             )
 
 
-def in_parallel(action: Callable[[Any], Iterable[Any]], items: Sequence[Any], most: int) -> None:
+def in_parallel(action: Callable[[Any], Iterable[Any]], items: Sequence[Any], limit: int) -> None:
     """
-    Call `action` on every item and on each item that it yields, in up to `most` threads at once.
+    Call `action` on every item and on each item that it yields, in up to `limit` threads at once.
 
     Yielded items come before others, because the server may still have a branch's prefix in its cache. After a failure
     no more calls are started, and the first error is raised once those in progress end. The threads are daemons, so
@@ -481,7 +481,7 @@ def in_parallel(action: Callable[[Any], Iterable[Any]], items: Sequence[Any], mo
             outcomes.put(error)
 
     while num_running or (todo and not errors):
-        while todo and not errors and num_running < most:
+        while todo and not errors and num_running < limit:
             threading.Thread(target=work, args=[todo.popleft()], daemon=True, name="fr3e-vllm-request").start()
             num_running += 1
         outcome = outcomes.get()

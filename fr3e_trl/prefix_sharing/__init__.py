@@ -1,4 +1,4 @@
-"""Rows that share prefixes, forwarded once: see `trie.py` for how, and `forward.py` for what a trainer does with it."""
+"""Shared prefixes are forwarded once: see `trie.py` for the method, and `forward.py` for its use by the trainer."""
 
 from .attention import without_cudnn
 from .batch import keep_together, numbered

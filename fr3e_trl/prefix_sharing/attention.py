@@ -49,7 +49,7 @@ def without_cudnn() -> Iterator[None]:
     Make `sdpa` use torch's own kernels instead of cuDNN's.
 
     From torch 2.11 on, cuDNN's kernel returns NaN gradients on Hopper GPUs if rows are padded to 64 beyond a multiple
-    of 128 (https://github.com/pytorch/pytorch/issues/196678). `fr3e check` found this on an H200, also in `GRPOTrainer`.
+    of 128 (https://github.com/pytorch/pytorch/issues/196678). `fr3e check` found this on an H200, with GRPOTrainer too.
     """
     was_on = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -255,7 +255,7 @@ def _in_blocks(
 
 
 def _by_groups(trie: Trie, attend: Callable[..., torch.Tensor], *states: torch.Tensor) -> torch.Tensor:
-    """Call `attend` for each group of r rows with queries (r, H, t - start, D), keys, values (r, H, t, D) and `start`."""
+    """Call `attend` for groups of r rows with queries (r, H, t - start, D), keys, values (r, H, t, D) and `start`."""
     query, key, value = states
     outputs = [
         attend(_along(query, path[:, start:]), _along(key, path), _along(value, path), start).flatten(0, 1)

@@ -100,7 +100,7 @@ def fold(input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Te
     # In sorted order, each row has its longest common prefix with the row before it
     order = np.array(sorted(range(len(tokens)), key=lambda row: tokens[row].tobytes()))
     nodes, is_new = _number(tokens[order])
-    paths, places = _calls(nodes, is_new)
+    paths, output_indices = _calls(nodes, is_new)
     path, lengths = _end_to_end(nodes, is_new)
     nodes, is_new = nodes[inverse := order.argsort()], is_new[inverse]
     predictors = nodes[:, -scored.size(1) - 1 : -1]
@@ -116,7 +116,7 @@ def fold(input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Te
         position_ids=on_device(is_new.nonzero()[1][by_node][None]),
         labels=on_device(labels[None]),
         paths=[(start, on_device(path)) for start, path in paths],
-        nodes=on_device(places),
+        nodes=on_device(output_indices),
         path=on_device(path),
         lengths={key: on_device(value) if isinstance(value, np.ndarray) else value for key, value in lengths.items()},
         predictors=on_device(np.where(scored_tokens, predictors, 0)),
@@ -172,7 +172,7 @@ def _calls(
     begins, lengths = (nodes >= 0).argmax(1)[rows], (nodes >= 0).sum(1)[rows]
     starts = lengths - num_new[rows]
     by_start = starts.argsort(kind="stable")
-    paths, places = [], np.empty(num_new.sum(), dtype=np.int64)
+    paths, output_indices = [], np.empty(num_new.sum(), dtype=np.int64)
     num_before = 0
     for first, end in pairwise(_split(starts[by_start], lengths[by_start])):
         group = by_start[first:end]
@@ -181,10 +181,10 @@ def _calls(
         group_paths = nodes[rows[group, None], columns.clip(max=nodes.shape[1] - 1)].clip(0)
         numbers = num_before + np.arange(len(group) * (length - start)).reshape(len(group), -1)
         is_row = (np.arange(length) >= starts[group, None]) & (np.arange(length) < lengths[group, None])
-        places[group_paths[is_row]] = numbers[is_row[:, start:]]
+        output_indices[group_paths[is_row]] = numbers[is_row[:, start:]]
         num_before += numbers.size
         paths.append((int(start), group_paths))
-    return paths, places
+    return paths, output_indices
 
 
 def _split(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[int]:
