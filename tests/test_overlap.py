@@ -170,8 +170,8 @@ def test_what_does_not_go_with_it(server, arguments, told):
 def test_tools_and_another_order_of_the_data(server):
     tokenizer = make_tool_tokenizer()
     policy = {"model": make_tool_policy(), "tokenizer": tokenizer, "dataset": make_tool_dataset(), "tools": [look]}
-    with make_server(tokenizer) as server, pytest.raises(NotImplementedError, match="tools and environments"):
-        make(vllm_server_base_url=server.url, max_staleness=2, **policy)
+    with make_server(tokenizer) as other, pytest.raises(NotImplementedError, match="tools and environments"):
+        make(vllm_server_base_url=other.url, max_staleness=2, **policy)
 
     # Another order of the data
     class Sequential(FR3ETrainer):
