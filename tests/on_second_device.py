@@ -55,7 +55,7 @@ def test_a_second_device_trains_and_resumes_as_the_cpu_does(settings):
 
 def test_vllms_log_probs_are_corrected():
     """By the ratio that the engine's error makes, whatever samples were cut off at and heated to."""
-    with trainer_on("second", top_k=10, vllm_importance_sampling_correction=True) as trainer:
+    with trainer_on("second", top_k=10, vllm_importance_sampling_mode="token_truncate") as trainer:
         trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "server", -1
         trainer.vllm_generation = trainer.sampler = Engine(trainer)
         trainer.train()

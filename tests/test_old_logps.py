@@ -33,6 +33,7 @@ class Engine:
         self.sampler = trainer.sampler
 
     def sample(self, requests):
+        requests = [replace(request, branching=None) for request in requests]  # whose log-probs are the sampler's
         return [
             [self.with_logprobs(request, sample) for sample in samples]
             for request, samples in zip(requests, self.sampler.sample(requests), strict=True)

@@ -174,6 +174,18 @@ def test_sharded_sampling_and_a_sharded_reward_model_with_nothing_to_score(recip
     assert_finite(of_processes)
 
 
+def test_real_sampling_in_two_processes(tmp_path):
+    settings = {"num_generations": 8, "per_device_train_batch_size": 4}
+    settings |= {"num_base_trajectories": 2, "num_anchors": 2, "anchor_threshold": None}
+    first, second = launch(tmp_path / "run", 2, settings)
+    trees = trees_of([first, second])
+    assert [len(of_step) for of_step in trees] == [8, 8, 8]
+    assert_finite([first])
+    assert all(map(torch.equal, *(weights_of(tmp_path / "run", process) for process in range(2))))
+    rollouts = [tuple(token_ids) for of_step in trees for _, token_ids, *_ in of_step]
+    assert len(set(rollouts)) > len(rollouts) / 2  # the processes do not draw the same
+
+
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp2", pytest.param("zero3", marks=DEEPSPEED)])
 def test_resuming_is_exact_in_several_processes(recipe, tmp_path):
     """In the middle of a batch, with rows left over from a refill."""
@@ -184,11 +196,6 @@ def test_resuming_is_exact_in_several_processes(recipe, tmp_path):
     settings |= {"save_strategy": "steps", "save_steps": 1}
     whole = launch(tmp_path / "whole", 2, settings, *options, recipe=recipe)
     assert sum(entry.get("fr3e/refill/reused", 0) for entry in whole[0]["logs"]) > 0
-    assert_finite(whole)
-    rollouts = [tuple(token_ids) for of_step in trees_of(whole) for _, token_ids, *_ in of_step]
-    assert len(set(rollouts)) > len(rollouts) / 2  # the processes do not draw the same
-    if recipe == "ddp":
-        assert all(map(torch.equal, *(weights_of(tmp_path / "whole", process) for process in range(2))))
     checkpoint = str(tmp_path / "whole" / "output" / "checkpoint-3")
     resumed = launch(tmp_path / "resumed", 2, settings | {"resume": checkpoint}, *options, recipe=recipe)
     assert [result["trees"] for result in resumed] == [result["trees"][-1:] for result in whole]
