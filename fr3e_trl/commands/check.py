@@ -47,11 +47,12 @@ class Line(NamedTuple):
 
 
 REPORT = "Attach this file to an issue of fr3e_trl"
+SHARING = f"See the docs on models, or train with share_prefixes=False. {REPORT}"
 LINES = [
     Line("versions and devices", "machine", "Install a torch for this GPU and its driver, or use --use_cpu"),
     Line("model", "make_policy", "Use --model_name_or_path with a model that transformers knows, or leave it out"),
     Line("losses without exploration equal GRPO's", "losses", REPORT),
-    Line("shared prefixes equal rows apart", "sharing", f"Train with share_prefixes=False. {REPORT}"),
+    Line("shared prefixes equal rows apart", "sharing", SHARING),
     Line("trees by generate", "grow", REPORT),
     Line("LoRA", "lora", f"Update peft. {REPORT}"),
     Line("QLoRA", "qlora", f"Update bitsandbytes, or train without load_in_4bit. {REPORT}"),
