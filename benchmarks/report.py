@@ -8,8 +8,7 @@ from typing import Any
 
 import yaml
 
-from fr3e_trl.commands.outputs import write_json
-from fr3e_trl.commands.revision import revision
+from fr3e_trl.commands.outputs import revision, write_json
 from fr3e_trl.commands.statistics import Interval
 
 from . import tables

@@ -14,8 +14,7 @@ from typing import Any
 import datasets
 import transformers
 
-from fr3e_trl.commands.outputs import as_json, damaged, read_object, write_json
-from fr3e_trl.commands.revision import revision
+from fr3e_trl.commands.outputs import as_json, damaged, read_object, revision, write_json
 from fr3e_trl.commands.usage import UsageError
 from fr3e_trl.resume import checkpoints
 from fr3e_trl.tree_log.record import write_whole

@@ -11,7 +11,7 @@ import pytest
 
 from fr3e_trl.commands import cli
 from fr3e_trl.commands.data import FR3EScriptArguments
-from fr3e_trl.commands.eval_arguments import EvalArguments
+from fr3e_trl.commands.eval import EvalArguments
 from fr3e_trl.commands.options import read_recipe
 from fr3e_trl.commands.recipe import RecipeParser
 from fr3e_trl.commands.statistics import t_quantile

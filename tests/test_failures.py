@@ -189,7 +189,7 @@ def test_ctrl_c_says_how_to_go_on(fr3e):
     assert re.search(says, told.strip()) and "Traceback" not in told
 
 
-@pytest.mark.parametrize("name, reason", [("SIGKILL", "memory runs out"), ("SIGABRT", "are above")])
+@pytest.mark.parametrize("name, reason", [("SIGKILL", "memory ran out"), ("SIGABRT", "are above")])
 def test_a_process_that_a_signal_ends_is_told_of(name, reason, fr3e):
     score = f"def score(**kwargs):\n    os.kill(os.getpid(), signal.{name})\n"
     Path("rewards.py").write_text(f"import os, signal\n\n{score}")

@@ -22,7 +22,7 @@ from trl import GRPOConfig, ModelConfig
 
 from fr3e_trl import FR3EConfig, FR3ETrainer
 from fr3e_trl.commands import cli, train
-from fr3e_trl.commands.eval_arguments import EvalArguments
+from fr3e_trl.commands.eval import EvalArguments
 from fr3e_trl.commands.options import option_names
 from fr3e_trl.fr3e_config import PRESETS
 

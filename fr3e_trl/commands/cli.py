@@ -1,9 +1,9 @@
 """
 The `fr3e` command.
 
-What the user can fix ends a command with one line that says what was wrong, and exit code 2. `--debug`, or
-`FR3E_DEBUG=1`, adds the traceback. For an error in the user's own code, such as a reward function, the traceback begins
-there. Ctrl-C ends a command with one line, and exit code 130.
+An error that the user can fix ends a command with one line that says what was wrong, and exit code 2. `--debug`, or
+`FR3E_DEBUG=1`, adds the traceback. An error in the user's own code, such as a reward function, is shown with its
+traceback from there on. Ctrl-C ends a command with one line, and exit code 130.
 """
 
 import importlib
@@ -17,7 +17,7 @@ import traceback
 from typing import Any
 
 from .options import PAGES, check_options, print_help
-from .revision import versions
+from .outputs import versions
 from .usage import Parser, UsageError, explain
 
 # What each command does, and the module with its `main`, or the commands below it
@@ -30,11 +30,11 @@ COMMANDS: Commands = {
     "check": ("Check that training works on this machine.", "fr3e_trl.commands.check"),
 }
 
-# Commands that `python -m benchmarks` has instead, in a clone of the repository
-OF_BENCHMARKS = ("compare", "pooled", "cost", "make-policy")
+# Commands of `python -m benchmarks`, in a clone of the repository
+BENCHMARKS = ("compare", "pooled", "cost", "make-policy")
 
-# Seconds until a process other than the first reports an error. Most errors are those of all processes: the first one
-# reports them, and the launcher then ends the others
+# Seconds until a process other than the first reports an error. Most errors occur in all processes: the first reports
+# them, and the launcher then ends the others
 SECONDS_OF_FIRST = 15
 
 # Values of TrainingArguments' own setting `debug`
@@ -47,24 +47,24 @@ def main(
     description: str = "FR3E for TRL: training and evaluation.",
     commands: Commands = COMMANDS,
 ) -> None:
-    """Run the command that the arguments name. If nobody reads its output any more, as after `| head`, it ends."""
+    """Run the command that the arguments name. It ends if its output is closed, as by `| head`."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # letters that its encoding lacks become question marks
+        sys.stdout.reconfigure(errors="replace")  # characters that its encoding lacks become question marks
     try:
         try:
             run(argv, prog, description, commands)
-        except SystemExit:  # as after --help. What nobody foresaw has a traceback first
+        except SystemExit:  # as after --help
             sys.stdout.flush()
             raise
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)  # as a shell has it of a process that SIGPIPE ended
+        sys.exit(141)  # the exit code that shells give for SIGPIPE
 
 
 def run(argv: list[str] | None, prog: str, description: str, commands: Commands) -> None:
     """Run the command that the arguments name, with those that follow."""
-    if logging.lastResort is not None:  # by which our warnings are printed
+    if logging.lastResort is not None:  # it prints our warnings
         form, is_coloured = "WARNING: %(message)s", sys.stderr.isatty() and "NO_COLOR" not in os.environ
         logging.lastResort.setFormatter(logging.Formatter(f"\033[33m{form}\033[0m" if is_coloured else form))
     arguments, debug = without_debug(sys.argv[1:] if argv is None else argv)
@@ -79,14 +79,14 @@ def run(argv: list[str] | None, prog: str, description: str, commands: Commands)
         sys.argv = [prog, *arguments]
         run_command(prog, implementation, arguments)
     except Exception as error:
-        told = explain(error)
-        if told is None:
+        message = explain(error)
+        if message is None:
             raise
         if int(os.environ.get("LOCAL_RANK", "0")) > 0:
             time.sleep(SECONDS_OF_FIRST)
         if debug:
             traceback.print_exc()
-        *trace, line = told.splitlines()
+        *trace, line = message.splitlines()
         print(*trace, f"{prog}: error: {line}", sep="\n", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as interrupt:
@@ -96,13 +96,13 @@ def run(argv: list[str] | None, prog: str, description: str, commands: Commands)
 
 
 def run_command(prog: str, implementation: str, arguments: list[str]) -> None:
-    """Do at once what takes no import of PyTorch and TRL, and say so before the rest."""
+    """Show help and check options without importing PyTorch and TRL, then run the command."""
     if prog in PAGES:
         if {"--help", "-h"} & {*arguments}:
             return print_help(prog)
         if "--help-all" in arguments:
             arguments = ["--help"]
-        elif "RANK" not in os.environ:  # of what is launched, the launcher has checked it
+        elif "RANK" not in os.environ:  # else the launcher has checked them
             recipe = check_options(prog, arguments)
             number = str(num_processes_of(arguments) or recipe.get("num_processes"))
             if prog == "fr3e train" and number.isdecimal() and int(number) > 0:
@@ -113,7 +113,7 @@ def run_command(prog: str, implementation: str, arguments: list[str]) -> None:
 
 
 def num_processes_of(arguments: list[str]) -> str | None:
-    """What the command line says of it, whatever it is."""
+    """The value of `--num_processes` on the command line, unchecked."""
     parser = Parser(add_help=False)
     parser.add_argument("--num_processes", "--num-processes", nargs="?")
     return parser.parse_known_args(arguments)[0].num_processes
@@ -121,9 +121,9 @@ def num_processes_of(arguments: list[str]) -> str | None:
 
 def launch(num_processes: int, arguments: list[str]) -> None:
     """
-    Start `fr3e train` in as many processes, and end with the exit code of the first that fails.
+    Start `fr3e train` in this many processes, and exit with the code of the first that fails.
 
-    A process that fails has said why, unless a signal has ended it. The launcher's own report is left out.
+    A process that fails reports why itself, unless a signal ended it, so the launcher's own report is hidden.
     """
     print(f"fr3e train: starting {num_processes} process(es) ...", file=sys.stderr, flush=True)
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -139,25 +139,26 @@ def launch(num_processes: int, arguments: list[str]) -> None:
         if failure.exitcode >= 0:
             sys.exit(failure.exitcode)
         name = signal.Signals(-failure.exitcode).name
-        reason = "as it is when memory runs out" if name == "SIGKILL" else "and its last messages are above"
+        reason = "which usually means that memory ran out" if name == "SIGKILL" else "and its last messages are above"
         raise UsageError(f"Process {rank} was ended by {name}, {reason}.") from None
     except SignalException as error:
         sys.exit(128 + error.sigval)
 
 
 def read_command(prog: str, description: str, commands: Commands, arguments: list[str]) -> str:
-    """Which of `commands` the first argument names. Without one, print the help."""
-    if commands is COMMANDS and arguments and arguments[0] in OF_BENCHMARKS:
+    """The command that the first argument names. Without arguments, print the help."""
+    if commands is COMMANDS and arguments and arguments[0] in BENCHMARKS:
         name = arguments[0]
         raise UsageError(f"{name!r} needs a clone of the repository: run `python -m benchmarks {name}` in it.")
     parser = Parser(prog=prog, description=description)
     if commands is COMMANDS:
-        told = ", ".join(f"{name} {version}" for name, version in versions().items())
-        parser.add_argument("--version", action="version", version=told, help="print the versions and exit")
+        version = ", ".join(f"{name} {number}" for name, number in versions().items())
+        parser.add_argument("--version", action="version", version=version, help="print the versions and exit")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (what_it_does, _) in commands.items():
-        # Its own parser has the help: importing it takes seconds
-        subparsers.add_parser(name, help=what_it_does, add_help=False)
+    for name, (summary, _) in commands.items():
+        subparsers.add_parser(
+            name, help=summary, add_help=False
+        )  # its module has the help, and takes seconds to import
     if not arguments:
         parser.print_help(sys.stderr)
         sys.exit(2)

@@ -12,7 +12,7 @@ from ..generation.decoding import contiguous_at_head
 
 
 class Completion(NamedTuple):
-    """A completion's tokens, with the one that ends it, and whether one did, rather than the length limit."""
+    """A completion's tokens, including its end token, and whether it has one rather than reaching the length limit."""
 
     token_ids: list[int]
     is_finished: bool
@@ -26,8 +26,8 @@ def sampling_config(
     top_p: float = 1.0,
 ) -> GenerationConfig:
     """
-    Sampling as in training: without settings of the model's own generation config that change the distribution, such as
-    Qwen's `top_k` and `repetition_penalty`. Greedy decoding at temperature 0.
+    Sample as in training, ignoring settings of the model's generation config that change the distribution, such as
+    Qwen's `top_k` and `repetition_penalty`. At temperature 0, decode greedily.
     """
     own = model.generation_config
     ends = [own.eos_token_id] if isinstance(own.eos_token_id, int) else own.eos_token_id or []
@@ -58,11 +58,11 @@ def complete(
         model (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`):
             The policy, and its tokenizer, which pads on the left.
         prompt_ids (`Sequence[list[int]]`):
-            Tokens of each prompt. A prompt with several completions is there as often.
+            Tokens of each prompt, repeated for several completions of one.
         config (`GenerationConfig`), batch_size (`int`):
             How to sample, and how many completions at once.
         seeds (`Sequence[int]`, *optional*):
-            A seed for each completion; a batch uses that of its first. If `None`, the random state is not touched.
+            A seed for each completion; a batch uses that of its first. If `None`, the random state is not reset.
         recorder (`LogitsProcessor`, *optional*):
             Receives the logits of each step.
     """
@@ -83,7 +83,7 @@ def complete(
 
 
 def until_end(token_ids: list[int], eos_token_ids: Sequence[int]) -> Completion:
-    """Tokens up to the first that ends them, if there is one. What follows is padding."""
+    """Cut a row after its first end token, if it has one. What follows is padding."""
     end = next((i for i, token_id in enumerate(token_ids) if token_id in eos_token_ids), None)
     return Completion(token_ids[: None if end is None else end + 1], end is not None)
 
@@ -96,7 +96,7 @@ def texts_of(completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBa
 def reward_arguments(
     examples: Sequence[dict[str, Any]], completions: Sequence[Completion], texts: Sequence[str]
 ) -> dict[str, Any]:
-    """What TRL's trainers pass to a reward function of completions. Its logs go nowhere, because nothing is trained."""
+    """What TRL's trainers pass to a reward function, except that its logs are discarded."""
     conversational = is_conversational(examples[0])
     return {
         **columns_of(examples),
@@ -110,5 +110,5 @@ def reward_arguments(
 
 
 def columns_of(examples: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The columns of examples, but for their prompts."""
+    """The columns of examples, except their prompts."""
     return {name: [example[name] for example in examples] for name in examples[0] if name != "prompt"}

@@ -1,4 +1,4 @@
-"""Datasets, rewards and tokenizers by name, as the commands take them from a recipe or the command line."""
+"""Datasets, rewards and tokenizers that a recipe or the command line names."""
 
 # ruff: noqa: RUF009 (`option` makes a field)
 
@@ -26,7 +26,7 @@ from trl import ModelConfig, ScriptArguments, is_conversational, maybe_apply_cha
 
 from .usage import UsageError, is_users, usage_errors
 
-# Reward functions that need no import path
+# Reward functions that can be given without an import path
 REWARDS = {
     "math_reward": "fr3e_trl.rewards.math_reward",
     "accuracy_reward": "trl.rewards.accuracy_reward",
@@ -34,7 +34,7 @@ REWARDS = {
     "think_format_reward": "trl.rewards.think_format_reward",
 }
 
-# What TRL gives all reward functions, beside the columns of the dataset
+# What TRL passes to all reward functions, in addition to the columns of the dataset
 GIVEN_TO_REWARDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 # Formats of a local dataset, by the suffix of its file
@@ -42,7 +42,7 @@ FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parque
 
 
 def option(default: Any, text: str) -> Any:
-    """A field of a command's dataclass, with its help."""
+    """A field of a command's dataclass, with its default and help."""
     if isinstance(default, list):
         return field(default_factory=lambda: [*default], metadata={"help": text})
     return field(default=default, metadata={"help": text})
@@ -81,7 +81,7 @@ class FR3EScriptArguments(ScriptArguments):
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.reward_funcs, str):  # in a recipe, one name may stand without brackets
+        if isinstance(self.reward_funcs, str):  # in a recipe, a single name needs no brackets
             self.reward_funcs = [self.reward_funcs]
         names = self.reward_funcs if isinstance(self.reward_funcs, list) else []
         if not names or not all(isinstance(name, str) and name for name in names):
@@ -121,7 +121,7 @@ def get_reward(name: str) -> Callable[..., list[float | None]]:
         raise UsageError(f"There is no reward function {name!r}. {remedy}")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    with usage_errors(f"reward_funcs={name!r}", remedy, Exception):  # of all that a module of the user's may raise
+    with usage_errors(f"reward_funcs={name!r}", remedy, Exception):  # whatever a user's module raises
         module = import_file(module_name) if is_file else importlib.import_module(module_name)
     reward = getattr(module, attribute, None)
     if not callable(reward):
@@ -130,17 +130,17 @@ def get_reward(name: str) -> Callable[..., list[float | None]]:
 
 
 def import_file(path: str) -> Any:
-    """The module of a file, which may lie anywhere."""
-    name = str(Path(path).resolve())  # no other module has it
+    """Import a file from anywhere."""
+    name = str(Path(path).resolve())  # unlike the name of any other module
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # of a file that ends with .py
+    assert spec is not None and spec.loader is not None  # the file ends with .py
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def check_reward_columns(rewards: dict[str, Callable[..., Any]], dataset: Dataset | IterableDataset) -> None:
-    """Raise a `UsageError` if a reward function needs a column that is missing, or cannot take one that it is given."""
+    """Raise a `UsageError` if a reward function lacks a column that it needs, or cannot take one that it gets."""
     columns = {*next(iter(dataset))}
     for name, reward in rewards.items():
         try:
@@ -148,9 +148,9 @@ def check_reward_columns(rewards: dict[str, Callable[..., Any]], dataset: Datase
         except (TypeError, ValueError):
             continue  # not written in Python
         kinds = {parameter.kind for parameter in parameters.values()}
-        left = [given for given in (*GIVEN_TO_REWARDS, *sorted(columns - {"prompt"})) if given not in parameters]
-        if left and inspect.Parameter.VAR_KEYWORD not in kinds:
-            raise UsageError(f"reward_funcs={name!r} is also given {left[0]!r}. Add **kwargs to its parameters.")
+        unexpected = [given for given in (*GIVEN_TO_REWARDS, *sorted(columns - {"prompt"})) if given not in parameters]
+        if unexpected and inspect.Parameter.VAR_KEYWORD not in kinds:
+            raise UsageError(f"reward_funcs={name!r} is also given {unexpected[0]!r}. Add **kwargs to its parameters.")
         for needed, parameter in parameters.items():
             is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             is_given = needed in (*GIVEN_TO_REWARDS, "environments", *columns)
@@ -164,27 +164,27 @@ def check_reward_columns(rewards: dict[str, Callable[..., Any]], dataset: Datase
 
 def call_reward(name: str, reward: Callable[..., Any], /, **arguments: Any) -> list[float | None]:
     """
-    Scores of completions by a reward function, asynchronous or not: a number, or `None` for `None` and NaN.
+    Call a reward function, asynchronous or not, and return a number per completion, or `None` for `None` and NaN.
 
     Raises:
-        UsageError: It does not return a number or `None` for each completion.
+        UsageError: The function does not return a number or `None` for each completion.
     """
     rewards = reward(**arguments)
     rewards = asyncio.run(rewards) if inspect.iscoroutine(rewards) else rewards
     number = len(arguments["completions"])
     if not isinstance(rewards, Iterable) or isinstance(rewards, str) or len(rewards := list(rewards)) != number:
-        what = f"{len(rewards)} values" if isinstance(rewards, list) else f"{rewards!r}"
+        returned = f"{len(rewards)} values" if isinstance(rewards, list) else f"{rewards!r}"
         raise UsageError(
-            f"reward_funcs={name!r} returned {what[:200]} for {number} completions. It must return a list with a "
+            f"reward_funcs={name!r} returned {returned[:200]} for {number} completions. It must return a list with a "
             "number or None for each."
         )
     scores: list[float | None] = []
-    for of_one in rewards:
+    for value in rewards:
         try:
-            score = math.nan if of_one is None else float("text" if isinstance(of_one, str) else of_one)
+            score = math.nan if value is None else float("text" if isinstance(value, str) else value)
         except (TypeError, ValueError):
             raise UsageError(
-                f"reward_funcs={name!r} returned {str(of_one)[:200]!r} for a completion. It must be a number, or None "
+                f"reward_funcs={name!r} returned {str(value)[:200]!r} for a completion. It must be a number, or None "
                 "for a completion that cannot be scored."
             ) from None
         scores.append(score if math.isfinite(score) else None)
@@ -192,7 +192,7 @@ def call_reward(name: str, reward: Callable[..., Any], /, **arguments: Any) -> l
 
 
 def map_columns(example: dict[str, Any], args: FR3EScriptArguments, row: int | None = None) -> dict[str, Any]:
-    """The `prompt` and the `solution` of an example, from the columns that `args` names. Errors name its row."""
+    """The `prompt` and `solution` of an example, from the columns that `args` names. `row` is for errors."""
     for column in filter(None, (args.prompt_column, args.answer_column)):
         if column not in example:
             raise UsageError(f"The dataset has no column {column!r}. Its columns are {', '.join(sorted(example))}.")
@@ -211,10 +211,10 @@ def map_columns(example: dict[str, Any], args: FR3EScriptArguments, row: int | N
 
 
 def final_answer(answer: Any, separator: str | None) -> str:
-    """What follows the last `separator` in an answer, or all of it if `None`. The items of a list are joined."""
+    """The part of an answer after the last `separator`, or the whole if `None`. The items of a list are joined."""
     text = ", ".join(map(str, answer)) if isinstance(answer, list) else str(answer)
     if separator is None:
-        # 4.5e33, as in Minerva Math: math-verify takes the e for Euler's number
+        # math-verify would read the e of 4.5e33, as in Minerva Math, as Euler's number
         return re.sub(r"^([+-]?\d+\.?\d*)[eE]([+-]?\d+)$", r"\1 \\times 10^{\2}", text)
     _, found, answer = text.rpartition(separator)
     if not found:
@@ -230,9 +230,9 @@ def load_examples(
 
     Args:
         args ([`FR3EScriptArguments`]), split (`str`):
-            The dataset, its columns, and the split.
+            The dataset with its columns, and the split.
         tokenizer (`PreTrainedTokenizerBase`), template (`dict[str, Any]`, *optional*):
-            What counts the tokens of prompts, and further arguments of the chat template.
+            To count the tokens of prompts, and further arguments of its chat template.
     """
     remedy = f"Use a file ({', '.join(FORMATS)}), a directory with one for each split, or a dataset on the hub."
     argument = f"dataset_name={args.dataset_name!r}, split {split!r}"
@@ -242,7 +242,7 @@ def load_examples(
         try:
             dataset: Dataset | IterableDataset
             dataset = load_dataset(**source, split=split, streaming=args.dataset_streaming)  # type: ignore[call-overload]
-            next(iter(dataset), None)  # a streamed file is not read before
+            next(iter(dataset), None)  # a streamed file is first read here
         except (DatasetsError, ValueError) as error:
             check_lines(args, for_json=True)
             if "corresponds to no data" in str(error):
@@ -298,7 +298,7 @@ def load_held_out(
 
 
 def check_prompt(prompt: Any, args: FR3EScriptArguments, row: int) -> dict[str, Any]:
-    """Raise a `UsageError` that names the row if a prompt or a message of it is empty. Nothing is added to the row."""
+    """Raise a `UsageError` that names the row if its prompt or a message of it is empty. Adds nothing to the row."""
     reason = f"the prompt is {prompt!r}" if prompt in (None, "", []) else None
     for message in prompt if isinstance(prompt, list) else []:
         if isinstance(message, dict) and message.get("content") is None and not message.get("tool_calls"):
@@ -331,7 +331,7 @@ def source_of(args: FR3EScriptArguments) -> dict[str, Any]:
         return {"path": args.dataset_name, "name": args.dataset_config}
     source: dict[str, Any] = {"path": FORMATS[path.suffix], "data_files": str(path)}
     if path.suffix == ".csv":
-        # It has no types: 72 would be read as a number and NA as a missing value, and no answer would equal them
+        # Keep text as it is: 72 would become a number and NA a missing value, which no answer equals
         columns = ("prompt", "solution", args.prompt_column, args.answer_column)
         source["converters"] = {column: str for column in columns if column is not None}
         source["keep_default_na"] = False
@@ -339,15 +339,15 @@ def source_of(args: FR3EScriptArguments) -> dict[str, Any]:
 
 
 def data_files(dataset_name: str | None) -> list[Path]:
-    """The files of a local dataset. None of one on the hub."""
+    """The files of a local dataset. Empty for one on the hub."""
     path = Path(str(dataset_name))
     return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in FORMATS)
 
 
 def digests(files: list[Path], rewards: dict[str, Callable[..., Any]], output_dir: Path) -> dict[str, str]:
     """
-    Short hashes of the files that results depend on, by their names: those of the dataset, and of the user's own reward
-    functions. Files in `output_dir`, where the results are, are left out.
+    Short hashes of the files that results depend on: those of the dataset, by path, and of the user's own reward
+    functions, by name. Files in `output_dir`, with the results, are left out.
     """
     named = {str(file): file for file in files if output_dir.resolve() not in file.resolve().parents}
     for name, reward in rewards.items():
@@ -381,20 +381,20 @@ def check_lines(args: FR3EScriptArguments, for_json: bool) -> None:
 def has_short_prompt(
     example: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int, template: dict[str, Any]
 ) -> bool:
-    """Whether the prompt has at most `max_length` tokens, with what the chat template adds."""
+    """Whether the prompt has at most `max_length` tokens, including those of the chat template."""
     prompt = maybe_apply_chat_template({"prompt": example["prompt"]}, tokenizer, **template)["prompt"]
     return len(tokenizer(prompt).input_ids) <= max_length
 
 
 def without_bars_in_logs() -> None:
-    """Turn off the libraries' progress bars unless on a terminal: a log file would have each of their states."""
+    """Turn off the libraries' progress bars unless on a terminal, because they would fill a log file."""
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
         datasets.disable_progress_bars()
 
 
 def load_tokenizer(model_args: ModelConfig, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, padding on the left. Raises a `UsageError` if there is no such model."""
+    """The tokenizer of a model, with padding on the left. Raises a `UsageError` if there is no such model."""
     source = {"revision": model_args.model_revision, "trust_remote_code": trust_remote_code}
     remedy = "Use a directory with a model and its tokenizer, or the id of a model on the hub."
     with usage_errors(model_argument(model_args), remedy, OSError, ValueError):

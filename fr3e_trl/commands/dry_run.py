@@ -1,4 +1,4 @@
-"""What a run will do, printed before it begins: `fr3e train --dry_run`."""
+"""What a run will do, printed by `fr3e train --dry_run`."""
 
 import math
 from dataclasses import fields
@@ -12,7 +12,7 @@ Table = list[tuple[str, str]]
 
 
 def print_plan(args: FR3EConfig, num_examples: int | None) -> None:
-    """Print the settings and the sizes of a run on `num_examples` examples, `None` if they are streamed."""
+    """Print the settings and sizes of a run on `num_examples` examples (`None` if they are streamed)."""
     if args.process_index != 0:
         return
     if off := args.parts_off():
@@ -26,7 +26,7 @@ def print_plan(args: FR3EConfig, num_examples: int | None) -> None:
 
 
 def settings(args: FR3EConfig) -> Table:
-    """The settings, as resolved, that `GRPOConfig` does not have or has another value for."""
+    """The resolved settings that `GRPOConfig` lacks, or whose default there differs."""
     args.resolve()
     default = GRPOConfig(args.output_dir, bf16=args.bf16, use_cpu=args.use_cpu)
     names = [field.name for field in fields(args) if field.init]
@@ -66,23 +66,23 @@ def sizes(args: FR3EConfig, num_examples: int | None) -> Table:
 
 
 def num_steps(args: FR3EConfig, num_examples: int | None) -> int | None:
-    """Optimizer updates of the whole run, as `Trainer` counts them; `None` if that takes a length that is unknown."""
+    """Optimizer updates of the whole run, as `Trainer` counts them, `None` if that needs an unknown length."""
     if args.max_steps >= 0:
         return args.max_steps
     if num_examples is None:
         return None
-    batches = num_examples // (args.generation_batch_size // args.num_generations)  # an incomplete one is left out
+    batches = num_examples // (args.generation_batch_size // args.num_generations)  # an incomplete one is dropped
     micro_batches = batches * args.num_iterations * args.steps_per_generation
     return math.ceil(args.num_train_epochs * max(1, math.ceil(micro_batches / args.gradient_accumulation_steps)))
 
 
 def most_tokens(args: FR3EConfig) -> int:
-    """Tokens of a generation batch if every completion is as long as it may be, and anchors are where they begin."""
+    """Tokens of a generation batch if all completions have the maximum length, and branches start at the top."""
     prompts = args.generation_batch_size // args.num_generations
     completions = args.num_generations + (0 if args.reuse_base or args.num_states == 1 else args.num_bases)
     return prompts * (1 + args.max_refills) * completions * args.max_completion_length
 
 
 def number(value: float) -> str:
-    """A number without a fraction that is 0."""
+    """A number with three digits, or as a whole number if it is one or large."""
     return f"{value:.3g}" if value % 1 and value < 1000 else f"{value:,.0f}"

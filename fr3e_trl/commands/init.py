@@ -12,7 +12,7 @@ RECIPE = """\
 #
 #     {command}
 #
-# The data and the reward function are the files beside this one. Replace them by your own.
+# The data and the reward function are the files beside this one. Replace them with your own.
 
 # Model and data
 model_name_or_path: {model}
@@ -41,7 +41,7 @@ output_dir: {output_dir}
 """
 
 REWARDS = '''\
-"""Rewards of completions. Each column of the dataset comes as a list, under its name."""
+"""Rewards of completions. Each column of the dataset is passed as a list, under its name."""
 
 import re
 
@@ -70,12 +70,14 @@ def main(arguments: list[str]) -> None:
     directory = parser.parse_args(arguments).directory
     check_directory(directory, "DIRECTORY")
     command = shlex.join(["fr3e", "train", "--config", str(directory / "recipe.yaml")])
-    output_dir = json.dumps(f"outputs/{directory.resolve().name}", ensure_ascii=False)  # quoted, whatever is in it
+    output_dir = json.dumps(
+        f"outputs/{directory.resolve().name}", ensure_ascii=False
+    )  # quoted, because it may have any characters
     files = {"rewards.py": REWARDS, "data.jsonl": DATA, "recipe.yaml": ""}
     for name in files:
         if (directory / name).exists():
             raise UsageError(f"{directory / name} already exists. Use another directory, or move it away.")
-    model, machine, precision = fitting()
+    model, machine, precision = machine_settings()
     files["recipe.yaml"] = RECIPE.format(
         command=command, model=model, output_dir=output_dir, machine=machine, precision=precision
     )
@@ -85,12 +87,12 @@ def main(arguments: list[str]) -> None:
     print(f"Wrote {', '.join(files)} to {directory}, for this machine ({machine}).\nnext: {command}")
 
 
-def fitting() -> tuple[str, str, str]:
-    """The model to start from on this machine, what the machine has, and the settings for that."""
+def machine_settings() -> tuple[str, str, str]:
+    """A model to start from on this machine, a description of the machine, and the settings for it."""
     import torch
-    from transformers.utils import is_torch_bf16_gpu_available  # by which TRL refuses bf16
+    from transformers.utils import is_torch_bf16_gpu_available  # as TRL checks bf16
 
-    if is_torch_bf16_gpu_available():  # without dtype, generation would be in float32
+    if is_torch_bf16_gpu_available():  # without dtype, the weights would be float32
         return MODEL, "a GPU with bfloat16", "bf16: true\ndtype: bfloat16"
     if torch.accelerator.is_available():
         return MODEL, "a GPU without bfloat16", "bf16: false"

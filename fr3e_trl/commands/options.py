@@ -1,8 +1,8 @@
 """
-The options of commands that take recipes, and these recipes that set them, without the import of PyTorch and TRL.
+The options of commands that take recipes, and the recipes that set them, without importing PyTorch and TRL.
 
-Importing these takes many seconds. Names and help are therefore read from the source of the dataclasses, so that a
-mistyped option ends a command at once. What cannot be found in this way is checked after the import.
+Importing these takes many seconds, so names and help are read from the source of the dataclasses, and a mistyped option
+ends a command at once. What cannot be found in this way is checked after the import.
 """
 
 import ast
@@ -18,10 +18,10 @@ import yaml
 
 from .usage import UsageError, did_you_mean, sentence, unrecognized, usage_errors
 
-# Keys of a recipe that are no options
+# Keys of a recipe that are not options
 OWN_KEYS = ("extends", "preset", "env")
 
-# Arguments that may name files of the recipe's own
+# Arguments that may name files beside the recipe
 FILES = ("dataset_name", "eval_dataset_name", "reward_funcs")
 
 Dataclass = tuple[str, str]  # its module and its name
@@ -29,8 +29,8 @@ Dataclass = tuple[str, str]  # its module and its name
 
 class Page(NamedTuple):
     """
-    The help of a command: what it does, the dataclasses of all of its options, and by groups those that are set most. A
-    group has options with what is said of them, and dataclasses of which each field is shown.
+    The help of a command: its summary, the dataclasses of all its options, and groups of the most used ones. A group
+    lists options with their help, and dataclasses whose own fields are all shown.
     """
 
     summary: str
@@ -45,7 +45,7 @@ MODEL_AND_DATA = {
 }
 DATA: Dataclass = ("fr3e_trl.commands.data", "FR3EScriptArguments")
 TRAIN: Dataclass = ("fr3e_trl.commands.train", "TrainArguments")
-EVAL: Dataclass = ("fr3e_trl.commands.eval_arguments", "EvalArguments")
+EVAL: Dataclass = ("fr3e_trl.commands.eval", "EvalArguments")
 FR3E: Dataclass = ("fr3e_trl", "FR3EConfig")
 MODEL: Dataclass = ("trl", "ModelConfig")
 
@@ -107,30 +107,30 @@ def print_help(prog: str) -> None:
     for group, parts in page.groups.items():
         print(f"\n{group}:")
         for part in parts:
-            for name, what in (part if isinstance(part, dict) else own_help(*part)).items():
-                print(textwrap.fill(what, 110, initial_indent=f"  --{name:<29} ", subsequent_indent=" " * 34))
+            for name, text in (part if isinstance(part, dict) else own_help(*part)).items():
+                print(textwrap.fill(text, 110, initial_indent=f"  --{name:<29} ", subsequent_indent=" " * 34))
 
 
 def own_help(module: str, name: str) -> dict[str, str]:
-    """The first sentence of the help of each field that a dataclass adds, and its default."""
+    """The first sentence of the help of each field that a dataclass itself defines, with its default."""
     found = {}
     for field_name, field in fields_in(class_in(module, name)[1]):
         texts = [x.value for x in ast.walk(field) if isinstance(x, ast.Constant) and isinstance(x.value, str)]
-        text = max(texts, key=len, default="")  # the help is longer than what else is said of a field
-        what = re.split(r"(?<=\.)\s", text)[0].rstrip(".")
+        text = max(texts, key=len, default="")  # the help is the longest text in a field
+        help_text = re.split(r"(?<=\.)\s", text)[0].rstrip(".")
         given = [k.value for k in getattr(field, "keywords", []) if k.arg == "default"] + getattr(field, "args", [])
         default = given[0].value if given and isinstance(given[0], ast.Constant) else None
-        told = "" if default in (None, False) else f" (default: {default!s})"
-        found[field_name] = what[:1].lower() + what[1:] + told
+        suffix = "" if default in (None, False) else f" (default: {default!s})"
+        found[field_name] = help_text[:1].lower() + help_text[1:] + suffix
     return found
 
 
 def check_options(prog: str, argv: list[str]) -> dict[str, Any]:
     """
-    Check the names of options, on the command line and in the recipe, before anything heavy is imported.
+    Check the names of options, on the command line and in the recipe, before heavy imports.
 
     Returns:
-        `dict[str, Any]`: The recipe's settings, with those of the recipes that it extends.
+        `dict[str, Any]`: The recipe's settings, including those of the recipes that it extends.
 
     Raises:
         UsageError: There is no such option, or the recipe cannot be read.
@@ -150,7 +150,7 @@ def check_options(prog: str, argv: list[str]) -> dict[str, Any]:
 
 
 def check_keys(recipe: dict[str, Any], known: Iterable[str]) -> None:
-    """Raise a `UsageError` if a recipe sets what is no option."""
+    """Raise a `UsageError` if a key of a recipe is not an option."""
     wrong = [name for name in recipe if name not in {*known, *OWN_KEYS}]
     if wrong:
         raise UsageError(f"Unknown setting in the recipe: {', '.join(wrong)}.{did_you_mean(wrong, known)}")
@@ -162,7 +162,7 @@ def option_names(prog: str) -> set[str]:
 
 
 def field_names(module: str, name: str) -> set[str]:
-    """Names of the fields of a dataclass, and of those that it is derived from."""
+    """Names of the fields of a dataclass and its bases."""
     module, node = class_in(module, name)
     names = {field_name for field_name, _ in fields_in(node)}
     for base in node.bases:
@@ -173,19 +173,19 @@ def field_names(module: str, name: str) -> set[str]:
 
 
 def fields_in(node: ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:
-    """Names of the fields that a class has itself, with the expressions that they are set to."""
+    """Names of the fields that a class itself defines, with the expressions of their defaults."""
     for statement in node.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             yield statement.target.id, statement.value or statement
 
 
 def class_in(module: str, name: str) -> tuple[str, ast.ClassDef]:
-    """The definition of a class, and its module, from a module that defines or imports it."""
+    """The module that defines a class, and its definition, starting from a module that defines or imports it."""
     tree, is_package = source_of(module)
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name == name:
             return module, node
-    for node in ast.walk(tree):  # also below `if TYPE_CHECKING`, where lazy modules have their imports
+    for node in ast.walk(tree):  # also under `if TYPE_CHECKING`, as in lazy modules
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if name == (alias.asname or alias.name):
@@ -196,7 +196,7 @@ def class_in(module: str, name: str) -> tuple[str, ast.ClassDef]:
 
 @functools.cache
 def source_of(module: str) -> tuple[ast.Module, bool]:
-    """The source of a module, parsed, and whether it is a package. Nothing is imported."""
+    """The parsed source of a module, without importing it, and whether it is a package."""
     package, *parts = module.split(".")
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
@@ -210,7 +210,7 @@ def source_of(module: str) -> tuple[ast.Module, bool]:
 
 
 def split_recipe(argv: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
-    """The arguments without `--config`, and the settings of the recipe that it names, as far as recipes set them."""
+    """The arguments without `--config`, and the settings of the recipe that it names."""
     args: list[str] = []
     for word in argv:
         args += ["--config", word.removeprefix("--config=")] if word.startswith("--config=") else [word]
@@ -225,12 +225,12 @@ def split_recipe(argv: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
     try:
         return [*args[:at], *args[at + 2 :]], read_recipe(Path(path))
     except UnicodeDecodeError as error:
-        raise UsageError(f"--config {path}: it, or what it extends, is not text: {error}.") from error
+        raise UsageError(f"--config {path}: it, or a recipe that it extends, is not text: {error}.") from error
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The settings of a recipe, laid over those of the recipe that it extends."""
-    with path.open() as file:  # of which YAML's errors have the name
+    """The settings of a recipe, merged over those of the recipe that it extends."""
+    with path.open() as file:  # not its text, so that YAML's errors name the file
         settings = yaml.safe_load(file)
     if not isinstance(settings, dict):
         raise ValueError(f"{path} must have a mapping of arguments to values.")
@@ -243,20 +243,20 @@ def read_recipe(path: Path) -> dict[str, Any]:
     if not isinstance(other, str):
         raise ValueError(f"extends={other!r} must be the file of a recipe, for example other.yaml.")
     try:
-        return laid_over(read_recipe(path.parent / other), settings)
+        return merged(read_recipe(path.parent / other), settings)
     except RecursionError:
         raise ValueError(f"extends={other!r}: the recipes extend each other in a circle.") from None
 
 
-def laid_over(below: Any, above: Any) -> Any:
-    """What is above, but that entries of mappings are laid over those below, at every depth."""
+def merged(below: Any, above: Any) -> Any:
+    """The upper value, or the entries of both if they are mappings, merged at every depth."""
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
-    return below | {name: laid_over(below.get(name), value) for name, value in above.items()}
+    return below | {name: merged(below.get(name), value) for name, value in above.items()}
 
 
 def beside(value: Any, folder: Path) -> Any:
-    """The name of a file, or of several, with that of the recipe's folder where the file is there."""
+    """The name of a file, or of several, prefixed with the recipe's folder if the file exists there."""
     if isinstance(value, list):
         return [beside(name, folder) for name in value]
     if not isinstance(value, str):

@@ -1,14 +1,17 @@
-"""Directories of results, from which the same command goes on when it is called again."""
+"""Directories of results, which the same command continues when it is called again, and the versions that made them."""
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import re
 import shlex
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,9 @@ from .usage import UsageError
 
 LOCK = ".lock"
 
-# Settings whose value nobody else may see, and the same inside a value: `model_init_kwargs={"token": "hf_..."}`
+PACKAGES = ("fr3e_trl", "trl", "transformers", "torch")
+
+# Settings with secret values, and secrets inside values, such as `model_init_kwargs={"token": "hf_..."}`
 SECRET = re.compile(r"(^|[_-])(token|key|secret|password)$", re.IGNORECASE)
 SECRET_INSIDE = re.compile(
     r"""(\b(?:\w*_)?(?:token|key|secret|password)["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,}]+)""", re.IGNORECASE
@@ -24,7 +29,7 @@ SECRET_INSIDE = re.compile(
 
 
 def check_directory(output_dir: str | Path, name: str = "output_dir") -> None:
-    """Raise a `UsageError` if a directory of results is a file, or below one."""
+    """Raise a `UsageError` if a directory of results, or a parent of it, is a file."""
     path = Path(output_dir)
     for part in (path, *path.parents):
         if part.exists() and not part.is_dir():
@@ -44,7 +49,7 @@ def weight_files(name: str) -> dict[str, str]:
 @contextlib.contextmanager
 def resumable(output_dir: str | Path) -> Iterator[None]:
     """
-    Lock a directory of results for this process, until it ends in whatever way. On Ctrl-C, say how to go on.
+    Lock a directory of results until this process ends, even if it is killed. On Ctrl-C, say how to continue.
 
     Raises:
         UsageError: Another process has locked it.
@@ -67,21 +72,21 @@ def resumable(output_dir: str | Path) -> Iterator[None]:
         try:
             yield
         except KeyboardInterrupt as interrupt:
-            interrupt.add_note(f"The same command goes on from what is in {output_dir}.")
+            interrupt.add_note(f"The same command continues from what is in {output_dir}.")
             raise
 
 
 def check_same(output_dir: Path, settings: dict[str, Any], has_results: bool, growing: str | None = None) -> bool:
     """
-    Check that a call has the settings of earlier results, and write its settings to `arguments.json`.
+    Check that earlier results were made with the same settings, and write the settings to `arguments.json`.
 
     Args:
         output_dir (`Path`), settings (`dict[str, Any]`):
             Directory of the results, and the settings that they depend on.
         has_results (`bool`):
-            Whether there are results. If not, settings may change.
+            Whether there are results. If there are none, settings may change.
         growing (`str`, *optional*):
-            A setting that is a mapping, and may gain or lose entries. Other entries must not change.
+            A setting that is a mapping and may gain or lose entries, whose values must not change.
 
     Returns:
         `bool`: Whether settings have changed.
@@ -107,9 +112,9 @@ def check_same(output_dir: Path, settings: dict[str, Any], has_results: bool, gr
 def differing(earlier: dict[str, Any], settings: dict[str, Any], growing: str | None = None) -> str:
     """Settings that differ, with their earlier and present values; see [`check_same`]."""
     was, now = (
-        {name: value for name, value in of.items() if name != growing}
-        | {f"{growing}.{name}": value for name, value in of.get(growing or "", {}).items()}
-        for of in (earlier, as_json(settings))
+        {name: value for name, value in values.items() if name != growing}
+        | {f"{growing}.{name}": value for name, value in values.get(growing or "", {}).items()}
+        for values in (earlier, as_json(settings))
     )
     return ", ".join(
         f"{name} was {was[name]!r} and is {value!r}" for name, value in now.items() if was.get(name, value) != value
@@ -117,14 +122,14 @@ def differing(earlier: dict[str, Any], settings: dict[str, Any], growing: str | 
 
 
 def as_json(content: Any) -> Any:
-    """The content as JSON returns it, with lists for tuples."""
+    """The content after a round trip through JSON, with lists for tuples."""
     return json.loads(json.dumps(content, default=str))
 
 
 def concealed(value: Any) -> Any:
-    """A value of a setting without the secrets in it, however deep they are."""
+    """A setting's value without secrets, at any depth."""
     if isinstance(value, dict):
-        return {key: concealed(of_key) for key, of_key in value.items() if not SECRET.search(str(key))}
+        return {key: concealed(item) for key, item in value.items() if not SECRET.search(str(key))}
     if isinstance(value, list):
         return [concealed(item) for item in value]
     return SECRET_INSIDE.sub(r"\1***", value) if isinstance(value, str) else value
@@ -142,12 +147,12 @@ def read_object(path: str | Path) -> dict[str, Any]:
 
 
 def damaged(path: str | Path, reason: object) -> UsageError:
-    """The error of a file of results that cannot be read."""
-    return UsageError(f"{path} is damaged: {reason}. Move it away, and it is made again.")
+    """The error for a file of results that cannot be read."""
+    return UsageError(f"{path} is damaged: {reason}. Move it away, and it will be made again.")
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file atomically, so that a killed process leaves the whole file or none."""
+    """Write a JSON file atomically, so that a killed process leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -155,5 +160,32 @@ def write_json(path: Path, content: Any) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        error.filename = error.filename or str(path)  # a write does not know it
+        error.filename = error.filename or str(path)  # an error of writing has no name
         raise
+
+
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Versions of installed packages, without importing them."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+@functools.cache  # of the code that this process runs, even if another commit is checked out later
+def revision() -> dict[str, str]:
+    """The versions, and the commit if the package is in a clone, with `+changes` if it differs from the commit."""
+    root, found = Path(__file__).parents[2], versions()
+    if not (root / ".git").exists():
+        return found
+    try:
+        commit, changes = (
+            subprocess.run(["git", "-C", str(root), *arguments], check=True, capture_output=True, text=True).stdout
+            for arguments in (["rev-parse", "--short=10", "HEAD"], ["status", "--porcelain", "--", "fr3e_trl"])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return found  # git is not installed, or does not trust the folder
+    return found | {"commit": commit.strip() + ("+changes" if changes.strip() else "")}

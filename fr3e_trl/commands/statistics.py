@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and the ends of its 95% interval, NaN where one value alone says nothing of it."""
+    """A mean and the ends of its 95% interval, which are NaN for a single value."""
 
     mean: float
     low: float
@@ -21,29 +21,29 @@ class Interval:
 
 def best_of_k(rewards: Sequence[float], k: int) -> float:
     """
-    Unbiased estimate of the expected highest reward of `k` samples, from those of n ≥ k.
+    Unbiased estimate of the expected highest reward of `k` samples, from the rewards of n ≥ k samples.
 
-    Of C(n, k) choices, C(i, k − 1) have as their highest the reward that is above i others. With rewards of 0 and 1
-    that is pass@k, 1 − C(n − c, k) / C(n, k) for c right ones (arXiv 2107.03374, equation 1).
+    Among the C(n, k) choices, the reward with i lower ones is the highest of C(i, k − 1). With rewards of 0 and 1 this
+    is pass@k, 1 − C(n − c, k) / C(n, k) with c correct samples (arXiv 2107.03374, equation 1).
     """
     if k == 1:
         return fmean(rewards)
     if k > len(rewards):
-        raise ValueError(f"pass@{k} cannot be estimated from {len(rewards)} samples: it takes at least as many as k.")
+        raise ValueError(f"pass@{k} cannot be estimated from {len(rewards)} samples: it needs at least k.")
     ordered = enumerate(sorted(rewards))
     return sum(math.comb(i, k - 1) * reward for i, reward in ordered) / math.comb(len(rewards), k)
 
 
 def majority_of_k(answers: Sequence[tuple[int, float]], num_without: int, k: int) -> float:
     """
-    Unbiased estimate of the expected reward of the answer that most of k samples give, from those of n ≥ k.
+    Unbiased estimate of the expected reward of the majority answer of k samples, from n ≥ k samples.
 
-    It is the mean over all C(n, k) choices, counted and not drawn. Of answers that tie, each wins as often. Samples
-    without an answer are chosen like the others, but have no vote; where nobody has, the reward is 0.
+    It is the exact mean over all C(n, k) choices. Answers that tie are equally likely to win. Samples without an answer
+    are chosen like the others but do not vote, and the reward is 0 if no chosen sample votes.
 
     Args:
         answers (`Sequence[tuple[int, float]]`):
-            Of each different answer, how many samples gave it, and its reward.
+            For each different answer, how many samples gave it, and its reward.
         num_without (`int`):
             Samples without an answer.
         k (`int`):
@@ -62,7 +62,7 @@ def majority_of_k(answers: Sequence[tuple[int, float]], num_without: int, k: int
 
 
 def _losing_choices(counts: Sequence[int], most: int, k: int) -> dict[tuple[int, int], int]:
-    """Choices of up to k samples, none of more than `most` of the same answer: by how many, and answers with `most`."""
+    """Ways to choose up to k samples, at most `most` per answer, by (samples chosen, answers chosen `most` times)."""
     choices = {(0, 0): 1}
     for count in counts:
         extended: dict[tuple[int, int], int] = {}
@@ -81,7 +81,7 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def score_interval(share: float, ratio: float) -> Interval:
-    """Wilson's interval of a share p, of which `ratio` is the squared half-width over p (1 − p): z² / n of n draws."""
+    """Wilson's interval of a share p. `ratio` is the squared half-width divided by p (1 − p): z² / n for n draws."""
     centre = (share + ratio / 2) / (1 + ratio)
     spread = math.sqrt(ratio * max(share * (1 - share), 0) + ratio**2 / 4) / (1 + ratio)
     return Interval(share, centre - spread, centre + spread)
@@ -91,8 +91,8 @@ def share_interval(values: Sequence[float]) -> Interval:
     """
     Mean of independent values between 0 and 1, at least two, and its interval.
 
-    It is Wilson's, with the variance of the values and of a 0 and a 1 more: where almost all are alike, the few that
-    differ and were not drawn would be overlooked.
+    It is Wilson's, with the variance of the values plus a 0 and a 1, because a sample of almost equal values may have
+    missed the few that differ.
     """
     more = [*values, 0.0, 1.0]
     middle, error = fmean(more), stdev(more) / math.sqrt(len(more))

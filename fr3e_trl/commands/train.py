@@ -49,7 +49,7 @@ from .outputs import as_json, check_directory, concealed, read_object, weight_fi
 from .recipe import RecipeParser, parse_arguments
 from .usage import UsageError, require_argument, usage_errors
 
-# What `resume_from_checkpoint` may be beside a directory. On the command line it is always text
+# Values of `resume_from_checkpoint` other than a directory, which the command line gives as text
 RESUME_WORDS = {"true": True, "yes": True, **dict.fromkeys(["false", "no", "none", "null", ""], False)}
 
 logger = logging.getLogger(__name__)
@@ -89,8 +89,8 @@ class RunFiles(TrainerCallback):
     """
     Writes the settings and the metrics of a run to its output directory, from its first step on.
 
-    A resumed run continues the metrics of its checkpoint. A run that cannot start leaves the files as they are. The
-    settings are `given`, the arguments that differ from their defaults.
+    A resumed run continues the metrics of its checkpoint, and a run that fails before its first step changes no file.
+    `given` has the settings, those arguments that differ from their defaults.
     """
 
     def __init__(self, directory: Path, given: dict[str, Any] | None):
@@ -131,8 +131,8 @@ def train(
     given: dict[str, Any] | None = None,
 ) -> None:
     """
-    Train, save the model, and push it to the hub if `push_to_hub`. The arguments that differ from their defaults,
-    `given`, become `resolved.yaml` in the output directory.
+    Train, save the model, and push it to the hub if `push_to_hub`. `given`, the arguments that differ from their
+    defaults, is saved as `resolved.yaml` in the output directory.
     """
     without_bars_in_logs()
     require_argument(script_args, "dataset_name", RECIPE)
@@ -149,12 +149,12 @@ def train(
         check_dataset(train_dataset, training_args)
     evaluates = training_args.eval_strategy != "no"
     eval_dataset = load_held_out(script_args, tokenizer, template) if evaluates else None
-    warn_of_idle(script_args, training_args, model_args, given or {})
+    warn_of_unused(script_args, training_args, model_args, given or {})
     if script_args.dry_run:
         return print_plan(training_args, len(train_dataset) if isinstance(train_dataset, Dataset) else None)
     if checkpoint is False:
         refuse_used(training_args.output_dir)
-    Path(training_args.output_dir).mkdir(parents=True, exist_ok=True)  # whose errors are not the model's
+    Path(training_args.output_dir).mkdir(parents=True, exist_ok=True)  # here, so that its errors do not name the model
     assert model_args.model_name_or_path is not None
     with usage_errors(
         model_argument(model_args), "Use a directory with a model's weights, or a model on the hub.", OSError
@@ -177,7 +177,7 @@ def train(
             name_damaged_file(checkpoint, training_args.output_dir, error)
         raise
     except KeyboardInterrupt as interrupt:
-        interrupt.add_note(how_to_go_on(training_args.output_dir))
+        interrupt.add_note(how_to_resume(training_args.output_dir))
         raise
     trainer.save_model(training_args.output_dir)
     if not training_args.is_plain_grpo:
@@ -190,16 +190,16 @@ def train(
         show([*saved, ("next", evaluation_command(script_args, training_args, model_args))])
     trainer.accelerator.wait_for_everyone()
     end_engine(trainer)
-    trainer.accelerator.end_training()  # a process that leaves with its connections open may abort
+    trainer.accelerator.end_training()  # a process that exits with open connections may abort
 
 
 def write_recipe(path: Path, given: dict[str, Any]) -> None:
-    """Write the arguments as a recipe that starts the run again, without secrets such as `hub_token`."""
+    """Write the arguments as a recipe that repeats the run, without secrets such as `hub_token`."""
     settings = concealed(as_json(given))
     settings.pop("resume_from_checkpoint", None)
     path.parent.mkdir(parents=True, exist_ok=True)
-    again = f"fr3e train --config {shlex.quote(str(path))} --output_dir OTHER"
-    head = f"# The settings of this run, recipes and options together: {again}\n"
+    command = f"fr3e train --config {shlex.quote(str(path))} --output_dir OTHER"
+    head = f"# The settings of this run, recipes and options together: {command}\n"
     path.write_text(head + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
@@ -209,8 +209,8 @@ def evaluation_command(script_args: FR3EScriptArguments, training_args: FR3EConf
     if isinstance(script_args, TrainArguments) and script_args.eval_dataset_name is not None:
         given |= {"dataset_name": script_args.eval_dataset_name, "dataset_config": None}
     given |= {name: value for name, value in vars(model_args).items() if name == "dtype" or re.search("bit|bnb", name)}
-    usual = vars(FR3EScriptArguments()) | vars(ModelConfig())
-    given = {name: value for name, value in given.items() if value != usual[name]}
+    default = vars(FR3EScriptArguments()) | vars(ModelConfig())
+    given = {name: value for name, value in given.items() if value != default[name]}
     if training_args.trust_remote_code:
         given["trust_remote_code"] = True
     if training_args.chat_template_kwargs:
@@ -220,7 +220,7 @@ def evaluation_command(script_args: FR3EScriptArguments, training_args: FR3EConf
     words = ["fr3e", "eval", "--model_name_or_path", str(training_args.output_dir)]
     for name, value in given.items():
         values = [str(item) for item in (value if isinstance(value, list) else [value])]
-        if len(values) == 1 and values[0].startswith("-"):  # or it is taken for an option
+        if len(values) == 1 and values[0].startswith("-"):  # otherwise it is taken for an option
             words.append(f"--{name}={values[0]}")
         else:
             words += [f"--{name}", *values]
@@ -228,7 +228,7 @@ def evaluation_command(script_args: FR3EScriptArguments, training_args: FR3EConf
 
 
 def set_model_init(training_args: GRPOConfig, model_args: ModelConfig) -> None:
-    """Have the trainer load the model as `model_args` says, where `model_init_kwargs` does not say otherwise."""
+    """Set `model_init_kwargs` from `model_args`, except for what it already has."""
     given: Any = training_args.model_init_kwargs or {}
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
@@ -239,9 +239,9 @@ def set_model_init(training_args: GRPOConfig, model_args: ModelConfig) -> None:
 
 
 def checkpoint_to_resume(args: FR3EConfig) -> str | bool:
-    """What `train()` resumes from: a checkpoint's directory, `True` for the last in `output_dir`, `False` for none."""
-    asked = str(args.resume_from_checkpoint)
-    checkpoint: str | bool = RESUME_WORDS.get(asked.lower(), asked)
+    """What `train()` takes: the directory of a checkpoint, `True` for the last in `output_dir`, or `False` for none."""
+    value = str(args.resume_from_checkpoint)
+    checkpoint: str | bool = RESUME_WORDS.get(value.lower(), value)
     if checkpoint is True and not checkpoints(args.output_dir):
         raise UsageError(
             f"resume_from_checkpoint=True: there is no checkpoint in output_dir={args.output_dir!r}. Leave the option "
@@ -254,20 +254,20 @@ def checkpoint_to_resume(args: FR3EConfig) -> str | bool:
         )
     if isinstance(checkpoint, str) and not is_complete(checkpoint):
         raise UsageError(
-            f"resume_from_checkpoint={checkpoint!r} has no complete {TRAINER_STATE_FILE}, as if the run had ended "
-            "while it was written. Use the checkpoint before it."
+            f"resume_from_checkpoint={checkpoint!r} has no complete {TRAINER_STATE_FILE}, probably because the run "
+            "ended while saving it. Use the checkpoint before it."
         )
     return checkpoint
 
 
-def how_to_go_on(output_dir: str) -> str:
+def how_to_resume(output_dir: str) -> str:
     """How to resume an interrupted run."""
     complete = [path for _, path in sorted(checkpoints(output_dir).items()) if is_complete(path)]
     return f"--resume_from_checkpoint true resumes from {complete[-1]}." if complete else "No checkpoint was saved yet."
 
 
 def refuse_used(output_dir: str) -> None:
-    """Raise a `UsageError` if a directory has weights of an earlier run, which this run would partly overwrite."""
+    """Raise a `UsageError` if a directory has weights of an earlier run, which this run would overwrite."""
     steps = checkpoints(output_dir)
     saved = [steps[max(steps)].name] if steps else [*weight_files(output_dir)]
     if saved:
@@ -290,7 +290,7 @@ def refuse_adapter(model_args: ModelConfig) -> None:
         )
 
 
-def warn_of_idle(
+def warn_of_unused(
     script_args: TrainArguments, training_args: FR3EConfig, model_args: ModelConfig, given: dict[str, Any]
 ) -> None:
     """Warn about arguments that have no effect."""
@@ -307,9 +307,9 @@ def warn_of_idle(
 
 
 def name_damaged_file(checkpoint: str | bool, output_dir: str, error: Exception) -> None:
-    """Raise a `UsageError` if a file of the checkpoint cannot be read, which is then why the run did not resume."""
+    """Raise a `UsageError` if a file of the checkpoint is damaged, which is then why the run did not resume."""
     directory = Path(last_complete_checkpoint(output_dir) if isinstance(checkpoint, bool) else checkpoint)
-    for path in sorted(directory.glob("*")):  # none if a later checkpoint has replaced it
+    for path in sorted(directory.glob("*")):  # empty if a later checkpoint has replaced it
         try:
             if path.suffix in (".pt", ".pth"):
                 torch.load(path, map_location="meta", weights_only=True)
@@ -320,5 +320,5 @@ def name_damaged_file(checkpoint: str | bool, output_dir: str, error: Exception)
             raise UsageError(
                 f"{path} is damaged: {' '.join(str(reason).split())}. Use the checkpoint before it."
             ) from error
-        except Exception:  # of the content, not of the file
+        except Exception:  # about its content, so the file can be read
             continue

@@ -1,4 +1,4 @@
-"""A page with the trees that a run logged: `fr3e tree`."""
+"""`fr3e tree`: a page with the trees that a run logged."""
 
 from pathlib import Path
 

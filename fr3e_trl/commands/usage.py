@@ -12,39 +12,39 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-# The extra that brings a package
+# The extra that installs a package
 EXTRAS = {"math_verify": "math", "peft": "peft", "gguf": "lm", "sentencepiece": "lm"}
 EXTRAS |= dict.fromkeys(("matplotlib", "reasoning_gym", "rich", "scipy"), "bench")
 
-# Packages whose own refusals are for the user: this one, and the benchmarks of a clone
+# Packages whose errors are written for the user: this one, and the benchmarks of a clone
 OWN = ("fr3e_trl", "benchmarks")
 
-# Packages whose refusals are of what the user set, such as lora_r=0
+# Packages whose errors are about the user's settings, such as lora_r=0
 LIBRARIES = ("accelerate", "datasets", "peft", "torch", "transformers", "trl")
 
-# Services that get the metrics
+# Packages of services that receive the metrics
 REPORTERS = ("clearml", "comet_ml", "mlflow", "trackio", "wandb")
 
-# Where code lies that is no user's own: this package, Python, and folders of what is installed
+# Where code that is not the user's lies: this package, Python, and installed packages
 ROOT = Path(__file__).parents[2]
 INSTALLED = [*((ROOT / name).resolve() for name in OWN), Path(sysconfig.get_path("stdlib")).resolve()]
 PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
 
-# Errors of writing when a disk is full or files are limited. PyTorch and safetensors only have a message
+# Errors of writing to a full disk or beyond a quota. Those of PyTorch and safetensors have only a message
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FULL_IN_WORDS = ("No space left on device", "Disk quota exceeded", "File too large", "PytorchStreamWriter failed")
 
 
 class UsageError(ValueError):
-    """What the user asked for is not possible. A command ends with the message alone, and exit code 2."""
+    """An error that the user can fix. A command ends with its message alone, and exit code 2."""
 
 
 class ExplainedError(Exception):
-    """An error of another process, with the message of [`explain`] instead of its traceback."""
+    """An error in another process, with the message of [`explain`] instead of a traceback."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors take one line, and whose options must be given by their whole names."""
+    """A parser with errors of one line, and options that must not be abbreviated."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(allow_abbrev=False, **kwargs)
@@ -60,13 +60,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def unrecognized(arguments: list[str], options: Iterable[str]) -> str:
-    """What to say of arguments that are none of the options."""
+    """The message for arguments that are not options."""
     names = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
     return f"unrecognized arguments: {' '.join(arguments)}.{did_you_mean(names, options)}"
 
 
 def did_you_mean(names: Iterable[str], known: Iterable[str]) -> str:
-    """` Did you mean learning_rate?`: the shortest known name that begins with one of these, or one that is like it."""
+    """` Did you mean learning_rate?`: for each name, the shortest known one that begins with it, or a similar one."""
     known, found = list(known), []
     for name in names:
         longer = sorted((other for other in known if other.startswith(name)), key=len)
@@ -75,7 +75,7 @@ def did_you_mean(names: Iterable[str], known: Iterable[str]) -> str:
 
 
 def sentence(message: str) -> str:
-    """A message that ends as a sentence does."""
+    """A message with a full stop, unless it ends with a question mark."""
     message = message.strip()
     return message if message.endswith((".", "?")) else f"{message.rstrip('!')}."
 
@@ -90,10 +90,10 @@ def usage_errors(argument: str, remedy: str, *kinds: type[Exception]) -> Iterato
     except kinds as error:
         if isinstance(error, OSError) and error.errno is not None and OSError in kinds and error.filename is None:
             raise  # about a disk or a connection, not the argument
-        if _of_disk(error) is not None:
+        if _disk_error(error) is not None:
             raise
-        told = error if isinstance(error, RuntimeError) else error.__cause__ or error  # ours have whole messages
-        reason = one_line(told) or "it is empty"
+        cause = error if isinstance(error, RuntimeError) else error.__cause__ or error  # ours have whole messages
+        reason = one_line(cause) or "it is empty"
         place = "" if reason.startswith(argument) else f"{argument}: "
         raise UsageError(f"{place}{sentence(reason)} {remedy}") from error
 
@@ -106,7 +106,7 @@ def require_argument(arguments: Any, name: str, recipe: str) -> None:
 
 def explain(error: Exception) -> str | None:
     """
-    The message of an error that ends a command: one line, after the traceback within the user's own file, if any.
+    The message of an error that ends a command: one line, after the traceback from the user's own file on, if any.
 
     Returns:
         `str`, *optional*: `None` for an unexpected error, whose whole traceback is needed.
@@ -119,17 +119,17 @@ def explain(error: Exception) -> str | None:
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package in EXTRAS:
         return f"{package} is missing. Install it with: pip install 'fr3e-trl[{EXTRAS[package]}]'"
-    of_disk = _of_disk(error)
-    if of_disk is not None:
-        return _with_notes(error, f"{_without_number(of_disk)}. Free some room, or use a directory elsewhere.")
+    disk_error = _disk_error(error)
+    if disk_error is not None:
+        return _with_notes(error, f"{_without_number(disk_error)}. Free some room, or use a directory elsewhere.")
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        return told_of_user_code(error) or _with_notes(error, f"{_without_number(error)}.")
+        return user_code_message(error) or _with_notes(error, f"{_without_number(error)}.")
     raiser = _raised_by(error)
     if raiser in OWN:
         return _with_notes(error, line)
-    of_users = told_of_user_code(error)
-    if of_users is not None:
-        return of_users
+    message = user_code_message(error)
+    if message is not None:
+        return message
     if raiser in LIBRARIES and isinstance(error, (ValueError, TypeError, ImportError, NotImplementedError, OSError)):
         return _with_notes(error, f"{line.rstrip('.')}. (Raised by {raiser}; --debug shows where.)")
     if raiser in REPORTERS:
@@ -137,8 +137,8 @@ def explain(error: Exception) -> str | None:
     return None
 
 
-def told_of_user_code(error: Exception) -> str | None:
-    """The message of an error in a user's own file: the traceback from there on, and a line. `None` for others."""
+def user_code_message(error: Exception) -> str | None:
+    """The message of an error in a user's own file: the traceback from there on, and one line. `None` for others."""
     trace = error.__traceback__
     while trace is not None and not is_users(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -161,8 +161,8 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _of_disk(error: BaseException | None) -> BaseException | None:
-    """The error, or its cause, that says that there is no space for a file."""
+def _disk_error(error: BaseException | None) -> BaseException | None:
+    """The error, or a cause of it, that reports a full disk. `None` if there is none."""
     while error is not None:
         number = error.errno if isinstance(error, OSError) else None
         if number in FULL or (number is None and any(words in str(error) for words in FULL_IN_WORDS)):
@@ -179,14 +179,14 @@ def _without_number(error: BaseException) -> str:
 
 
 def _with_notes(error: BaseException, line: str) -> str:
-    """With the notes of the error, such as where a checkpoint was saved."""
+    """The line with the notes of the error, such as where a checkpoint was saved."""
     return " ".join([line, *(" ".join(note.split()) for note in getattr(error, "__notes__", []))])
 
 
 def _raised_by(error: BaseException) -> str | None:
     """
-    The package that raised an error with a `raise` statement. `None` for what Python itself raised there, such as an
-    index out of range, because that is a bug.
+    The package that raised an error with a `raise` statement. `None` if Python itself raised it, such as an index out
+    of range, because that is a bug.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     if not frames:

@@ -119,7 +119,7 @@ def test_ctrl_c_ends_workers_of_a_gpu_each(request, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ending:
         run(**CUT | {"generated_tokens": 10**7}, num_workers=2)
     assert ending.value.code == 130
-    assert "interrupted. The same command goes on from what is in out." in capsys.readouterr().err
+    assert "interrupted. The same command continues from what is in out." in capsys.readouterr().err
     wait_until(no_workers_are_left)
     assert {path.name for path in Path().glob("device-*")} == {"device-3", "device-5"}
     assert not list(Path("out").glob("runs/*.json"))

@@ -36,7 +36,7 @@ DEEPSPEED = ROOT / ".venv" / "bin" / "python"  # of `make test`: vLLM's environm
 
 def test_the_check_of_an_installation_asks_it(server):
     found = vllm_server(read_setup([f"--vllm_server_base_url={server.url}"]))
-    assert re.fullmatch(r".*demo_policy at http\S+: 4 branches of \d+ tokens", found)
+    assert re.fullmatch(r".*demo_policy at http\S+: 4 completions of \d+ tokens", found)
 
 
 @pytest.mark.parametrize(
