@@ -218,6 +218,8 @@ def test_wrong_arguments(tmp_path, capsys):
     for arguments, said in (
         (["--with_weights"], "--model_name_or_path"),
         (["--dtype=int8"], "int8"),
+        (["--num_processes=0"], "--num_processes 0 must be at least 1"),
+        (["--time_limit=0"], "--time_limit 0 must be above 0"),
         ([f"--output={tmp_path}"], str(tmp_path)),
     ):
         with pytest.raises(SystemExit) as end:

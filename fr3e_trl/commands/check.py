@@ -118,6 +118,10 @@ def read_setup(argv: list[str], directory: str = "") -> Setup:
     setup = parser.parse_args(argv)
     if setup.with_weights and setup.model_name_or_path is None:
         raise UsageError("--with_weights needs the model: --model_name_or_path MODEL.")
+    if setup.num_processes is not None and setup.num_processes < 1:
+        raise UsageError(f"--num_processes {setup.num_processes} must be at least 1.")
+    if not setup.time_limit > 0:
+        raise UsageError(f"--time_limit {setup.time_limit:g} must be above 0, for example 180.")
     found = range(len([*Path("/dev").glob("nvidia[0-9]*")]) or 1)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, found)))
     is_hidden = setup.use_cpu or visible.startswith("-")
