@@ -245,9 +245,6 @@ def test_training_is_what_it_is_without(caplog):
     assert [chart["title"] for chart in index["charts"]][:2] == ["Reward at the prompt", "Entropy, in nats"]
 
 
-# Texts of tokens
-
-
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -305,9 +302,6 @@ def test_bytes_that_are_no_character_are_shown_as_such():
     token_ids = np.array(tokenizer("数" * 3)["input_ids"], np.int32)[[0, 3, 6, 6, 0] * 4]
     (pieces,) = token_texts(tokenizer, [(token_ids[:0], token_ids)])
     assert len(pieces) == 20 and set("".join(pieces)) == {"\ufffd"}
-
-
-# The command
 
 
 def test_steps_may_be_chosen(capsys):

@@ -327,9 +327,6 @@ def test_calls_that_reach_no_tool_are_answered_alike_in_every_branch(settings, m
     assert len(CALLS) == reached > 0
 
 
-# Environments
-
-
 def owned(environments, **kwargs):
     return [float(len(environment.keys)) for environment in environments]
 

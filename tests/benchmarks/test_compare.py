@@ -210,9 +210,6 @@ def test_measuring_changes_nothing(tmp_path):
     assert losses[0] == losses[1]
 
 
-# The report
-
-
 def spent_by(result):
     return [evaluation["generated_tokens"] for evaluation in result["evaluations"]]
 
@@ -575,9 +572,6 @@ def test_pooled_differences_that_cannot_be(arguments, message, capsys):
     with pytest.raises(SystemExit):
         cli.main(["pooled", *arguments.split()])
     assert f"python -m benchmarks pooled: error: {message}" in capsys.readouterr().err
-
-
-# Arguments
 
 
 def grpo(**settings):
