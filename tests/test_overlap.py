@@ -204,7 +204,7 @@ def test_settings_that_do_not_go_with_it(settings, told):
     "arguments, told",
     [
         ({"dataset": make_dataset().to_iterable_dataset()}, "without streaming"),
-        ({"sampler": lambda trainer: None}, "sampler= takes its place"),
+        ({"sampler": lambda trainer: None}, "which sampler= replaces"),
     ],
     ids=["stream", "sampler"],
 )
