@@ -189,11 +189,15 @@ def run_lines(lines: list[Line], setup: Setup) -> Iterator[Result]:
                 result = Result(line.name, *(hangs if seconds == LINE_SECONDS else (NOT_RUN, over)), seconds)
             except BrokenProcessPool:
                 result = Result(line.name, FAILED, f"It crashed its process, see the log. {line.remedy}.")
-            if result.outcome == FAILED:
+            if result.outcome == FAILED or result.message == over:
                 kill(pool)
                 pool = None
+            if result.outcome == FAILED:
                 result = result._replace(log=f"{result.log}\n{log.read_text(errors='replace')[-LOG_CHARACTERS:]}")
             yield result
+        if pool is not None:
+            pool.shutdown()
+            pool = None
     finally:
         if pool is not None:
             kill(pool)
