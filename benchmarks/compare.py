@@ -43,7 +43,7 @@ from .own_task import OwnTask
 from .report import write_report
 from .runs import MEASURED, UNDER_WAY, Run, be_quiet, probe, read_result
 from .tasks import HELDOUT_SEED, TASKS, Task
-from .worker import execute_all, report
+from .worker import execute_all, log
 
 # Settings that may change between one call and the next: no finished run depends on them
 FREE = (
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
     be_quiet()
     (args,) = parse_arguments(RecipeParser([CompareArguments]), argv)
     if args.plan:
-        return report(plan_of(args))
+        return log(plan_of(args))
     with resumable(args.output_dir):
         compare(args, f"python -m benchmarks compare {shlex.join(argv)}")
 
@@ -80,7 +80,7 @@ def compare(args: CompareArguments, command: str) -> None:
     if isinstance(task, OwnTask):
         there_are = len(task.splits["heldout"])
         if there_are < args.num_heldout:
-            report(f"num_heldout={args.num_heldout}: {there_are} prompts are held out, which is all that can be.")
+            log(f"num_heldout={args.num_heldout}: {there_are} prompts are held out, which is all that can be.")
         args.num_heldout = fixed["num_heldout"] = min(args.num_heldout, there_are)
         fixed |= {"files": task.digests(output_dir)}
     if isinstance(task, OwnTask) or args.policy is not None:
@@ -92,7 +92,7 @@ def compare(args: CompareArguments, command: str) -> None:
         (output_dir / PROBES).unlink(missing_ok=True)  # of other arguments
     if kept is not None:
         comparison.take_over(kept)
-    report(comparison.plan())
+    log(comparison.plan())
     arms, screening, tuning = comparison.tuned_arms()
     runs = list(comparison.final_runs(arms))
     execute_all("runs", runs, args.num_workers)
@@ -106,7 +106,7 @@ def compare(args: CompareArguments, command: str) -> None:
         tokens_per_prompt={arm: probed["tokens_per_prompt"] for arm, probed in comparison.probes().items()},
     )
     write_report(results, output_dir)
-    report(f"Report: {output_dir / 'report.md'}")
+    log(f"Report: {output_dir / 'report.md'}")
 
 
 def plan_of(args: CompareArguments) -> str:
@@ -183,8 +183,8 @@ class Comparison:
             hours = sum(expected_seconds(run, probes.get(run.arm, {})) for run in runs) / 3600
             total_amount, total_hours = total_amount + amount, total_hours + hours
             if runs:
-                lines.append(f"  {stage}: {len(runs)} runs of {runs[0].amount:,} {cost}{_told_hours(hours)}")
-        head = f"Plan: {total_amount:,.0f} {cost}{_told_hours(total_hours)}, with what is done already"
+                lines.append(f"  {stage}: {len(runs)} runs of {runs[0].amount:,} {cost}{_hours_text(hours)}")
+        head = f"Plan: {total_amount:,.0f} {cost}{_hours_text(total_hours)}, with what is done already"
         return "\n".join([head, *lines])
 
     def tuned_arms(self) -> tuple[dict[str, Settings], list[Run], list[Run]]:
@@ -223,7 +223,7 @@ class Comparison:
         """What two batches of an arm took, measured once: see [`~.runs.probe`]."""
         probes = self.probes()
         if arm not in probes:
-            report(f"Measuring what two batches of {arm} take")
+            log(f"Measuring what two batches of {arm} take")
             probes[arm] = probe(self.make_run(arm, self.args.settings_of(arm), HELDOUT_SEED, None, "runs"))
             write_json(Path(self.args.output_dir) / PROBES, probes)
         return probes[arm]
@@ -298,7 +298,7 @@ def expected_seconds(run: Run, probed: dict[str, float]) -> float:
     return run.amount * seconds_per_token + evaluations
 
 
-def _told_hours(hours: float) -> str:
+def _hours_text(hours: float) -> str:
     if math.isnan(hours):
         return ""
     return f", {hours:.1f} hours of one worker" if hours >= 1 else f", {math.ceil(60 * hours)} minutes of one worker"

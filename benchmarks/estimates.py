@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -37,10 +38,7 @@ def rates(evaluation: dict[str, Any], k: int = 1) -> np.ndarray:
 
 def rates_at(run: dict[str, Any], cost: str, amount: float, k: int = 1) -> Any:
     """The same when a run had spent so much, between evaluations on the lines through them."""
-    values: list[Any] = [rates(evaluation, k) for evaluation in run["evaluations"]]
-    if not is_aligned(run):
-        values = [float(value.mean()) for value in values]
-    return interpolate(curve(run, cost), values, amount)
+    return interpolate(curve(run, cost), evaluated(run, partial(rates, k=k)), amount)
 
 
 def final_rates(run: dict[str, Any], k: int = 1) -> Any:
@@ -50,15 +48,17 @@ def final_rates(run: dict[str, Any], k: int = 1) -> Any:
 
 def mean_rates(run: dict[str, Any]) -> Any:
     """Mean of pass@1 along a run, for each prompt: its area against what ends the run."""
-    values: list[Any] = [rates(evaluation) for evaluation in run["evaluations"]]
-    if not is_aligned(run):
-        values = [float(value.mean()) for value in values]
-    return mean_height(curve(run, run["cost"]), values, run["amount"])
+    return mean_height(curve(run, run["cost"]), evaluated(run, rates), run["amount"])
 
 
-def is_aligned(run: dict[str, Any]) -> bool:
-    """Whether all evaluations of a run have the same prompts: none was left out for want of a score."""
-    return not any(evaluation.get("num_unscored", 0) for evaluation in run["evaluations"])
+def evaluated(run: dict[str, Any], measure: Callable[[dict[str, Any]], Any]) -> list[Any]:
+    """
+    A measure at each evaluation of a run: of each prompt, or its mean over prompts if an evaluation left out some that
+    had no score.
+    """
+    values = [measure(evaluation) for evaluation in run["evaluations"]]
+    is_aligned = not any(evaluation.get("num_unscored", 0) for evaluation in run["evaluations"])
+    return values if is_aligned else [float(np.mean(value)) for value in values]
 
 
 def reward_bounds(results: Results) -> Bounds:

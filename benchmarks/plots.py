@@ -16,7 +16,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
-from .estimates import FEW_SEEDS, is_aligned, rates, reward_bounds
+from .estimates import FEW_SEEDS, evaluated, rates, reward_bounds
 from .outcomes import COSTS, Results, curve
 from .statistics import Bounds, interpolate, mean_interval
 from .tables import AT_LEAST_0
@@ -77,9 +77,7 @@ def _passes(run: dict[str, Any], cost: str) -> Points:
 
 
 def _evaluated(run: dict[str, Any], cost: str, measure: Any) -> Points:
-    """A measure at the evaluations of a run, of each prompt where all have the same prompts."""
-    values = [measure(evaluation) for evaluation in run["evaluations"]]
-    return curve(run, cost), values if is_aligned(run) else [float(np.mean(value)) for value in values]
+    return curve(run, cost), evaluated(run, measure)
 
 
 @dataclass(frozen=True)

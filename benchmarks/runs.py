@@ -114,7 +114,7 @@ class Course(transformers.TrainerCallback):
         self.evaluations: list[dict[str, Any]] = []
         self.evaluation_seconds = 0.0
         self._since = 0.0  # when the step began
-        self._told = time.monotonic()  # when it was last said how far the run is
+        self._printed = time.monotonic()  # when its progress was last printed
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.checkpoint is None:
@@ -176,8 +176,8 @@ class Course(transformers.TrainerCallback):
         self.evaluations.append(asdict(trainer.costs) | asdict(evaluation))
         self.evaluation_seconds += now(trainer.args.device) - start
         self._write_curve()
-        if time.monotonic() - self._told >= PAUSE:
-            self._told = time.monotonic()
+        if time.monotonic() - self._printed >= PAUSE:
+            self._printed = time.monotonic()
             spent = f"{self._spent:,.0f} of {run.amount:,.0f} {COSTS[run.cost]}"
             line = f"{Path(run.path).stem}: {spent}, pass@1 {pass_rate(self.evaluations[-1]):.3f}"
             print(line, file=sys.stderr, flush=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .runs import Run
 
 
-def report(line: str) -> None:
+def log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -46,7 +46,7 @@ def execute_all(stage: str, runs: "list[Run]", num_workers: int | None) -> None:
     def finished(name: str) -> None:
         number, took = next(numbers), time.monotonic() - began
         passed, left = (f"{s // 60}:{s % 60:02}" for s in map(round, (took, took / number * (len(runs) - number))))
-        report(f"{stage} [{number}/{len(runs)}] {name} after {passed}, about {left} left")
+        log(f"{stage} [{number}/{len(runs)}] {name} after {passed}, about {left} left")
 
     if num_workers > 1 or len(devices) > 1:
         _execute_in_workers(runs, num_workers, devices, finished)
