@@ -112,7 +112,7 @@ def test_sharded_training_is_the_same_as_in_one_process(recipe, tmp_path):
 def test_the_slurm_file_launches_each_node_with_its_rank(tmp_path):
     """SLURM's commands are stand-ins: `srun` runs what it is given once for each node."""
     commands = {
-        "scontrol": "printf 'node7\\nnode8\\n'",
+        "scontrol": "echo node7; sleep 0.2; echo node8",  # who reads the first line alone makes the second one fail
         "srun": 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
         "accelerate": """printf '%s\\n' "$*" """,
     }
