@@ -133,6 +133,7 @@ def _converse(
         "generation_kwargs": config.to_diff_dict(),
         "max_completion_length": task.max_completion_length,
         "max_tool_calling_iterations": task.max_tool_calling_iterations,
+        "use_vllm": False,
     }
     tools = {tool.__name__: tool for tool in trainer.tools}
     before = {name: getattr(trainer, name) for name in settings}

@@ -3,7 +3,11 @@
 from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
+from torch import nn
+
 from fr3e_trl.generation.ahead import AheadSampler
+from fr3e_trl.generation.tools import ToolCallingSampler
 from fr3e_trl.method.refill import PromptStream
 from fr3e_trl.method.sampling import Sample, Sampler, SamplingRequest
 from fr3e_trl.overlap import Overlap
@@ -11,43 +15,51 @@ from fr3e_trl.overlap import Overlap
 from .measures import MeasuredFR3ETrainer
 
 
-class DrawnAhead:
+class Server:
     """
-    Draws the rollouts of the next batch where a server would begin to: while that draws them in the background, the
-    policy is trained, and its weights stay as they were sent. Drawn at once, they are of the same weights.
+    In the place of a vLLM server: draws by the weights that were sent last, before any were by those of the policy.
+
+    What a server draws in the background while the policy is trained is drawn at once here, by the same weights.
     """
 
     has_begun = False
     seconds_waited = seconds_hidden = 0.0
 
-    def __init__(self, sampler: Sampler):
-        self.sampler = sampler
+    def __init__(self, sampler: Sampler, model: nn.Module):
+        self.sampler, self.parameters = sampler, list(model.parameters())
+        self._sent: list[torch.Tensor] = []
+
+    def sync_weights(self) -> None:
+        self._sent = [parameter.detach().clone() for parameter in self.parameters]
 
     def begin(self, requests: Sequence[SamplingRequest]) -> None:
         self.has_begun = True
-        self._begun, self._samples = requests, self.sampler.sample(requests)
+        self._begun, self._samples = requests, self._draw(requests)
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
-        if not self.has_begun:
-            return self.sampler.sample(requests)
+        if not self.has_begun:  # the first batch, or a later turn of a dialogue
+            return self._draw(requests)
         self.has_begun = False
         for request, begun in zip(requests, self._begun, strict=True):
             if request.prefix_ids.tolist() != begun.prefix_ids.tolist():
                 raise RuntimeError("The prompts of this batch are not those whose rollouts were drawn ahead of it.")
         return self._samples
 
+    def _draw(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
+        kept = [parameter.data for parameter in self.parameters]
+        for parameter, sent in zip(self.parameters, self._sent or kept, strict=True):
+            parameter.data = sent
+        try:
+            return self.sampler.sample(requests)
+        finally:
+            for parameter, own in zip(self.parameters, kept, strict=True):
+                parameter.data = own
+
     def finish(self) -> None:
         """Nothing is under way."""
 
     def abort(self) -> None:
         self.has_begun = False
-
-
-class SharedWeights:
-    """In the place of vLLM: what generates here has the policy's weights."""
-
-    def sync_weights(self) -> None:
-        """Nothing has to be sent."""
 
 
 class StaleFR3ETrainer(MeasuredFR3ETrainer):
@@ -67,8 +79,13 @@ class StaleFR3ETrainer(MeasuredFR3ETrainer):
         super().__init__(*args, **kwargs)
         self.args.max_staleness = max_staleness  # checked when a trainer is made: it would want a server
         self.use_vllm, self.vllm_mode = True, "server"
-        self.vllm_generation, self._last_loaded_step = SharedWeights(), -1
-        self.sampler = self._ahead = DrawnAhead(self.sampler)
+        dialogues = self.sampler if isinstance(self.sampler, ToolCallingSampler) else None
+        server = Server(dialogues.sampler if dialogues else self.sampler, self.model)
+        if dialogues:
+            dialogues.sampler = server
+        else:
+            self.sampler = server
+        self.vllm_generation, self._ahead, self._last_loaded_step = server, server, -1
 
     def begin(self) -> None:
         """The only change is that what overlaps with a server's rollouts overlaps with those drawn here."""

@@ -103,7 +103,6 @@ def main(output: Path, settings: dict, *options: str) -> None:
     (dialogue,) = [DIALOGUES[option] for option in options if option in DIALOGUES] or [{}]
     if dialogue:
         reward_funcs = [lambda completions, **kwargs: [float(len(completion) % 3) for completion in completions]]
-    if dialogue:
         made = tool_policy.make_tool_policy(), tool_policy.make_tool_dataset(6), tool_policy.make_tool_tokenizer()
     else:
         made = make_model(), make_dataset(16 if settings.get("max_refills") else 6), make_tokenizer()

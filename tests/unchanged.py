@@ -20,7 +20,7 @@ import hashlib
 import importlib.util
 import json
 import math
-import multiprocessing
+import random
 import shutil
 import subprocess
 import sys
@@ -38,7 +38,7 @@ from vision_models import make_image_dataset, make_processor, make_vision_model
 from vllm_on_cpu import keep_weights_plain
 
 import fr3e_trl
-from fr3e_trl import FR3EConfig, FR3ETrainer
+from fr3e_trl import FR3EConfig, FR3ETrainer, Sample
 
 CHECKPOINT_STEP = 3
 POLICY = Path(fr3e_trl.__file__).parents[1] / "examples" / "demo_policy"
@@ -57,6 +57,19 @@ def one_in(n: int):
     return lambda completions: [float(sum(map(ord, text_of(c))) % n == 0) for c in completions]
 
 
+class DigitSampler:
+    """Draws digits by the seed, with an EOS at the end of the budget."""
+
+    def __init__(self, trainer):
+        self.rng = random.Random(trainer.args.seed)
+
+    def sample(self, requests):
+        return [[self.draw(request.max_new_tokens) for _ in range(request.num_samples)] for request in requests]
+
+    def draw(self, num_tokens: int) -> Sample:
+        return Sample([*(self.rng.randrange(5, 15) for _ in range(num_tokens - 1)), 1], [-math.log(10)] * num_tokens)
+
+
 # Configurations: settings, and what else the trainer takes
 
 SIZES = {"num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 16, "learning_rate": 1e-3}
@@ -65,11 +78,8 @@ PRESET = {"num_generations": 16, "num_anchors": 3, "learning_rate": 1e-3}
 # Of REFILL with the seeds below: some rows are rejected, and some are left over for the next batch
 REFILL = {"max_refills": 2, "per_device_train_batch_size": 8, "steps_per_generation": 2}
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": CHECKPOINT_STEP}
-FSDP2 = """
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, fsdp_state_dict_type: FULL_STATE_DICT}
-"""
+RECIPES = Path(__file__).parents[1] / "recipes" / "accelerate"
+SHARDED = ("fsdp2", "zero3")  # in two processes, by the recipe of that name
 
 DIALOGUES = {"model": make_tool_policy, "processing_class": make_tool_tokenizer, "train_dataset": make_tool_dataset()}
 DIALOGUES |= {"reward_funcs": None}
@@ -88,12 +98,14 @@ CONFIGURATIONS = {
     "environment": {"environment_factory": Walk, "max_completion_length": 40, "anchor_threshold": 1.0} | DIALOGUES,
     "images": {"processing_class": functools.partial(make_processor, "llava")} | LLAVA,
     "lora": {"peft_config": LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear"), "beta": 0.05} | TWICE,
-    "fsdp2": {"per_device_train_batch_size": 8},  # in each of two processes
+    "sampler": {"sampler": DigitSampler} | TWICE,
+    "fsdp2": {"per_device_train_batch_size": 8},
+    "zero3": {"per_device_train_batch_size": 8},
     "vllm": {"peft_config": LoraConfig(r=4, target_modules="all-linear")} | COLOCATED,
     "resume": {"value_tracker": True, "reward_funcs": one_in(41), "seed": 3} | REFILL | CHECKPOINTS,
 }
 TIMES = ("_time", "_runtime", "_per_second", "train_loss", "total_flos")
-OF_TRAINER = ["model", "reward_funcs", "train_dataset", "processing_class", "peft_config", "environment_factory"]
+OF_TRAINER = "model reward_funcs train_dataset processing_class peft_config environment_factory sampler".split()
 
 
 def make_trainer(name: str, output_dir: str, texts: list[str]) -> FR3ETrainer:
@@ -119,7 +131,7 @@ def digest(parts: list[bytes]) -> str:
 def train(name: str, directory: Path, checkpoint: str | None = None) -> None:
     """Train a configuration, and write what came of it to `directory`."""
     torch.set_num_threads(1)
-    if name == "fsdp2":  # accelerate asks for a device other than the CPU before it shards
+    if name in SHARDED:  # accelerate asks for a device other than the CPU before it shards
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     if name == "vllm":
         keep_weights_plain()
@@ -129,45 +141,32 @@ def train(name: str, directory: Path, checkpoint: str | None = None) -> None:
     set_seed(1)
     trainer.train(checkpoint)
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    parts = [state[key].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for key in sorted(state)]
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    steps = [{key: repr(value) for key, value in entry.items() if not key.endswith(TIMES)} for entry in logs]
-    result = {"weights": digest(parts), "completions": digest([text.encode() for text in sorted(texts)])}
-    if trainer.accelerator.is_main_process:
+    if trainer.accelerator.is_main_process:  # with ZeRO the state is its alone
+        parts = [state[key].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for key in sorted(state)]
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        steps = [{key: repr(value) for key, value in entry.items() if not key.endswith(TIMES)} for entry in logs]
+        result = {"weights": digest(parts), "completions": digest([text.encode() for text in sorted(texts)])}
         result |= {"package": str(Path(fr3e_trl.__file__).parent), "steps": steps}
         (directory / f"{name}.json").write_text(json.dumps(result, indent=1))
-    if name == "fsdp2":
+    if name in SHARDED:
         torch.distributed.destroy_process_group()
 
 
 def run(name: str, directory: Path, checkpoint: str | None = None) -> str:
     """Train a configuration in a process of its own, or in two. Returns what to say of it."""
-    if name == "vllm" and importlib.util.find_spec("vllm") is None:
-        return "not run here: vLLM is not installed"
+    needed = {"vllm": "vllm", "zero3": "deepspeed"}.get(name)
+    if needed and importlib.util.find_spec(needed) is None:
+        return f"not run here: {needed} is not installed"
     log = directory / f"{name}.log"
     (directory / f"{name}.json").unlink(missing_ok=True)
-    if name in ("fsdp2", "vllm"):
-        command = [sys.executable]
-        if name == "fsdp2":
-            config = directory / "fsdp2.yaml"
-            config.write_text(FSDP2)
-            command += ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes=2"]
-            command += ["--num_machines=1", "--mixed_precision=no", "--main_process_port=0"]
-        with log.open("w") as file:
-            subprocess.run([*command, __file__, "train", directory, "--only", name], stdout=file, stderr=file)
-    else:
-        arguments = name, directory, checkpoint, log
-        process = multiprocessing.get_context("fork").Process(target=train_to_log, args=arguments)
-        process.start()
-        process.join()
-    return "saved" if (directory / f"{name}.json").exists() else f"failed, see {log}"
-
-
-def train_to_log(name: str, directory: Path, checkpoint: str | None, log: Path) -> None:
+    command = [sys.executable]
+    if name in SHARDED:
+        command += ["-m", "accelerate.commands.launch", "--config_file", RECIPES / f"{name}.yaml"]
+        command += ["--num_processes=2", "--mixed_precision=no", "--main_process_port=0"]
+    command += [__file__, "train", directory, *filter(None, [checkpoint]), "--only", name]
     with log.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        train(name, directory, checkpoint)
+        subprocess.run(command, stdout=file, stderr=file)
+    return "saved" if (directory / f"{name}.json").exists() else f"failed, see {log}"
 
 
 def save(directory: Path, names: list[str]) -> bool:
@@ -237,15 +236,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), metavar="NAME")
     options = parser.parse_args()
     directory, *others = (path.absolute() for path in options.directories)
-    if len(others) != (options.command == "compare"):
+    if len(others) != (options.command == "compare") and options.command != "train":
         parser.error("compare takes two directories, the other commands one")
     if options.command == "compare":
         sys.exit(not compare(directory, *others, options.only))
     if options.command == "resume":
         sys.exit(not resume(directory))
     directory.mkdir(parents=True, exist_ok=True)
-    if options.command == "train":  # in a process that `save` started
-        train(*options.only, directory)
+    if options.command == "train":  # in a process that was started here, perhaps from a checkpoint
+        train(*options.only, directory, *map(str, others))
     else:
         sys.exit(not save(directory, options.only))
 

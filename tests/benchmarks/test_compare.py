@@ -597,6 +597,8 @@ def grpo(**settings):
         ({"policy": "no/such"}, "policy='no/such' must be the directory of a model"),
         ({"seeds": [-1]}, "seeds=-1 must be a whole number of at least 0"),
         ({"base": UNTUNED, "learning_rates": [1e-3, 1e-3]}, r"learning_rates=\[0.001, 0.001\] has a value twice"),
+        (grpo(staleness=1), "staleness=1 is of trainer='fr3e', not of 'grpo'"),
+        (grpo(trainer="fr3e", staleness=2), "staleness=2 must be a share of the updates of a batch, from 0 to 1"),
         (grpo(num_prompts=65), "num_prompts=65 must be at most num_train_examples=64"),
         (grpo(steps_per_generation=2, per_device_train_batch_size=4), "=4 times steps_per_generation=2 must be the 16"),
         (grpo(learning_rate=-1e-3), "learning_rate=-0.001 must be a number of at least 0"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import CPU
+from test_arms import check_stale
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from trl import GRPOConfig, GRPOTrainer
@@ -169,6 +170,20 @@ def test_trees_are_counted_by_what_is_sampled_and_called(policy, tmp_path):
     assert any(tree.states[-1].position > 12 for tree in trainer.trees)  # behind a look-up
     asked = sum(message["role"] == "tool" for rollout in rollouts for message in rollout.dialogue.messages)
     assert 0 < len(task.calls) <= trainer.costs.tool_calls < asked
+
+
+class Lengths(Search):
+    """Every step teaches."""
+
+    def reward(self, completions, **kwargs):
+        return [float(len(str(completion)) % 7) for completion in completions]
+
+
+def test_all_turns_of_stale_dialogues_are_of_the_policy_that_began_them(policy, tmp_path):
+    settings = GRPO | {"trainer": "fr3e", "epsilon_high": 0.28, "num_iterations": 2, "staleness": 1}
+    trainer = make_trainer(settings, policy, Lengths(), tmp_path, seed=0, max_steps=6, logging_steps=1)
+    check_stale(trainer, updates=2)
+    assert trainer.costs.tool_calls > 48 and measured(trainer).completion_length > 7
 
 
 def measured(trainer, task=TASK, num_samples=4, batch_size=16):
