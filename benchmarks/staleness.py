@@ -1,4 +1,4 @@
-"""Rollouts that are some updates old, as `max_staleness` has a server draw them, without a server."""
+"""Rollouts that are some updates old, as with `max_staleness`, but without a vLLM server."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -17,9 +17,10 @@ from .measures import MeasuredFR3ETrainer
 
 class Server:
     """
-    In the place of a vLLM server: draws by the weights that were sent last, before any were by those of the policy.
+    Stands in for a vLLM server: samples with the weights that were sent last, or with the policy's if none were sent.
 
-    What a server draws in the background while the policy is trained is drawn at once here, by the same weights.
+    A server samples the next batch in the background while the policy trains. This one samples it when it begins, which
+    gives the same rollouts, because the weights that were sent do not change in between.
     """
 
     has_begun = False
@@ -64,9 +65,9 @@ class Server:
 
 class StaleFR3ETrainer(MeasuredFR3ETrainer):
     """
-    [`FR3ETrainer`], measured, whose rollouts are up to `max_staleness` updates old, without a vLLM server.
+    A measured [`FR3ETrainer`] whose rollouts are up to `max_staleness` updates old, without a vLLM server.
 
-    The order of events, the prompts and the correction of the loss are those of `max_staleness` with a server.
+    The order of events, the prompts and the correction of the loss are the same as with `max_staleness` and a server.
 
     Args:
         max_staleness (`int`):
@@ -88,7 +89,7 @@ class StaleFR3ETrainer(MeasuredFR3ETrainer):
         self.vllm_generation, self._ahead, self._last_loaded_step = server, server, -1
 
     def begin(self) -> None:
-        """The only change is that what overlaps with a server's rollouts overlaps with those drawn here."""
+        """The only change is that rollouts overlap with training although no vLLM server samples them."""
         super().begin()
         assert self._explorer is not None
         self._ahead.abort()
