@@ -4,8 +4,9 @@ Makes the table of what older rollouts cost and save, from the runs beside it:
     python -m benchmarks.results.staleness
 
 Seconds are computed. Where generation takes r times as long as the updates of a batch do on policy, a batch takes
-r + 1 there. One whose last share s of updates is overlapped with generation takes (1 − s)·u + max(r, s·u), where u is
-the number of its updates over the number on policy.
+r + 1 there. If the last share s of its updates overlaps with the share h of generation that can be drawn ahead, it takes
+(1 − s)·u + max(h·r, s·u) + (1 − h)·r, where u is the number of its updates over the number on policy. h is 1, except
+that only the first turn of a dialogue is drawn ahead.
 """
 
 import math
@@ -18,7 +19,8 @@ from ..statistics import ratio_interval
 from ..tables import Table, number, tuned
 from .families import RUNS, difference_text, short
 
-TASKS = ("chain", "hard", "distractors")
+TASKS = ("chain", "hard", "distractors", "machine", "search")
+FIRST_TURNS = {"search": 7}  # tokens of a call
 ON_POLICY, STALE = "tree_4_tracker", ("tree_4_half", "tree_4_all")
 GENERATION = (0.5, 1.0, 2.0)  # over the updates of a batch on policy
 
@@ -26,8 +28,11 @@ GENERATION = (0.5, 1.0, 2.0)  # over the updates of a batch on policy
 def seconds(results: Results, arm: str, generation: float) -> float:
     """Seconds of a batch's tokens over those on policy."""
     share = results.arms[arm].get("staleness", 0)
+    tokens = results.tokens_per_prompt[ON_POLICY]
+    ahead = FIRST_TURNS.get(results.arguments["task"], tokens) / tokens
     updates = tuned(results.arms[arm], "num_iterations") / tuned(results.arms[ON_POLICY], "num_iterations")
-    return ((1 - share) * updates + max(generation, share * updates)) / (generation + 1)
+    overlapped = max(ahead * generation, share * updates)
+    return ((1 - share) * updates + overlapped + (1 - ahead) * generation) / (generation + 1)
 
 
 def ratio_cells(results: Results, arm: str) -> list[str]:
