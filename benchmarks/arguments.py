@@ -94,8 +94,8 @@ class ArmsArguments(FR3EScriptArguments, ModelConfig):
         for name, default in own.items():
             if getattr(self, name) != default:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} is of a task of your own. Leave it out, or task={self.task!r}, "
-                    "which has a dataset, rewards and a model, of which all weights are trained."
+                    f"{name}={getattr(self, name)!r} only works with a task of your own. Remove it, or remove "
+                    f"task={self.task!r}, which has its own dataset, rewards and model and trains all weights."
                 )
 
     def _complete_own(self) -> None:
@@ -103,13 +103,13 @@ class ArmsArguments(FR3EScriptArguments, ModelConfig):
         for name in ("model_name_or_path", "dataset_name"):
             if getattr(self, name) is None:
                 raise ValueError(
-                    f"{name} is not set. A task of your own has a model_name_or_path, a dataset_name and reward_funcs; "
-                    f"one of the bench is a task: {', '.join(TASKS)}."
+                    f"{name} is not set. A task of your own needs model_name_or_path, dataset_name and reward_funcs. "
+                    f"For a built-in task, set task to one of {', '.join(TASKS)}."
                 )
         if self.policy is not None:
-            raise ValueError(f"policy={self.policy!r} is of a task of the bench. Use model_name_or_path.")
+            raise ValueError(f"policy={self.policy!r} only works with a built-in task. Use model_name_or_path instead.")
         if self.dataset_streaming:
-            raise ValueError("dataset_streaming=True cannot be: runs draw from all of the dataset.")
+            raise ValueError("dataset_streaming=True is not supported, because runs sample from the whole dataset.")
         given = read_settings({} if self.base is None else self.base, "base")
         tried = [setting for setting, name in GRIDS.items() if getattr(self, name, None) is not None]
         base = {name: value for name, value in OWN_BASE.items() if name not in tried}
@@ -157,7 +157,7 @@ class ArmsArguments(FR3EScriptArguments, ModelConfig):
     def check_arm(self, name: str, settings: dict[str, Any]) -> None:
         """What [`check_arms`] checks of an arm. Its prompts per batch may still have to be found."""
         if not name.replace("-", "").replace("_", "").isalnum():
-            raise ValueError("An arm's name is a file's too: use letters, digits, '-' and '_'.")
+            raise ValueError("The name of an arm is also a file name, so use only letters, digits, '-' and '_'.")
         if "num_prompts" not in settings:
             check_settings(settings | {"num_prompts": 1})
             settings = settings | {"num_prompts": whole_prompts(1, settings)}
@@ -268,7 +268,8 @@ class CompareArguments(ArmsArguments):
         check_lists(self, seeds=0, tuning_seeds=0, pass_at=1)
         if max(self.pass_at) > self.num_samples:
             raise ValueError(
-                f"pass_at={self.pass_at} must be from 1 to num_samples={self.num_samples}: pass@k takes k samples."
+                f"pass_at={self.pass_at} must be from 1 to num_samples={self.num_samples}, because pass@k needs k "
+                "samples."
             )
         for name in self.only or []:
             if name not in self.arms:
@@ -290,9 +291,9 @@ class CompareArguments(ArmsArguments):
         if not given and self.task is None:
             self.generated_tokens, given = OWN_TOKENS, ["generated_tokens"]
         if len(given) != 1:
-            raise ValueError(f"One of {', '.join(BUDGETS)} ends the runs, and {len(given)} are set.")
+            raise ValueError(f"Set exactly one of {', '.join(BUDGETS)}, which limit a run. {len(given)} are set.")
         if self.tuning_tokens is not None and self.generated_tokens is None:
-            raise ValueError(f"tuning_tokens={self.tuning_tokens} are part of generated_tokens, and {given[0]} is set.")
+            raise ValueError(f"tuning_tokens={self.tuning_tokens} needs generated_tokens, but {given[0]} is set.")
 
     def _check_vllm(self) -> None:
         for arm in self.arms or {}:
@@ -301,14 +302,15 @@ class CompareArguments(ArmsArguments):
                 continue
             if settings.get("vllm_mode") != "server":
                 raise ValueError(
-                    f"Arm {arm!r}: vLLM's engine in the same process keeps its memory when a run is over. Use a "
-                    "server, vllm_mode='server'."
+                    f"Arm {arm!r}: a colocated vLLM engine keeps its memory after a run. Use a server instead, with "
+                    "vllm_mode='server'."
                 )
             if self.num_workers is None:
                 self.num_workers = 1
             if self.num_workers > 1:
                 raise ValueError(
-                    f"Arm {arm!r}: a vLLM server has the weights of one run. Set num_workers=1, not {self.num_workers}."
+                    f"Arm {arm!r}: a vLLM server holds the weights of a single run. Set num_workers=1 instead of "
+                    f"{self.num_workers}."
                 )
 
     def _check_tuning(self) -> None:
@@ -319,8 +321,8 @@ class CompareArguments(ArmsArguments):
                 continue
             if setting in self.base:
                 raise ValueError(
-                    f"{name}={values!r} are to be tried, and the base has a {setting} for all arms. Leave one of them "
-                    "out. An arm may have its own."
+                    f"{name}={values!r} lists values to try, but the base sets {setting} for all arms. Remove one of "
+                    "the two. An arm may still set its own."
                 )
             setattr(self, name, values if isinstance(values, list) else [values])
             if name != "learning_rates":
@@ -332,8 +334,8 @@ class CompareArguments(ArmsArguments):
             check_distinct("learning_rates", self.learning_rates)
         if set(self.seeds) & set(self.tuning_seeds):
             raise ValueError(
-                f"tuning_seeds={self.tuning_seeds} and seeds={self.seeds} must have none in common: what is chosen by "
-                "a seed looks better on it than it is."
+                f"tuning_seeds={self.tuning_seeds} and seeds={self.seeds} must not overlap, because what is chosen "
+                "with a seed looks better on that seed than it is."
             )
 
     def check_arm(self, name: str, settings: dict[str, Any]) -> None:
@@ -347,19 +349,19 @@ class CompareArguments(ArmsArguments):
         for setting in ("max_steps", "num_train_epochs"):
             if setting in settings:
                 raise ValueError(
-                    f"{setting}={settings[setting]!r} cannot end a run. Leave it out, and set one of "
-                    f"{', '.join(BUDGETS)}."
+                    f"{setting}={settings[setting]!r} does not limit the runs of a comparison. Remove it, and set one "
+                    f"of {', '.join(BUDGETS)}."
                 )
         schedule, warmup = (DEFAULTS | settings)["lr_scheduler_type"], settings.get("warmup_steps", 0)
         if schedule not in SCHEDULES:
             raise ValueError(f"lr_scheduler_type={schedule!r} must be one of {', '.join(SCHEDULES)} in a comparison.")
         if schedule in FALLING and warmup >= 1:
             raise ValueError(
-                f"warmup_steps={warmup!r} is a number of steps, and lr_scheduler_type={schedule!r} goes by the share "
+                f"warmup_steps={warmup!r} is a number of steps, but lr_scheduler_type={schedule!r} follows the share "
                 "of its budget that a run has spent. Use a share, for example 0.1."
             )
         if schedule not in FALLING and 0 < warmup < 1:
             raise ValueError(
-                f"warmup_steps={warmup!r} is a share of the steps, and a run ends by its tokens. Use a number of "
-                "steps, for example 10."
+                f"warmup_steps={warmup!r} is a share of the steps, whose number is not known, because a run ends after "
+                "a number of tokens. Use a number of steps, for example 10."
             )

@@ -132,7 +132,7 @@ def make_config(settings: dict[str, Any], output_dir: Path, seed: int) -> GRPOCo
     if num_rows % settings.get(part, 1) != 0:
         raise ValueError(
             f"{part}={settings[part]} must divide the {num_rows} rows of a generation batch (num_prompts times "
-            "num_generations). Leave it out to take them all at once."
+            "num_generations). Remove it to process them all at once."
         )
     batch_size = config.setdefault("per_device_train_batch_size", num_rows // settings.get("steps_per_generation", 1))
     steps = config.setdefault("steps_per_generation", num_rows // batch_size)
@@ -187,7 +187,7 @@ def check_settings(settings: dict[str, Any]) -> None:
             raise ValueError(_unknown(name, settings["trainer"], known))
     for name in ("num_prompts", "num_generations", *DISPUTED):
         if name not in settings:
-            reason = ", since the trainers' defaults differ" if name in DISPUTED else ""
+            reason = ", because the defaults of the trainers differ" if name in DISPUTED else ""
             raise ValueError(f"{name} is not set. Set it in every arm, or in the base{reason}.")
     for name in COUNTS:
         if name in settings:
@@ -207,7 +207,7 @@ def _check_staleness(settings: dict[str, Any]) -> None:
     if not (isinstance(staleness, int | float) and 0 <= staleness <= 1):
         raise ValueError(f"staleness={staleness!r} must be a share of the updates of a batch, from 0 to 1.")
     if staleness and settings["trainer"] != "fr3e":
-        raise ValueError(f"staleness={staleness} is of trainer='fr3e', not of {settings['trainer']!r}.")
+        raise ValueError(f"staleness={staleness} only works with trainer='fr3e', not with {settings['trainer']!r}.")
 
 
 def _unknown(name: str, trainer: str, known: list[str]) -> str:

@@ -127,17 +127,17 @@ class Comparison:
         """What was kept of this comparison, whose runs depend on the arguments `fixed`."""
         path = Path(str(self.args.kept))
         if not path.is_file():
-            raise UsageError(f"kept={str(path)!r} is no file. Name the {KEPT} of a comparison.")
+            raise UsageError(f"kept={str(path)!r} is not a file. Pass the {KEPT} of a comparison.")
         kept = read_kept(path)
         given = kept.arguments.get("policy")  # None where the policy is the task's own
         if given is None and self.args.policy is not None:
             raise UsageError(
-                f"kept={str(path)!r} has runs from the task's own policy, and policy={self.args.policy!r} is another."
+                f"kept={str(path)!r} has runs from the task's own policy, not from policy={self.args.policy!r}."
             )
         earlier = kept.arguments | {"policy": fixed["policy"] if given is None else Path(given).name}
         differences = differing(earlier, fixed, growing="arms")
         if differences:
-            raise UsageError(f"kept={str(path)!r} is of another comparison: {differences}.")
+            raise UsageError(f"kept={str(path)!r} belongs to another comparison: {differences}.")
         return kept
 
     def take_over(self, kept: Results) -> None:

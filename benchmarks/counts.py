@@ -47,4 +47,4 @@ def check_distinct(name: str, values: Any) -> None:
     if not isinstance(values, list) or not values:
         raise ValueError(f"{name}={values!r} must be a list of at least one value.")
     if len(set(values)) < len(values):
-        raise ValueError(f"{name}={values!r} has a value twice. A run that is counted twice is one run.")
+        raise ValueError(f"{name}={values!r} contains a value twice. Each value must be listed once.")

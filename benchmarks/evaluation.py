@@ -59,8 +59,8 @@ def evaluate(
     scored = [i for i, prompt_rewards in enumerate(rewards) if None not in prompt_rewards]
     if not scored:
         raise UsageError(
-            f"The reward functions left a completion of each of the {len(rewards)} held-out prompts without a score "
-            "(None or NaN), so that nothing can be compared. Mend them, or the solutions."
+            f"The reward functions returned no score (None or NaN) for a completion of each of the {len(rewards)} "
+            "held-out prompts, so nothing can be compared. Fix the reward functions, or the solutions in the dataset."
         )
     return Evaluation(
         rewards=[rewards[i] for i in scored],

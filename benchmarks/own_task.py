@@ -84,8 +84,8 @@ class OwnTask:
         kept = [i for i, prompt in enumerate(order["prompt"]) if json.dumps(prompt) not in prompts]
         if not prompts or not kept:
             raise UsageError(
-                f"dataset_name={args.dataset_name!r} has {len(train)} example(s), too few to hold some out. Name "
-                "others as eval_dataset_name."
+                f"dataset_name={args.dataset_name!r} has {len(train)} example(s), too few to hold some out. Set "
+                "eval_dataset_name."
             )
         return {"train": order.select(kept), "heldout": heldout}
 

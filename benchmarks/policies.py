@@ -68,12 +68,14 @@ def made_once(directory: Path, make: Callable[[Path], None], made_of: dict[str, 
         differences = differing(read_object(record), asked) if record.exists() else ""
         if differences:
             raise UsageError(
-                f"output_dir={str(directory)!r} has a policy of other arguments: {differences}. Name another directory."
+                f"output_dir={str(directory)!r} has a policy that was made with other arguments: {differences}. Choose "
+                "another directory."
             )
         return directory
     if directory.exists() and any(directory.iterdir()):
         raise UsageError(
-            f"output_dir={str(directory)!r} has files, and no policy's config.json. Name an empty or a new directory."
+            f"output_dir={str(directory)!r} is not empty, and has no config.json of a policy. Choose an empty or new "
+            "directory."
         )
     place = directory.resolve()  # a link stays where it is
     place.parent.mkdir(parents=True, exist_ok=True)

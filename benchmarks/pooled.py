@@ -44,7 +44,9 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     comparisons = {name_of(path): means_of(path) for path in options.comparisons}
     if len(comparisons) < len(options.comparisons):
-        raise UsageError(f"Two comparisons have one name: {', '.join(map(name_of, options.comparisons))}. Rename one.")
+        raise UsageError(
+            f"Two comparisons have the same name: {', '.join(map(name_of, options.comparisons))}. Rename one."
+        )
     for path in options.comparisons if options.reports is not None else []:
         write_pages(read_kept(path / KEPT if path.is_dir() else path), options.reports / name_of(path))
     references = {name: best_of(options.reference, arms, name) for name, arms in comparisons.items()}

@@ -91,8 +91,8 @@ def read_result(run: Run) -> dict[str, Any]:
     for name, value in run.what_it_is.items():
         if result.get(name, value) != value:
             raise UsageError(
-                f"{run.path} is of another comparison: {name} was {result[name]!r} and is {value!r}. Use another "
-                "output_dir, or remove that one."
+                f"{run.path} belongs to another comparison: {name} was {result[name]!r} and is {value!r}. Use another "
+                "output_dir, or delete that one."
             )
     if not result.get("evaluations"):
         raise damaged(run.path, "it has no evaluations")

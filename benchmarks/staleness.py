@@ -43,7 +43,7 @@ class Server:
         self.has_begun = False
         for request, begun in zip(requests, self._begun, strict=True):
             if request.prefix_ids.tolist() != begun.prefix_ids.tolist():
-                raise RuntimeError("The prompts of this batch are not those whose rollouts were drawn ahead of it.")
+                raise RuntimeError("The prompts of this batch differ from those whose rollouts were drawn ahead.")
         return self._samples
 
     def _draw(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:

