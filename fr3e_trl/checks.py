@@ -622,37 +622,50 @@ REFUSED_OVERRIDES = {
 }
 
 
-def check_overrides(trainer: type, base: type, args: FR3EConfig) -> None:
+def check_overrides(trainer: TypedTrainer, base: type, args: FR3EConfig) -> None:
     """
-    Refuse methods of a subclass that would not work as they do with GRPOTrainer.
+    Refuse methods that would not work as they do with GRPOTrainer, whether a subclass has them or a script sets them.
 
     Args:
-        trainer (`type`):
-            Class of the trainer.
+        trainer ([`~trl.GRPOTrainer`]):
+            The trainer, of `base` or of a subclass.
         base (`type`):
             `FR3ETrainer`.
         args ([`FR3EConfig`]):
             Its configuration.
 
     Raises:
-        NotImplementedError: A subclass overrides a method that is not called or whose result is not used, or replaces
-            the loss although each token has its own advantage.
+        NotImplementedError: A method is overridden that is not called or whose result is not used, or the loss is
+            replaced although each token has its own advantage.
     """
     plain = f"or set {plain_grpo_settings(args)} to train with plain GRPO"
     for name, remedy in REFUSED_OVERRIDES.items():
-        owner = next(cls for cls in trainer.__mro__ if name in vars(cls))
-        if owner is not base:
-            raise NotImplementedError(
-                f"{owner.__name__} overrides {name}, which FR3ETrainer does not support. {remedy}, {plain}."
-            )
+        for owner, _ in _overrides(trainer, name):
+            if owner != base.__name__:
+                raise NotImplementedError(
+                    f"{owner} overrides {name}, which FR3ETrainer does not support. {remedy}, {plain}."
+                )
     if not CREDIT_RULES[args.plan.credit].by_token:
         return
-    for cls in trainer.__mro__[: trainer.__mro__.index(GRPOTrainer)]:
-        for name in {"compute_loss", "_compute_loss"} & vars(cls).keys():
-            code = getattr(inspect.unwrap(vars(cls)[name]), "__code__", None)
-            if code is not None and not {"compute_loss", "_compute_loss"} & set(code.co_names):
+    for name in ("compute_loss", "_compute_loss"):
+        for owner, function in _overrides(trainer, name):
+            code = getattr(inspect.unwrap(function), "__code__", None)
+            # A closure may hold the method that it replaces
+            if code is not None and not {"compute_loss", "_compute_loss"} & {*code.co_names} and not code.co_freevars:
                 raise NotImplementedError(
-                    f"{cls.__name__}.{name} replaces the loss, and with credit={args.credit!r} the advantages of a "
+                    f"{owner}.{name} replaces the loss, and with credit={args.credit!r} the advantages of a "
                     "batch are of shape (B, T), not (B,). Set credit='rollout', whose advantages are GRPO's, "
-                    f"call super().{name}, {plain}."
+                    f"call the method that it replaces, {plain}."
                 )
+
+
+def _overrides(trainer: TypedTrainer, name: str) -> Iterator[tuple[str, Any]]:
+    """Whoever has a method in place of TRL's, and that method: the object, its classes, and a patched GRPOTrainer."""
+    own = vars(trainer).get(name)
+    if own is not None and getattr(own, "__func__", None) is not getattr(type(trainer), name):  # else it was put back
+        yield "trainer", own
+    classes = type(trainer).__mro__
+    for cls in classes[: classes.index(GRPOTrainer) + 1]:
+        function = vars(cls).get(name)
+        if function is not None and (cls is not GRPOTrainer or not function.__module__.startswith("trl.")):
+            yield cls.__name__, function

@@ -192,7 +192,7 @@ class FR3ETrainer(resume.ExactResume):
             if not isinstance(model, str):
                 checks.check_model(model)
             checks.check_reward_funcs(reward_funcs)
-            checks.check_overrides(type(self), FR3ETrainer, args)
+            checks.check_overrides(self, FR3ETrainer, args)
             checks.refuse_unsupported(args, rollout_func)
             checks.check_generation_kwargs(args)
             checks.warn_about_single_prompt(args)
@@ -296,6 +296,7 @@ class FR3ETrainer(resume.ExactResume):
         try:
             if self._refill is not None:
                 inputs = self._refill_inputs()
+            checks.check_overrides(self, FR3ETrainer, self.args)  # a script may have set one since
             explorer.check(inputs)
             self._inputs, self._explored = inputs, []
             batch = super()._generate_and_score_completions(inputs)
@@ -387,12 +388,14 @@ class FR3ETrainer(resume.ExactResume):
         if has_begun := self._overlap is not None and self._overlap.sampler.has_begun:
             # The server keeps the weights with which this batch was begun. Newer ones are sent for the next batch
             loaded_step, self._last_loaded_step = self._last_loaded_step, self.state.global_step
-        with awake_engine(self, self.stopwatch.part):
-            rollouts = self._rollouts = self._grow_trees(prompts)
-        prompts[:] = rollouts.prompts  # TRL continues with this list, and refill may have replaced prompts
-        prompt_ids, completion_ids, _, completions, logps, extra_fields, *_ = super()._generate(prompts)
-        if has_begun:
-            self._last_loaded_step = loaded_step
+        try:
+            with awake_engine(self, self.stopwatch.part):
+                rollouts = self._rollouts = self._grow_trees(prompts)
+            prompts[:] = rollouts.prompts  # TRL continues with this list, and refill may have replaced prompts
+            prompt_ids, completion_ids, _, completions, logps, extra_fields, *_ = super()._generate(prompts)
+        finally:
+            if has_begun:
+                self._last_loaded_step = loaded_step
         images, tool_images = rollouts.images()
         # TRL has logged the lengths of whole completions. Only a row's own tokens are in the loss
         masks = [row.loss_mask for row in rollouts.own]
@@ -402,6 +405,12 @@ class FR3ETrainer(resume.ExactResume):
         """Grow trees from the prompts of a step, and return the rows of its batch."""
         explorer, num_generations = self._explorer, self.num_generations
         assert explorer is not None
+        if not self._inputs:
+            raise NotImplementedError(
+                f"{type(self).__name__}._generate_and_score_completions does not call "
+                "super()._generate_and_score_completions, which grows the trees. Call it and change the batch that it "
+                "returns, or set num_anchors=0 to train with plain GRPO."
+            )
         explorer.begin_step(self.sampler, self._masks_truncated)
         num_rows = len(prompts) * self.accelerator.num_processes
         own = sharding(self, num_rows).own

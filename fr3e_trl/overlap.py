@@ -47,6 +47,7 @@ class Overlap:
         self.order, self.is_shared = order, is_shared
         self.num_prompts = config.generation_batch_size // trainer.num_generations
         self.num_updates = int(config.updates_per_batch)
+        self.first_step = trainer.state.global_step
 
     def due(self) -> int | None:
         """The first step of the next batch, if its rollouts should begin now."""
@@ -79,8 +80,10 @@ class Overlap:
         if self.is_shared:
             return self.order.peek(self.num_prompts)
         num_examples = len(self.trainer.train_dataset)
-        # TRL drops the incomplete batch at the end of an epoch
-        epoch, number = divmod(next_step // self.num_updates, num_examples // self.num_prompts)
+        num_batches = num_examples // self.num_prompts  # TRL drops the incomplete batch at the end of an epoch
+        if self.config.ignore_data_skip:  # a resumed run has begun the checkpoint's epoch anew
+            next_step -= self.first_step % (num_batches * self.num_updates)
+        epoch, number = divmod(next_step // self.num_updates, num_batches)
         start = epoch * num_examples + number * self.num_prompts
         if start < self.order.num_drawn:  # a dropped batch is begun again
             self.order.go_to(0)

@@ -24,7 +24,10 @@ SETTINGS = ("max_completion_length", "eos_token_ids", "temperature", "top_p", "t
 IN_GENERATION_CONFIG = {"max_completion_length": "max_new_tokens", "eos_token_ids": "eos_token_id"}
 
 # Attributes that TRL reads at each step, but that FR3E's credit, trees and data depend on from the start
-FIXED = ("num_generations", "num_iterations", "scale_rewards", "multi_objective_aggregation", "loss_type")
+FIXED = (
+    *("num_generations", "num_iterations", "scale_rewards", "multi_objective_aggregation"),
+    *("loss_type", "importance_sampling_level"),
+)
 
 
 def make_sampler(trainer: TypedTrainer) -> Sampler:

@@ -224,7 +224,7 @@ def test_another_order_of_the_data(server):
         def _get_train_sampler(self, *args, **kwargs):
             return SequentialSampler([0] * 1000)
 
-    with pytest.raises(RuntimeError, match="set max_staleness=0"):
+    with pytest.raises(RuntimeError, match="Set max_staleness=0"):
         trained(server, Sequential, max_staleness=2, dataset=make_dataset(1000))
 
 
@@ -247,6 +247,43 @@ def test_a_setting_that_is_changed_meanwhile(server, setting, value):
     trainer.train()
     assert trainer.state.global_step == 6 and getattr(trainer, setting) == value
     assert given_up == [0, 2, 6]  # where a run begins and ends too
+    hidden = [entry.get("fr3e/overlap/seconds_hidden") for entry in trainer.state.log_history]
+    assert hidden[0] == hidden[2] == 0 < hidden[4]
+
+
+def test_prompts_that_are_others_once(server, caplog):
+    """As where the chat template has the date, at midnight."""
+    trainer = make(vllm_server_base_url=server.url, max_staleness=2, dataset=make_dataset(conversational=True))
+    template = "It is another day. " + trainer.processing_class.chat_template
+    trainer.add_callback(Act(lambda control: setattr(trainer.processing_class, "chat_template", template), step=1))
+    trainer.train()
+    assert trainer.state.global_step == 6 and caplog.text.count("because prompts have changed since") == 1
+
+
+class Other(FR3ETrainer):
+    """Evaluates with settings of its own."""
+
+    def evaluate(self, *args, **kwargs):
+        self.eos_token_ids, self.top_k, before = [1, 7], 5, (self.eos_token_ids.copy(), self.top_k)
+        try:
+            return super().evaluate(*args, **kwargs)
+        finally:
+            self.eos_token_ids, self.top_k = before
+
+
+def test_settings_of_an_evaluation_are_not_those_of_the_batch_in_flight(server):
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": make_dataset(2)}
+    settings |= {"per_device_eval_batch_size": 4}
+    expected, found = (losses(trained(server, Other, max_staleness=m, **settings)) for m in (0, 2))
+    assert found == [pytest.approx(step) for step in expected]
+
+
+def test_a_run_that_skips_no_data_when_it_is_resumed(server, tmp_path):
+    settings = {"output_dir": str(tmp_path), "dataset": make_dataset(13), "save_strategy": "steps", "save_steps": 3}
+    trained(server, **settings, max_steps=3)
+    settings |= {"resume": True, "ignore_data_skip": True, "max_steps": 12, "save_strategy": "no"}
+    expected, found = (losses(trained(server, **settings, max_staleness=m)) for m in (0, 2))
+    assert found == [pytest.approx(step) for step in expected]
 
 
 def fail(*args, **kwargs):
@@ -275,6 +312,16 @@ def test_ends_amid_a_batch_leave_nothing(server, act, error):
     assert any(what == "aborted" for _, what, _ in server.events)
 
 
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_an_interrupt_while_the_main_thread_asks(server, max_staleness):
+    trainer = make(vllm_server_base_url=server.url, max_staleness=max_staleness)
+    server.seconds_per_token = 60.0
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, 1)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+
+
 def test_a_server_that_dies_meanwhile(server, tmp_path, monkeypatch):
     """One error at the batch's beginning, and a checkpoint of the step before, which the run goes on from."""
     monkeypatch.setattr(vllm_server, "MAX_FAULTS", 1)
@@ -285,6 +332,7 @@ def test_a_server_that_dies_meanwhile(server, tmp_path, monkeypatch):
     with pytest.raises(VLLMServerError, match="failed 1 times in a row") as raised:
         trainer.train()
     assert "Step 2, the last that was trained, is saved" in raised.value.__notes__[0]
+    assert trainer._last_loaded_step < 2  # an evaluation would send the weights of now
     server.is_dead, server.seconds_per_token = False, 0.001
     assert trained(server, **settings, resume=True).state.global_step == 6
 

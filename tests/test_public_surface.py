@@ -3,6 +3,7 @@ What a script may do to a GRPOTrainer, done to FR3ETrainer: it is the same, or h
 an error that names it. Each runs for three steps or more, unless it is refused before.
 """
 
+import types
 from decimal import Decimal
 from typing import ClassVar
 
@@ -205,6 +206,7 @@ REFUSED = {
     "scale_rewards": set_trainer(scale_rewards="group"),
     "loss_type": set_trainer(loss_type="grpo"),
     "multi_objective_aggregation": set_trainer(multi_objective_aggregation="normalize_then_sum"),
+    "importance_sampling_level": set_trainer(importance_sampling_level="sequence"),
     "temperature=-1": set_trainer(temperature=-1),
     "max_completion_length=0": set_trainer(max_completion_length=0),
     r"eos_token_ids=\[\]": set_trainer(eos_token_ids=[]),
@@ -328,17 +330,27 @@ def test_callbacks_and_methods_that_call_super():
     ("name", "told"),
     [("_generate", "sampler="), ("_generate_single_turn", "sampler="), ("_calculate_rewards", "reward_funcs")],
 )
-def test_methods_that_are_not_called_for_trees_are_refused(name, told):
+def test_methods_that_are_not_called_for_trees_are_refused(name, told, monkeypatch):
     class Own(FR3ETrainer):
         pass
 
     class Lower(Own):
         pass
 
-    setattr(Own, name, lambda self, *args, **kwargs: None)
+    method = lambda self, *args, **kwargs: None  # noqa: E731
+    setattr(Own, name, method)
     with pytest.raises(NotImplementedError, match=f"Own overrides {name}.*{told}.*num_anchors=0"):
         make_trainer(Lower)
     make_trainer(Lower, num_anchors=0)
+    trainer = make_trainer()
+    setattr(trainer, name, method)
+    with pytest.raises(NotImplementedError, match=f"trainer overrides {name}.*{told}.*num_anchors=0"):
+        trainer.train()
+    with monkeypatch.context() as patched:
+        patched.setattr(GRPOTrainer, name, method)
+        patched.setattr("fr3e_trl.fr3e_trainer.check_trl", lambda: None)  # which would ask for TRL's signature
+        with pytest.raises(NotImplementedError, match=f"GRPOTrainer overrides {name}.*{told}"):
+            make_trainer()
 
 
 def leaving_out(column):
@@ -359,6 +371,14 @@ def test_a_subclass_returns_another_batch():
     assert trainer.shares_prefixes and len(trainer.batches) == 2
     with pytest.raises(ValueError, match=r"Rebuilt._generate_and_score_completions.*'tool_mask'"):
         train(leaving_out("tool_mask"))
+
+
+def test_trl_s_own_step_grows_no_trees():
+    class Pasted(FR3ETrainer):
+        _generate_and_score_completions = GRPOTrainer._generate_and_score_completions
+
+    with pytest.raises(NotImplementedError, match=r"Pasted\._generate_and_score_completions does not call super\(\)"):
+        train(Pasted)
 
 
 class ByRow(Recorder):
@@ -405,6 +425,10 @@ def test_a_loss_of_ones_own_needs_advantages_of_rows(cls):
     for config in ({}, {"config": GMPOConfig}):
         with pytest.raises(NotImplementedError, match=r"_compute_loss replaces the loss.*credit='rollout'"):
             make_trainer(cls, **config)
+    patched = make_trainer(credit="tree")
+    patched._compute_loss = types.MethodType(OwnLoss._compute_loss, patched)
+    with pytest.raises(NotImplementedError, match=r"trainer._compute_loss replaces the loss.*credit='rollout'"):
+        patched.train()
     trainer = make_trainer(cls, reward_funcs=letters, credit="rollout", loss_type="grpo", max_steps=3)
     before = weights(trainer)
     trainer.train()

@@ -251,8 +251,13 @@ class VLLMServerSampler(VLLMSampler):
         return self.generation.server
 
     def _ask(self, requests: Sequence[SamplingRequest]) -> list[list[Sample]]:
-        with self.profiler():
-            return self._draw(requests, self._server)
+        server = self._server.abortable()
+        try:
+            with self.profiler():
+                return self._draw(requests, server)
+        except BaseException:  # an interrupt leaves requests, and threads that wait for them
+            server.abort()
+            raise
 
     def _draw(self, requests: Sequence[SamplingRequest], server: VLLMServer) -> list[list[Sample]]:
         """Sample from a server. Several threads may call this, each with its own client."""
