@@ -95,7 +95,6 @@ def test_losses_that_are_not_grpos(setup, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shared_prefixes_that_are_wrong(dtype, setup, monkeypatch):
-    """At the wrong positions, in training alone: the trial of a model before its first use does not see it."""
     fold = shared_forward.fold
 
     def at_wrong_positions(*rows):

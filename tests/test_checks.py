@@ -53,7 +53,6 @@ def test_an_example_that_is_refused_costs_no_step():
 
 
 def test_columns_of_images_among_examples_of_text():
-    """Lists of no images are accepted as by TRL; an image among examples without is refused when its turn comes."""
     dataset = make_dataset().add_column("image", [None] * 16)
     with pytest.raises(NotImplementedError, match=r"a column 'image', whose value is None.*remove_columns\('image'\)"):
         make_trainer(dataset=dataset)
@@ -222,7 +221,6 @@ def test_a_batch_of_one_prompt_is_warned_of(settings, says, says_not, caplog):
 
 
 def test_tokens_that_the_model_has_no_embedding_for(tmp_path):
-    """A tokenizer may have some that nobody uses, as Gemma 3's has for images. One that is used is refused."""
     tokenizer = make_tokenizer()
     model = make_model(vocab_size=len(tokenizer))
     tokenizer.add_tokens(["<image>"], special_tokens=True)

@@ -116,7 +116,6 @@ def test_a_terminal_has_a_bar_and_a_step_that_generates_nothing_says_nothing_of_
 
 @pytest.mark.parametrize("logging_steps", [1, 10])
 def test_what_can_be_mended_is_told_once(logging_steps, capsys):
-    """Also where a run ends before its first log."""
     settings = LINES | {"max_steps": 3, "logging_steps": logging_steps, "max_completion_length": 4}
     train(FR3ETrainer, **settings, reward_funcs=lambda completions, **_: [1.0] * len(completions))
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
@@ -201,7 +200,6 @@ def test_the_command_that_comes_next_runs_and_the_card_says_what_was_trained(tmp
 
 
 def test_the_card_has_settings_that_differ_results_of_evaluation_and_the_step_of_the_best_weights():
-    """Which transformers loads after the last log."""
     settings = {"num_anchors": 3, "modulation": "exp", "credit": "rollout"}
     saved = {"model": model_on_disk(), "save_strategy": "steps", "learning_rate": 0.02, "max_steps": 2}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "step", "greater_is_better": False}

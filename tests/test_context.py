@@ -60,7 +60,6 @@ def train(caplog, **model_settings):
 
 
 def test_completions_are_as_long_as_the_context(caplog):
-    """As yarn makes it. It is warned of once that it cuts them."""
     longest, warnings = train(caplog, max_position_embeddings=10, **scaled("yarn", 4.0))
     assert longest > 30 and not warnings
     longest, (warning,) = train(caplog, max_position_embeddings=10)

@@ -315,7 +315,6 @@ def failing(policy, outcomes, chance):
 @pytest.mark.parametrize("strength", [0.0, 4.0])
 @pytest.mark.parametrize("name", ["one anchor", "two anchors"])
 def test_trees_whose_scoring_fails_at_random_are_unbiased(name, strength):
-    """As far as no row stands for others, which would fail with it."""
     rule, num_anchors = RULES[name]
     policy = Policy(vocabulary=3, length=3, seed=5, rewards="graded", eos=True)
     estimate = of_trees(*failing(policy, grow(policy, rule, num_anchors), 0.25), 0.3, strength)
@@ -324,7 +323,6 @@ def test_trees_whose_scoring_fails_at_random_are_unbiased(name, strength):
 
 @pytest.mark.parametrize("masked", NOT_COUNTED)
 def test_a_baseline_of_rows_that_left_changes_what_it_is_worth_to_count(masked):
-    """A finite prior strength has the baseline, and what counting is worth, depend on rewards of rows that left."""
     policy = Policy(vocabulary=3, length=3, seed=5, rewards="graded", eos=True)
     expected = 3 * gradient(policy, 0.3, masked=NOT_COUNTED[masked])
     mean = of_trees(policy, grow(policy, first_uncertain(0.5, 2), 2), 0.3, 4.0, masked=NOT_COUNTED[masked])

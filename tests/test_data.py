@@ -63,7 +63,6 @@ def test_answers_are_read_as_latex(answer, right, wrong):
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("suffix", ["csv", "json", "jsonl", "parquet"])
 def test_local_datasets(suffix, is_streamed, tmp_path):
-    """Answers stay text, in a format without types too."""
     examples = [{"prompt": f"{i}+{i}=", "solution": f"0{2 * i}"} for i in range(3)]
     path = tmp_path / f"data.{suffix}"
     dataset = Dataset.from_list(examples)
@@ -83,7 +82,6 @@ def test_local_datasets(suffix, is_streamed, tmp_path):
     ],
 )
 def test_long_prompts_are_dropped(prompt_column, most, told, kept, tmp_path):
-    """The tokens of the chat template count: here a user's, `<eos>` and the assistant's, and what it is told."""
     path = str(tmp_path / "data.jsonl")
     Dataset.from_dict({"prompt": ["12", "1234", "123456"]}).to_json(path)
     args = FR3EScriptArguments(dataset_name=path, prompt_column=prompt_column, max_prompt_length=most)

@@ -153,7 +153,6 @@ def lines_outside_code(page: Path) -> list[str]:
 
 @each_page
 def test_lines_are_short_and_tables_whole(page):
-    """But for tables, code and addresses. A table begins with titles and a rule: a blank line amid it would end it."""
     lines = lines_outside_code(page)
     for i, line in enumerate(lines):
         if not line.startswith("|"):
@@ -186,7 +185,6 @@ NAMED = r"(?<![\w/.{])(?:[\w.-]+/)+(?:[\w.-]+\.(?:py|md|yaml|yml|html|jsonl|json
 
 @each_page
 def test_files_and_folders_that_are_named_exist(page):
-    """But for what a run writes, what a user has, and what an earlier revision had."""
     if page.name == "CHANGELOG.md":
         return
     for line in page.read_text().splitlines():

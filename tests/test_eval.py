@@ -52,7 +52,6 @@ async def length(completions, completion_ids, trainer_state, log_extra, log_metr
     data=st.data(),
 )
 def test_estimates_are_means_over_all_choices(counts, num_without, rewards, data):
-    """Of k of the samples: the best of them, and the answer of most, of which each of those that tie wins as often."""
     samples = [i for i, count in enumerate(counts) for _ in range(count)] + [None] * num_without
     if not samples:
         return
@@ -133,7 +132,6 @@ def test_results_are_those_of_the_completions(evaluate, capsys):
 
 
 def test_cut_evaluation_goes_on(evaluate):
-    """From whole lines, with the completions of one that was not cut. Further samples are added to those."""
     _, whole = evaluate()
     path = Path("out/completions.jsonl")
     text = path.read_text()
@@ -180,7 +178,6 @@ def completions_of(lines):
 
 
 def test_template_is_told(evaluate, saved):
-    """It has the special tokens that a prompt begins with: the tokenizer's own do not come before them."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ messages[0]['content'] }}{% if no_thinking %}no{% endif %}"
     tokenizer._tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
@@ -192,7 +189,6 @@ def test_template_is_told(evaluate, saved):
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_what_the_model_asks_of_generation_changes_nothing(evaluate, temperature, saved):
-    """As in training, whose policy has no repetition penalty."""
     settings = {"temperature": temperature, "num_samples": 4 if temperature else None}
     _, plain = evaluate(**settings)
     model = plain_model()
@@ -237,7 +233,6 @@ COLUMNS = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe(evaluate, name):
-    """On a file with its columns: every solution can be read, and is what a right completion is scored by."""
     example, right = COLUMNS[name]
     Dataset.from_list([example] * 2).to_json("local.jsonl")
     recipe = ROOT / "recipes" / "eval" / f"{name}.yaml"
@@ -268,7 +263,6 @@ def test_completions_of_a_model_that_was_trained_since_are_refused(evaluate, tmp
 
 
 def test_completions_without_a_score_are_left_out_and_counted(evaluate, capsys):
-    """NaN as None: of three problems, the solution of the second is 2."""
     results, _lines = evaluate(reward_funcs="tests_of_eval.odd_ones")
     of_reward = results["rewards"]["tests_of_eval.odd_ones"]
     assert (of_reward["num_scored"], of_reward["num_unscored"]) == (2, 4)

@@ -80,7 +80,6 @@ def test_a_batch_is_no_wider_and_takes_no_more_steps_than_grpos(requests):
 
 
 def test_a_row_is_what_it_would_be_alone():
-    """Whatever prompts and prefixes it shares a batch with, and whatever is in them, with its most likely tokens."""
     model = make_model()
     with_special = [*token_ids(20, 1), EOS, *token_ids(10, 2)]
     requests = [
@@ -106,7 +105,6 @@ def test_a_row_is_what_it_would_be_alone():
 
 
 def test_eos_ends_a_row_wherever_its_sampling_begins():
-    """Unless the completion would be too short, whose tokens count from the prompt on."""
     model, always = make_model(), {"sequence_bias": [[[EOS], 100.0]]}
     requests = [request(token_ids(5), token_ids(length), 2) for length in (0, 3, 9)]
     assert drawn(make_sampler(model, **always), requests) == [[[EOS]] * 2] * 3
@@ -135,7 +133,6 @@ COMPILED._compile_all_devices = True
     ids=["plain", "truncated", "penalties", "no cache", "compiled", "one logit kept", "few logits kept"],
 )
 def test_logprobs_and_entropies_are_the_policys(settings, monkeypatch):
-    """Of each row at its temperature, before anything is changed or cut off. A sample keeps no view of the batch."""
     settings = dict(settings)
     monkeypatch.setattr(generate, "MAX_LOGITS", settings.pop("max_logits", generate.MAX_LOGITS))
     model, end_at_random = make_model(), make_model(seed=3)
@@ -163,7 +160,6 @@ def branching(threshold=1.0, num_rollouts=2, shares=(8, 2), min_gap=2):
 
 @pytest.mark.parametrize("sliding", [False, True])
 def test_rollouts_leave_while_their_base_trajectory_grows(sliding):
-    """From where the rule says, each with the log-probs and entropies of its own; others share the batch."""
     settings = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8, "use_sliding_window": True}
     model = make_model(**settings if sliding else {})
     requests = [
@@ -217,7 +213,6 @@ def check_statistics(model, prefix_ids, sample, temperature):
 
 
 def test_rollouts_that_leave_are_distributed_as_the_policy_is():
-    """Chi-squared tests, as below, of what leaves 3,000 base trajectories after a token, and of these themselves."""
     model, prompt = make_model(seed=1), token_ids(6)
     # Any second token is an anchor: no entropy is below 0
     rule = branching(-1.0, 1, [1] * 3000, 1)
@@ -244,7 +239,6 @@ def make_recurrent_gemma():
 
 
 def test_where_rows_cannot_grow(caplog, monkeypatch):
-    """A model without a cache is told of; what fails in any order is no matter of it; and one process keeps all."""
     model = make_model()
     model.generation_config.use_cache = False
     assert not make_sampler(model, may_grow=True).grows
@@ -289,7 +283,6 @@ def test_rounding_is_told_from_a_wrong_state(dtype, make):
 
 @pytest.mark.parametrize("threshold", ["auto", None])
 def test_a_compiled_policy_trains(threshold):
-    """Three steps, of which rows grow from the second on with the default."""
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
     settings = {"reward_funcs": by_length, "anchor_threshold": threshold, "max_steps": 3, "learning_rate": 0.0}
     trainer = make_trainer(**compiled, **settings)
@@ -387,7 +380,6 @@ def chi_squared(counts, expected):
     ids=str,
 )
 def test_what_generation_knows_is_not_computed_again(settings):
-    """No forward pass but generation's and the loss's."""
     passes = []
 
     def count(module, args, kwargs, output):
@@ -435,7 +427,6 @@ def test_entropies_of_the_most_likely_tokens_are_no_more_than_those_of_all(logit
 
 @given(st.lists(st.lists(st.floats(-30, 0), min_size=1, max_size=21), min_size=1, max_size=6))
 def test_entropies_of_several_tokens_are_those_of_each(logprobs):
-    """Also where they have as many log-probs known as none of the others."""
     logprobs = [[value - math.log(len(of_token)) for value in of_token] for of_token in logprobs]
     apart = [entropies_of([of_token])[0] for of_token in logprobs]
     assert entropies_of(logprobs).tolist() == apart
@@ -450,7 +441,6 @@ def test_entropies_by_hand():
 
 @pytest.mark.parametrize("by", ["trainer", "evaluation"])
 def test_a_frozen_head_is_not_copied_for_each_prompt(by):
-    """PyTorch repeats it for each row of a slice, which is what `generate` gives it of prompts."""
     model = get_peft_model(make_model(), LoraConfig(target_modules="all-linear"))
     strides = []
     model.lm_head.register_forward_hook(lambda head, inputs, output: strides.append(inputs[0].is_contiguous()))

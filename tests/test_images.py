@@ -98,7 +98,6 @@ def close(x, y) -> bool:
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "smolvlm"])
 def test_rows_without_anchors_are_grpo_trainers(family):
-    """The same model, seed and rewards by FR3E's own way to a batch; and reward functions are told the same."""
     settings = {"epsilon_high": 0.28, "scale_rewards": "none", "beta": 0.05, "max_completion_length": 6}
     settings |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
     told = {}
@@ -126,7 +125,6 @@ def test_rows_without_anchors_are_grpo_trainers(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rollouts_see_their_prompts_images(family):
-    """Log-probs and entropies that generation found, and passes find: those by hand, and of no other image."""
     trainer = train(family, dataset=make_image_dataset(form=FORM_OF[family]), learning_rate=0.0, max_steps=1)
     ((batch, trees),) = trainer.batches
     num_branches = 0
@@ -175,7 +173,6 @@ def test_rollouts_see_their_prompts_images(family):
     ],
 )
 def test_every_family_trains(family, settings, caplog):
-    """Its vision tower too. Prefixes are not shared, and one line says so."""
     trainer = make_trainer(family, dataset=make_image_dataset(form="images"), share_prefixes=True, **settings)
     before = {name: param.clone() for name, param in trainer.model.named_parameters() if param.requires_grad}
     trainer.train()
@@ -237,7 +234,6 @@ def knows_nothing(monkeypatch):
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
 def test_old_log_probs_of_rows_left_over_are_of_the_images(family, knows_nothing):
-    """They are scored beside TRL's step, which scores those of the batch."""
     settings = {"max_refills": 3, "learning_rate": 0.0, "max_steps": 6, "reward_funcs": parity}
     settings |= {"value_prior_strength": 0, "steps_per_generation": 2, "per_device_train_batch_size": 8}
     trainer = train(family, Keeps, gradient_accumulation_steps=1, **settings)
@@ -247,7 +243,6 @@ def test_old_log_probs_of_rows_left_over_are_of_the_images(family, knows_nothing
 
 
 def test_what_an_engine_samples_is_corrected_with_the_images():
-    """Against an engine without an error, and that needs no weights: the ratio of the engines is 1."""
     trainer = make_trainer("qwen2_5_vl", temperature=1.5, learning_rate=0.0, max_steps=1)
     trainer.use_vllm, trainer._last_loaded_step = True, -1
     trainer.vllm_generation = SimpleNamespace(enable_sleep_mode=False, sync_weights=lambda: None)
@@ -277,7 +272,6 @@ def test_resuming_continues_the_run():
 
 
 def test_the_best_model_is_loaded_at_the_end():
-    """Its checkpoint has weights under other names, which transformers passes over with a warning."""
 
     def worse(completions, trainer_state, **kwargs):
         return [reward - 1000 * trainer_state.global_step for reward in letters(completions)]
@@ -344,7 +338,6 @@ def make_tool_trainer(family, tool, cls=Recorder, with_images=True, **settings):
 
 
 def test_tools_are_called_by_a_policy_that_sees():
-    """Over turns, rollouts see the image of their prompt, and the tools' answers are no part of the loss."""
     trainer = make_tool_trainer("llava", look, max_completion_length=24, max_steps=4)
     trainer.train()
     num_turns = 0
@@ -372,7 +365,6 @@ def dialogue_by_hand(trainer, token_ids, images):
 
 @pytest.mark.parametrize("with_images", [False, True])
 def test_rollouts_see_the_images_that_their_tools_returned(with_images):
-    """Beside their prompts', or alone; and a branch those of its prefix, for which no tool is called again."""
     CALLS.clear()
     trainer = make_tool_trainer("qwen2_5_vl", look_at_picture, with_images=with_images, max_steps=4)
     trainer.train()
@@ -409,7 +401,6 @@ def written(messages):
 
 @pytest.mark.parametrize("with_images", [False, True])
 def test_rows_keep_the_images_of_their_tools(with_images, knows_nothing):
-    """Shuffled, split and rejected, beside rows without any; and so do old log-probs and the reference model's."""
 
     def reward(completions, answer, **kwargs):
         return [float(written(of_row) % 5 * (int(a) % 2)) for of_row, a in zip(completions, answer, strict=True)]
@@ -443,7 +434,6 @@ class ShowingWalk(tool_policy.MoodyWalk):
 
 
 def test_rollouts_that_are_given_up_keep_the_images_of_their_prefix():
-    """Or TRL would find other images than tokens of them, and drop those of all rows."""
     settings = {"environment_factory": ShowingWalk, "replay_mismatch": "skip"}
     trainer = make_tool_trainer("qwen2_5_vl", None, with_images=False, **settings)
     trainer.train()
@@ -484,7 +474,6 @@ def test_what_the_engine_in_this_process_is_asked():
 
 @pytest.mark.parametrize("with_tools", [False, True])
 def test_two_processes(tmp_path, with_tools):
-    """A prompt's rows are in both, and in each with their images; or in one with none, where a tool returns them."""
     settings = {"num_generations": 8, "per_device_train_batch_size": 12, "max_refills": 1}
     if with_tools:
         settings = {"num_generations": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
@@ -549,7 +538,6 @@ def test_a_tool_that_returns_an_image_is_refused(family, settings, named):
 
 
 def test_what_is_refused_with_more_than_there_is_here(monkeypatch):
-    """Processes, a server and sharded weights: as it would be when the trainer is made."""
     trainer = make_tool_trainer("qwen2_5_vl", look_at_picture)
     assert obstacle_to_tool_images(trainer) is None
     with monkeypatch.context() as patch:

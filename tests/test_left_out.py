@@ -56,7 +56,6 @@ def test_truncated_base_trajectories_keep_the_tokens_that_finished_branches_pass
 
 
 def test_a_reward_that_is_not_a_number_is_none():
-    """As to GRPO: the completion is unscorable, and the run goes on as with `None` in its place."""
 
     def train(nothing):
         def letters(completions, **kwargs):

@@ -11,7 +11,6 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def test_the_notebook_trains_shows_a_tree_and_draws_a_curve(tmp_path, monkeypatch):
-    """As it is, in a kernel of its own, in a folder that has the policy alone."""
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
     monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
     shutil.copytree(EXAMPLES / "demo_policy", tmp_path / "demo_policy")

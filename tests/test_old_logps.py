@@ -126,7 +126,6 @@ def test_only_the_engines_error_is_corrected(settings):
 
 @pytest.mark.parametrize(("settings", "again"), [({}, False), (TRUNCATED, True)])
 def test_how_often_a_row_is_passed_forward(settings, again, monkeypatch):
-    """TRL's pass for the old policy is the only one, and a second if truncated, for no rejected row."""
     # States of two rollouts, of which some are rejected
     states = {"num_anchors": 3, "value_prior_strength": 0.0, "credit": "rollout"}
     trainer = make_trainer(**states, share_prefixes=False, **settings)
@@ -157,7 +156,6 @@ def test_how_often_a_row_is_passed_forward(settings, again, monkeypatch):
 
 
 def test_rows_left_out_are_not_passed_forward():
-    """And keep their place, whatever is left out of which micro-batch."""
     trainer = make_trainer(per_device_train_batch_size=2, gradient_accumulation_steps=8, share_prefixes=False)
     input_ids = torch.randint(2, 40, (6, 9))
     wanted = [False, True, True, False, True, True]
@@ -202,7 +200,6 @@ def test_another_model_is_refused():
 
 
 def test_rollouts_that_are_given_up_have_none_to_correct():
-    """Those that skip a mismatch have no log-probs. The others of their process are corrected all the same."""
     settings = {"environment_factory": MoodyWalk, "replay_mismatch": "skip", "anchor_threshold": None, "max_steps": 1}
     settings |= {"learning_rate": 0.0, "vllm_importance_sampling_mode": "token_truncate"}
     settings |= {"reward_funcs": lambda completions, **kwargs: [float(i % 2) for i in range(len(completions))]}
@@ -223,7 +220,6 @@ def test_rollouts_that_are_given_up_have_none_to_correct():
 
 
 def test_rows_left_over_that_are_dropped_leave_the_loss(monkeypatch):
-    """They are of an older policy, and so leave TRL's bounds first. Their trees are gone: nothing is credited anew."""
     settings = {"max_refills": 2, "value_prior_strength": 0.0, "num_generations": 8, "num_base_trajectories": 2}
     settings |= {"max_steps": 4, "learning_rate": 3e-3, "max_completion_length": 12, "num_anchors": 3}
     settings |= {"vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 1.5}

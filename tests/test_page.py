@@ -179,7 +179,6 @@ def test_what_tools_wrote_is_marked():
 
 @pytest.mark.parametrize(("num_iterations", "steps"), [(1, [1, 4, 7]), (2, [1, 5, 7])])
 def test_every_so_many_steps(num_iterations, steps):
-    """The first batch of as many steps as `log_trees` says, however many of them a batch serves."""
     make_trainer(log_trees=3, max_steps=8, num_iterations=num_iterations).train()
     assert log.logged_steps(Path("run")) == steps
 
@@ -223,7 +222,6 @@ def test_what_is_shown_ends_no_run(failure, caplog):
 
 
 def test_training_is_what_it_is_without(caplog):
-    """And a run anew moves aside what is there. Without exploration there are curves alone."""
     losses = []
     for every in (None, 1):
         trainer = make_trainer(log_trees=every)
@@ -281,7 +279,6 @@ TEXTS = {
 
 @pytest.mark.parametrize("make, text", [(make, text) for make, texts in TEXTS.items() for text in texts])
 def test_texts_of_tokens_make_the_text(make, text):
-    """Of a whole completion, and of branches that begin at any of its tokens."""
     tokenizer = make()
     token_ids = np.array(tokenizer(text)["input_ids"], np.int32)
     whole = tokenizer.decode(token_ids)
@@ -525,7 +522,6 @@ def alpha(colour: str) -> float:
 
 
 def test_branches_and_copies_are_told(opened):
-    """Both tokens of an anchor, what a copy is, and why a failed row has A above 0."""
     record = made_step(5, num_trees=1, length=40)
     (tree,) = record["trees"]
     base, branch, other = (tree["rollouts"][k] for k in (0, 2, 3))
@@ -642,7 +638,6 @@ def test_the_keyboard_does_it_all(opened):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone(opened, scheme):
-    """Nothing is wider than the screen or cut, and one is told to tap."""
     record = made_step(1, num_trees=3, length=300, texts=[*HOSTILE[:5], "the ", "sum "])
     record["trees"][0]["rollouts"][0]["tools"] = [[3, 9]]
     phone = {"viewport": {"width": 390, "height": 700}, "has_touch": True, "is_mobile": True, "color_scheme": scheme}
@@ -680,7 +675,6 @@ def test_hostile_completions_do_nothing(opened):
 
 
 def test_the_page_goes_to_weights_and_biases(monkeypatch, caplog):
-    """Offline: what would be sent is in a directory."""
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     make_trainer(report_to=["wandb"]).train()

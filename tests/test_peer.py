@@ -200,7 +200,6 @@ def test_truncated_completions_are_masked():
 
 @pytest.mark.parametrize("settings", [{}, ACCUMULATED], ids=str)
 def test_the_entropy_bonus_adapts(settings):
-    """But where no row is in the loss: TRL takes an update without tokens to have an entropy of 0, below any target."""
     settings = {"entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_coef_delta": 0.005} | settings
     trainer = train(entropy_target=15.0, **settings)
     assert trainer.entropy_coef == pytest.approx(0.01 + 0.005 * trainer.state.global_step)
@@ -218,7 +217,6 @@ def test_the_entropy_bonus_has_its_scale(loss_type):
 
 
 def test_a_rollout_func():
-    """As TRL defines it without exploration; with it, the error says what takes its place."""
 
     def rollout_func(prompts, trainer):
         prompt_ids = trainer.processing_class(prompts)["input_ids"]

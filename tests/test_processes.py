@@ -188,7 +188,6 @@ def test_real_sampling_in_two_processes(tmp_path):
 
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp2", pytest.param("zero3", marks=DEEPSPEED)])
 def test_resuming_is_exact_in_several_processes(recipe, tmp_path):
-    """In the middle of a batch, with rows left over from a refill."""
     options = [] if recipe == "ddp" else ["sharded"]
     settings = {"num_generations": 6, "per_device_train_batch_size": 6, "steps_per_generation": 2, "max_steps": 5}
     # With two rewards and no prior, states are rejected. With this seed rows are left over, and used
@@ -210,7 +209,6 @@ REFILL = {"num_generations": 8, "max_refills": 3, "value_prior_strength": 0, "nu
 
 
 def test_refill_is_the_same_in_several_processes(tmp_path):
-    """States have 4 rows, which no process boundary cuts: the sampler numbers what it draws."""
     settings = REFILL | {"optim": "sgd"}
     alone = launch(tmp_path / "alone", 1, settings | {"per_device_train_batch_size": 24}, "fake")
     shared = launch(tmp_path / "shared", 2, settings | {"per_device_train_batch_size": 12}, "fake")
@@ -219,7 +217,6 @@ def test_refill_is_the_same_in_several_processes(tmp_path):
 
 
 def test_rows_that_are_dropped_are_credited_the_same_in_all_processes(tmp_path):
-    """Those too that refill has moved from one process to another."""
     # With several iterations TRL has old log-probs, as with vLLM
     settings = REFILL | {"credit": "tree", "per_device_train_batch_size": 12, "num_iterations": 2}
     results = launch(tmp_path / "run", 2, settings, "fake", "drops")
@@ -228,7 +225,6 @@ def test_rows_that_are_dropped_are_credited_the_same_in_all_processes(tmp_path):
 
 
 def test_forward_passes_of_sharded_weights_are_of_all_processes_or_of_none(tmp_path):
-    """However many turns each has, and where some are told log-probs and others score."""
     settings = {"num_generations": 6, "num_anchors": 2, "per_device_train_batch_size": 2, "max_completion_length": 40}
     of_processes = launch(tmp_path / "turns", 3, settings, "sharded", "tools", recipe="fsdp2")
     assert of_processes[0]["logs"][0]["tools/call_frequency"] > 0

@@ -155,7 +155,6 @@ def test_other_ways_to_sample_honour_it_too(backend, name):
 
 @pytest.mark.parametrize("name", ["generation_config.max_new_tokens", "max_completion_length", "temperature"])
 def test_evaluation_honours_it_too(name):
-    """What is set in either place holds for both."""
     trainer = changed(SAMPLING[name][0], num_generations_eval=8, per_device_eval_batch_size=8)
     seen = []
     trainer.reward_funcs[0] = lambda completions, completion_ids, **kwargs: (
@@ -261,7 +260,6 @@ def test_reward_weights_are_honoured(settings):
 
 @pytest.mark.parametrize("name", ["epsilon_low", "epsilon_high"])
 def test_clipping_is_honoured(name):
-    """As TRL's loss reads it: at a range of -1 every ratio is beyond it."""
     trainer = changed(lambda trainer: setattr(trainer, name, -0.5))
     clipped = [entry["clip_ratio/region_mean"] for entry in steps_of(trainer)]
     assert max(clipped[:2]) == 0 and min(clipped[2:]) > 0

@@ -113,7 +113,6 @@ def test_recipe_trains(trainers, name, tmp_path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "qwen3").glob("*.yaml")), ids=lambda path: path.stem)
 def test_qwen3_recipe_can_be_planned(path, tmp_path, capsys):
-    """With its own settings, and with those that it has for 80 GB."""
     head, recipe = header(path), yaml.safe_load(path.read_text())
     assert any(line.endswith(f"fr3e train --config recipes/qwen3/{path.name}") for line in head)
     assert recipe["output_dir"] == f"outputs/qwen3_{path.stem}"
@@ -147,7 +146,6 @@ MODEL = "--model_name_or_path=unused"
 
 @pytest.mark.parametrize("name, prompts", [("paper", 512), ("released", 32)])
 def test_published_settings_are_those_of_the_preset(name, prompts, tmp_path):
-    """Each value is in one place, and the recipe is the preset with a model, data and a batch."""
     recipe = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text())
     assert recipe["preset"] == name and not recipe.keys() & PRESETS[name].keys()
     arguments = ["--config", f"recipes/{name}.yaml", "--bf16=false", "--use_cpu=true", f"--output_dir={tmp_path}"]
@@ -237,7 +235,6 @@ def test_a_recipe_that_is_begun_trains_and_its_settings_train_again(trainers, tm
 
 
 def test_a_recipe_for_a_gpu_loads_the_model_in_the_type_that_it_trains_in(tmp_path, monkeypatch):
-    """Otherwise generation is in float32, of which the trainer warns."""
     monkeypatch.setattr("transformers.utils.is_torch_bf16_gpu_available", lambda: True)
     cli.main(["init", str(tmp_path / "run")])
     given = ["--config", str(tmp_path / "run" / "recipe.yaml"), "--use_cpu=true"]

@@ -100,7 +100,6 @@ def test_no_prompt_comes_twice_in_an_epoch():
 
 
 def test_rows_that_are_cut_off_leave_no_batch_full():
-    """With `mask_truncated_completions` they teach nothing, though GRPO's baseline counts their reward."""
     settings = {"max_refills": 12, "mask_truncated_completions": True, "learning_rate": 0.0}
     trainer = train(make_prompts(200, 200), **GRPO, **settings)
     for (batch, _), informative in zip(trainer.batches, logged(trainer, "fr3e/rows/informative"), strict=True):
@@ -206,7 +205,6 @@ def test_fill_batch_and_num_to_draw_by_hand():
 
 
 def test_prompts_of_a_step_that_failed_come_again():
-    """A checkpoint that is saved on the way out is of the step before."""
     trainer = make_trainer(make_dataset(16), max_refills=1)
     trainer.begin()
     drawn = []

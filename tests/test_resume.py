@@ -62,7 +62,6 @@ def resume(step=None, **settings):
     ids=["aligned", "iterations", "buffer", "misaligned", "dropout", "grpo", "refill"],
 )
 def test_resuming_from_any_checkpoint_is_exact(settings):
-    """Also within a generated batch, between two logs, in a later epoch, and where settings are numbers of NumPy."""
     whole = train(**settings)
     if settings.get("max_refills"):
         assert sum(entry.get("fr3e/refill/reused", 0) for entry in whole.state.log_history) > 0
@@ -121,7 +120,6 @@ def test_beginning_anew_in_the_same_process():
 @pytest.mark.parametrize("step", [3, 4], ids="at step {}".format)
 @pytest.mark.parametrize("settings", [{"num_iterations": 2}, REFILLED | {"max_refills": 1}, ADAPTIVE], ids=str)
 def test_a_checkpoint_saved_within_an_update_is_exact(settings, step):
-    """As by `enable_jit_checkpoint`, before the update's end; the third of an epoch of three steps, or a later one."""
     settings = settings | IN_TWO | {"max_steps": 6}
     whole = train(**settings, output_dir="whole")
     trainer = make_trainer(**settings, save_steps=100, enable_jit_checkpoint=True)
@@ -155,7 +153,6 @@ def test_tables_of_completions_are_kept():
 
 
 def test_a_checkpoint_that_is_there_is_not_written_again():
-    """Its state may be more than is known where a run that goes on fails before its first step."""
     trainer, error = train(max_steps=1), ValueError()
     times = lambda: {path: path.stat().st_mtime_ns for path in Path("output/checkpoint-1").iterdir()}  # noqa: E731
     before = times()
@@ -199,7 +196,6 @@ def test_resuming_with_other_sizes_generates_anew(setting, saved, present, rows,
 
 
 def test_resuming_with_other_processes(tmp_path):
-    """More of them than left a state, then fewer, with rows left over from a refill."""
     settings = {"num_generations": 6, "num_anchors": 2, "per_device_train_batch_size": 6, "steps_per_generation": 2}
     settings |= {"save_strategy": "steps", "save_steps": 1, "max_refills": 3, "credit": "rollout"}
     settings |= {"value_prior_strength": 0, "num_rewards": 2}  # that many, and no prior, for states to be rejected
@@ -241,7 +237,6 @@ def num_left_over_before(entry):
 
 @pytest.mark.parametrize("cls", [FR3ETrainer, GRPOTrainer])
 def test_refill_goes_on_in_the_data_of_a_run_without(cls):
-    """Whose steps drew two prompts each."""
 
     def prompts_of_step_3(run, **settings):
         drawn = []
@@ -260,7 +255,6 @@ def test_refill_goes_on_in_the_data_of_a_run_without(cls):
 
 
 def test_a_process_without_its_own_state_ends(tmp_path):
-    """The checkpoint was cut while it was written: what others have kept is not this process's batch."""
     settings = {"num_generations": 8, "per_device_train_batch_size": 8, "max_steps": 1, "save_strategy": "steps"}
     launch(tmp_path / "run", 2, settings)
     checkpoint = tmp_path / "run" / "output" / "checkpoint-1"
@@ -285,7 +279,6 @@ def test_a_checkpoint_that_was_being_written_is_passed_over():
 
 
 def test_a_stream_goes_on_exactly_within_its_first_pass(caplog):
-    """Later it is told that prompts come again."""
     settings = {"dataset": make_dataset(6).to_iterable_dataset(), "max_steps": 6}
     whole = train(**settings)
     for step, is_exact in ((2, True), (4, False)):
@@ -345,7 +338,6 @@ def test_settings_that_differ_from_the_checkpoints_are_told(saved, present, told
 
 @pytest.mark.parametrize("settings", [{"beta": 0.1}, {"temperature": 0.5}], ids=str)
 def test_a_batch_that_was_drawn_with_other_settings_is_dropped(settings):
-    """It has no log-probs of a reference model, and old ones at another temperature."""
     train(num_iterations=2, max_steps=2)
     resumed = resume(1, **settings, num_iterations=2, max_steps=2)
     (log,) = (entry for entry in resumed.state.log_history if entry.get("step") == 2 and "loss" in entry)

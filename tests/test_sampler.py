@@ -83,7 +83,6 @@ def test_the_ratio_is_against_the_log_probs_that_were_given(with_logprobs):
 
 @pytest.mark.parametrize("make", [make_trainer, make_tool_trainer])
 def test_the_built_in_sampler_may_be_passed(make):
-    """The same rollouts, in two rounds. With tools it writes the turns."""
     runs = []
     for arguments in ({}, {"sampler": make_sampler}):
         trainer = make(per_device_train_batch_size=16, anchor_threshold=None, **arguments)
@@ -145,7 +144,6 @@ def test_the_example(tmp_path):
 
 
 def test_the_order_in_which_a_server_is_asked():
-    """First for branches, whose prefix its cache still has; and for nothing once it fails: each would wait for it."""
     order = []
 
     def ask(item):

@@ -154,7 +154,6 @@ def test_kernels_of_gpus(kernel, family, stand_ins, monkeypatch):
 
 
 def test_a_kernel_that_is_registered_anew():
-    """It would ignore that rows share prefixes, without an error of its own."""
     trainer = trainer_with("Qwen3", "sdpa")
     rows = padded(trainer)
     score(trainer, *rows, share=True)
@@ -166,7 +165,6 @@ def test_a_kernel_that_is_registered_anew():
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 300])
 @pytest.mark.parametrize(("start", "length"), [(0, 128), (0, 700), (5, 133), (129, 640), (255, 257), (256, 512)])
 def test_blocks_of_flex_attention(start, length, window):
-    """As torch makes them of all pairs; some that are seen wholly may be among those that are looked into."""
     blocks = shared_attention.block_mask(start, length, window, torch.device("cpu"))
     expected = create_block_mask(blocks.mask_mod, None, None, length - start, length, "cpu")
     assert blocks.shape == expected.shape

@@ -212,7 +212,6 @@ def test_a_tool_that_fails_or_hangs_is_an_answer(tool, error, num_anchors):
 
 
 def test_turns_end_at_their_limit_and_with_an_answer_too_long_for_the_budget():
-    """Those of the prefix count. As in TRL, the last call stays, and its answer is dropped."""
     for trees, _ in explored(make_trainer(max_tool_calling_iterations=1)):
         assert all(len(rollout.dialogue.turns) <= 2 for _, _, rollout in rollouts_of(trees))
     CALLS.clear()
@@ -234,7 +233,6 @@ def change_calls(monkeypatch, change):
 
 @pytest.mark.parametrize("name", ["key", "kye"])
 def test_a_coroutine_that_is_called_amiss_is_answered_in_the_same_order(name, monkeypatch):
-    """By an error, at once, and before a function that is called beside it. Otherwise after it."""
 
     def three(calls):
         key = calls[0]["function"]["arguments"]["key"]
