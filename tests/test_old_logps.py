@@ -134,10 +134,10 @@ def test_how_often_a_row_is_passed_forward(settings, again, monkeypatch):
     def count(module, args, kwargs):
         passed.update(map(tuple, kwargs["input_ids"].tolist()))
 
-    def generate(prompts):
-        generated = FR3ETrainer._generate(trainer, prompts)
+    def grow_trees(prompts):
+        rollouts = FR3ETrainer._grow_trees(trainer, prompts)
         trainer.model.model.register_forward_pre_hook(count, with_kwargs=True)
-        return generated
+        return rollouts
 
     def watched(inputs):
         batch = FR3ETrainer._generate_and_score_completions(trainer, inputs)
@@ -145,7 +145,7 @@ def test_how_often_a_row_is_passed_forward(settings, again, monkeypatch):
         trainer.batches.append((batch, None))
         return batch
 
-    monkeypatch.setattr(trainer, "_generate", generate)
+    monkeypatch.setattr(trainer, "_grow_trees", grow_trees)
     monkeypatch.setattr(trainer, "_generate_and_score_completions", watched)
     set_seed(2)
     trainer.train()
