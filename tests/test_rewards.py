@@ -103,8 +103,9 @@ def test_a_worker_that_is_killed_is_replaced():
     assert logged["math_reward/crashes"] == 0
     (second,) = set(workers_of(os.getpid())) - before
     with ThreadPoolExecutor() as threads:
+        began = psutil.Process(second).cpu_times().user
         results = threads.submit(reward, [HOSTILE[0], r"\boxed{4}"], ["4", "4"], log_metric=logged.__setitem__)
-        wait_until(lambda: "R (running)" in Path(f"/proc/{second}/status").read_text())
+        wait_until(lambda: psutil.Process(second).cpu_times().user > began + 0.5)  # of that answer
         os.kill(second, signal.SIGKILL)
         assert results.result() == [0.0, 1.0]
     assert logged == {"math_reward/timeouts": 0.0, "math_reward/crashes": 0.5}
