@@ -114,7 +114,6 @@ def test_prefixes_that_cannot_be_shared(tmp_path):
 
 
 def test_shared_prefixes_are_compared_without_cudnn(setup, monkeypatch):
-    """As the update computes: that kernel runs on GPUs alone, so here it is whether sdpa may take it."""
     seen = []
     token_statistics = FR3ETrainer.token_statistics
 

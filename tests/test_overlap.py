@@ -139,7 +139,6 @@ def tools():
 
 
 def test_tools_are_called_when_the_batch_begins(tools):
-    """By the main thread. The first turns alone are drawn ahead."""
     settings, callers = tools
     found = []
     for max_staleness in (0, 2):
@@ -239,7 +238,6 @@ class Act(TrainerCallback):
 
 @pytest.mark.parametrize("setting, value", [("temperature", 0.7), ("eos_token_ids", [1, 7]), ("top_k", 5)])
 def test_a_setting_that_is_changed_meanwhile(server, setting, value):
-    """What was begun with the old value is given up, once."""
     trainer = make(vllm_server_base_url=server.url, max_staleness=2)
     trainer.add_callback(Act(lambda control: setattr(trainer, setting, value), step=1))
     given_up, abort = [], trainer.sampler.abort

@@ -58,7 +58,6 @@ def make_family(family, implementation="sdpa"):
 @pytest.mark.parametrize("family", ["GPT2", "Qwen3"])
 @pytest.mark.parametrize("share_prefixes", [True, False])
 def test_ratios_are_1_before_the_first_update_wherever_rows_begin(family, share_prefixes):
-    """Learned positions count from a row's first token where it is sampled, and from the batch's where it is scored."""
     prompts = Dataset.from_dict({"prompt": ["1+1=", "12345678+12345678+12345678="] * 4})
     exact = {"epsilon": 1e-4, "epsilon_high": 1e-4, "learning_rate": 0.0}
     settings = {"dataset": prompts, "num_iterations": 2, "share_prefixes": share_prefixes, **exact}
@@ -260,7 +259,6 @@ class CountsPositions(FR3ETrainer):
 
 
 def test_fewer_tokens_are_forwarded():
-    """For the entropies, the old log-probs, the reference model and the loss alike."""
     settings = {"cls": CountsPositions, "beta": 0.1, "num_iterations": 2, "max_steps": 4}
     shared, apart = (train(share, **settings).forwarded for share in (True, False))
     assert all(0 < shared[name] < 0.7 * apart[name] for name in ("policy", "reference"))
@@ -268,7 +266,6 @@ def test_fewer_tokens_are_forwarded():
 
 @pytest.mark.parametrize("batch_size", [8, 4])
 def test_rows_of_a_prompt_stay_together(batch_size):
-    """And those that share most, where a micro-batch has place for fewer. TRL's shuffle scatters them."""
     num_prompts = {}
     for share in (True, False):
         sizes = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 32 // batch_size}

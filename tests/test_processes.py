@@ -164,7 +164,6 @@ def test_an_environment_that_cannot_be_the_same_in_two_processes_ends_all(kind, 
 
 @pytest.mark.parametrize("recipe", ["fsdp2", pytest.param("zero3", marks=DEEPSPEED)])
 def test_sharded_sampling_and_a_sharded_reward_model_with_nothing_to_score(recipe, tmp_path):
-    """Two base trajectories, which are scored before their anchors are chosen, for three processes."""
     settings = {"num_generations": 6, "num_anchors": 2, "per_device_train_batch_size": 2}
     settings |= {"num_iterations": 2, "base_selection": "mixed"}
     of_processes = launch(tmp_path / "run", 3, settings, "sharded", "reward_model", recipe=recipe)

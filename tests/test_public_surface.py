@@ -363,7 +363,6 @@ def leaving_out(column):
 
 
 def test_a_subclass_returns_another_batch():
-    """Without the column that only FR3ETrainer knows. One that the loss needs is asked for."""
     settings = {"share_prefixes": True, "steps_per_generation": 2, "max_steps": 4}
     trainer = train(leaving_out("row"), reward_funcs=letters, **settings)
     assert trainer.shares_prefixes and len(trainer.batches) == 2

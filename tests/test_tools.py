@@ -294,7 +294,6 @@ def amiss(calls):
     ids=["functions", "coroutines", "a time limit"],
 )
 def test_calls_that_reach_no_tool_are_answered_alike_in_every_branch(settings, monkeypatch):
-    """TRL answers them with errors, which name the tool as Python does. They count where they are made, and once."""
     change_calls(monkeypatch, amiss)
     trainer = make_trainer(**settings, max_completion_length=200, max_steps=8)  # calls of all kinds precede branches
     before, made, answers, reached = [], 0, [], 0

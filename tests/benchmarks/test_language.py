@@ -144,7 +144,9 @@ def test_what_cannot_be(tmp_path, monkeypatch):
     for directory in (tmp_path / "new", tmp_path / "link"):
         for function in (make, pytest.fail):
             assert made_once(directory, function, {"task": "words", "num_examples": 480}) == directory
-        with pytest.raises(UsageError, match="made with other arguments: num_examples was 480 and is 2000"):
+        with pytest.raises(
+            UsageError, match="has a policy that was made with other arguments: num_examples was 480 and is 2000"
+        ):
             made_once(directory, make, {"task": "words", "num_examples": 2000})
     assert (tmp_path / "scratch" / "config.json").exists()
     # Without a network one line says what to do

@@ -193,9 +193,15 @@ def test_conversational_prompts_and_an_adapter(capsys):
         ({"dataset_name": "few.jsonl", "base": BASE | {"num_prompts": 5}}, "=5 must be at most num_train_examples=4"),
         ({"dataset_streaming": True}, "dataset_streaming=True is not supported"),
         ({"base": {"num_anchor": 1}}, "Arm 'grpo': There is no setting 'num_anchor' for trainer='fr3e'. Did you mean"),
-        ({"training_rows": 5}, "one of generated_tokens, training_rows, train_seconds, which limit a run. 2 are set"),
+        (
+            {"training_rows": 5},
+            "Set exactly one of generated_tokens, training_rows, train_seconds, which limit a run. 2 are set",
+        ),
         ({"generated_tokens": None, "training_rows": 9, "tuning_tokens": 5}, "tuning_tokens=5 needs generated"),
-        ({"task": "chain"}, "='data.jsonl' only works with a task of your own. Remove it, or remove task='chain'"),
+        (
+            {"task": "chain"},
+            "dataset_name='data.jsonl' only works with a task of your own. Remove it, or remove task='chain'",
+        ),
         ({"policy": "x"}, "policy='x' only works with a built-in task"),
         ({"base": BASE | {"use_vllm": True}}, "keeps its memory after a run"),
         (
